@@ -1,0 +1,34 @@
+"""WINK: run an LLM agent's tools as transactions."""
+
+from weakincentives.call import ToolCall
+from weakincentives.deadlines import Deadline
+from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.prompt import (
+    MarkdownSection,
+    Prompt,
+    PromptTemplate,
+    Tool,
+    ToolContext,
+    ToolResult,
+    tool,
+)
+from weakincentives.runtime import Session, aexecute_tool, execute_tool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Deadline",
+    "Filesystem",
+    "MarkdownSection",
+    "MemoryFilesystem",
+    "Prompt",
+    "PromptTemplate",
+    "Session",
+    "Tool",
+    "ToolCall",
+    "ToolContext",
+    "ToolResult",
+    "aexecute_tool",
+    "execute_tool",
+    "tool",
+]

@@ -1,0 +1,72 @@
+"""Limits in tokens."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from weakincentives.errors import BudgetExceededError
+
+__all__ = ["Budget", "BudgetTracker", "TokenUsage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """Tokens that went in and came out of a model."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            input_tokens=self.input_tokens + other.input_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How many tokens a run may use; None means no limit."""
+
+    max_total_tokens: int | None = None
+    max_input_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit <= 0:
+                raise ValueError(f"{name} must be positive, got {limit}")
+
+
+class BudgetTracker:
+    """Adds up what a run has used and says when it is too much. Safe to share between threads."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self._used = TokenUsage()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> TokenUsage:
+        return self._used
+
+    def record(self, usage: TokenUsage) -> None:
+        """Add what one model turn used."""
+        with self._lock:
+            self._used = self._used + usage
+
+    def check(self) -> None:
+        """Raise BudgetExceededError when any limit has been passed."""
+        used, budget = self._used, self.budget
+        for name, spent, limit in (
+            ("total", used.total_tokens, budget.max_total_tokens),
+            ("input", used.input_tokens, budget.max_input_tokens),
+            ("output", used.output_tokens, budget.max_output_tokens),
+        ):
+            if limit is not None and spent > limit:
+                raise BudgetExceededError(f"Used {spent} {name} tokens; the budget is {limit}")

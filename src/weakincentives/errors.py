@@ -1,0 +1,256 @@
+"""Every exception the library raises, in one tree.
+
+::
+
+    WinkError
+    ├── ToolValidationError              the model must act: its values are not acceptable
+    │   └── FilesystemError                a path or file operation that cannot be done
+    │       ├── PathEscapesRoot              (also a PermissionError)
+    │       ├── NoSuchFile                   (also a FileNotFoundError)
+    │       ├── AlreadyExists                (also a FileExistsError)
+    │       ├── NotAFile                     (also an IsADirectoryError)
+    │       ├── NotADirectory                (also a NotADirectoryError)
+    │       ├── ReadOnlyFile                 (also a PermissionError)
+    │       └── BinaryFile                   (also a ValueError)
+    ├── Refusal                          the call was not admitted; nothing ran
+    │   ├── ToolNotFound
+    │   ├── InvalidArguments
+    │   └── PolicyDenied
+    ├── ToolTimeout                      the handler took longer than its tool allows
+    ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
+    ├── ParseError                       data does not fit a type (also a ValueError)
+    ├── ToolDefinitionError              the developer must act: a tool is declared wrongly
+    ├── ViewClosed                       a write through a call's view after that call ended
+    ├── ReadOnlyView                     a write from a tool whose reach is "read"
+    ├── MergeConflict                    two views changed, or one read and one changed, the same thing
+    ├── PromptError
+    │   ├── PromptValidationError          a template is wrong as it stands
+    │   ├── PromptRenderError              a template cannot be rendered with these parameters
+    │   └── PromptEvaluationError          the run cannot go on; raised through every caller
+    │       ├── DeadlineExceededError
+    │       └── BudgetExceededError
+    ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
+    ├── SessionError
+    │   ├── ReducerError                   a reducer raised; its event changed nothing
+    │   ├── SnapshotError                  a snapshot cannot be written or read
+    │   └── SnapshotExpired                an older snapshot was restored since
+    └── ResourceError
+        ├── UnboundResource
+        ├── CircularDependency
+        └── ProviderFailed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "AlreadyExists",
+    "BinaryFile",
+    "BudgetExceededError",
+    "CircularDependency",
+    "ContractError",
+    "DeadlineExceededError",
+    "FilesystemError",
+    "InvalidArguments",
+    "MergeConflict",
+    "NoSuchFile",
+    "NotADirectory",
+    "NotAFile",
+    "ParseError",
+    "PathEscapesRoot",
+    "PolicyDenied",
+    "PromptError",
+    "PromptEvaluationError",
+    "PromptRenderError",
+    "PromptValidationError",
+    "ProviderFailed",
+    "ReadOnlyFile",
+    "ReadOnlyView",
+    "ReducerError",
+    "Refusal",
+    "ResourceError",
+    "SessionError",
+    "SnapshotError",
+    "SnapshotExpired",
+    "ToolDefinitionError",
+    "ToolNotFound",
+    "ToolTimeout",
+    "ToolValidationError",
+    "UnboundResource",
+    "ViewClosed",
+    "VisibilityExpansionRequired",
+    "WinkError",
+]
+
+
+class WinkError(Exception):
+    """Base of everything this library raises on purpose."""
+
+
+class ToolValidationError(WinkError):
+    """Raise it in a handler: the model gets the message as it stands."""
+
+
+class FilesystemError(ToolValidationError):
+    """A file operation that cannot be done; worded for the model."""
+
+
+class PathEscapesRoot(FilesystemError, PermissionError):
+    """The path leads outside the filesystem's root."""
+
+
+class NoSuchFile(FilesystemError, FileNotFoundError):
+    """There is nothing at the path."""
+
+
+class AlreadyExists(FilesystemError, FileExistsError):
+    """There is something at the path already."""
+
+
+class NotAFile(FilesystemError, IsADirectoryError):
+    """A file was needed; the path is a directory."""
+
+
+class NotADirectory(FilesystemError, NotADirectoryError):
+    """A directory was needed; the path, or a part of it, is a file."""
+
+
+class ReadOnlyFile(FilesystemError, PermissionError):
+    """The file may be read but not changed."""
+
+
+class BinaryFile(FilesystemError, ValueError):
+    """The file is not UTF-8 text."""
+
+
+class Refusal(WinkError):
+    """The call was not admitted: nothing ran and nothing was changed."""
+
+    code = "REFUSED"
+
+    def __init__(self, message: str, *, suggestions: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.suggestions = tuple(suggestions)
+
+
+class ToolNotFound(Refusal):
+    """No tool of that name is offered."""
+
+    code = "TOOL_NOT_FOUND"
+
+
+class InvalidArguments(Refusal):
+    """The arguments do not fit the tool's parameters."""
+
+    code = "INVALID_ARGUMENTS"
+
+
+class PolicyDenied(Refusal):
+    """A policy does not allow the call now."""
+
+    code = "POLICY_DENIED"
+
+
+class ToolTimeout(WinkError):
+    """The handler took longer than its tool allows."""
+
+
+class ContractError(WinkError, AssertionError):
+    """A ``@require`` or ``@ensure`` condition does not hold."""
+
+
+class ParseError(WinkError, ValueError):
+    """Data does not fit a type; ``details`` has one entry per problem, keyed by its path."""
+
+    def __init__(self, message: str, details: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.details = dict(details)
+
+    def __str__(self) -> str:
+        lines = [f"  {path or '(top level)'}: {text}" for path, text in self.details.items()]
+        return "\n".join([str(self.args[0]), *lines])
+
+
+class ToolDefinitionError(WinkError, TypeError, ValueError):
+    """A tool, example or handler is declared wrongly."""
+
+
+class ViewClosed(WinkError, RuntimeError):
+    """The call this view belongs to has ended; the write was refused."""
+
+
+class ReadOnlyView(WinkError, PermissionError):
+    """A tool whose reach is "read" tried to change something."""
+
+
+class MergeConflict(WinkError):
+    """A view cannot be merged; ``paths`` names what changed under it."""
+
+    def __init__(self, message: str, paths: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.paths = tuple(paths)
+
+
+class PromptError(WinkError):
+    """Base of everything that is wrong with a prompt."""
+
+
+class PromptValidationError(PromptError):
+    """The template is wrong as it stands: duplicate names, bad keys, bad examples."""
+
+
+class PromptRenderError(PromptError):
+    """The template cannot be rendered with these parameters."""
+
+
+class PromptEvaluationError(PromptError):
+    """The run cannot go on. Never turned into a result: raised through every caller."""
+
+
+class DeadlineExceededError(PromptEvaluationError):
+    """The run's deadline has passed."""
+
+
+class BudgetExceededError(PromptEvaluationError):
+    """The run's token budget is used up."""
+
+
+class VisibilityExpansionRequired(WinkError):
+    """A section was opened: render the prompt again and go on."""
+
+    def __init__(self, message: str = "", *, section_keys: Sequence[str] = ()) -> None:
+        super().__init__(message or f"Open sections: {', '.join(section_keys)}")
+        self.section_keys = tuple(section_keys)
+
+
+class SessionError(WinkError):
+    """Base of everything that is wrong with a session."""
+
+
+class ReducerError(SessionError):
+    """A reducer raised; the event was not applied to any slice."""
+
+
+class SnapshotError(SessionError):
+    """A snapshot cannot be written, read or used here."""
+
+
+class SnapshotExpired(SessionError):
+    """An older snapshot was restored since this one was taken."""
+
+
+class ResourceError(WinkError):
+    """Base of everything that is wrong with resources."""
+
+
+class UnboundResource(ResourceError, LookupError):
+    """Nothing is bound for the type asked for."""
+
+
+class CircularDependency(ResourceError):
+    """Providers need each other; the message prints the chain."""
+
+
+class ProviderFailed(ResourceError):
+    """A provider or ``post_construct`` raised; the message prints the chain."""

@@ -1,0 +1,108 @@
+"""Glob patterns and regular expressions, for every filesystem alike."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem.protocol import Parts, shown, split_path
+
+__all__ = ["GlobPattern", "check_limit", "compile_regex", "matching_lines"]
+
+_ANY_DEPTH = "**"
+
+
+class GlobPattern:
+    """A glob pattern to walk a tree with.
+
+    The walk carries the positions in the pattern that the path so far has reached. A directory
+    without positions cannot hold a match, so it is never entered.
+    """
+
+    def __init__(self, pattern: str, root: Parts = ()) -> None:
+        if ".." in pattern.split("/"):
+            raise FilesystemError(f"A pattern cannot contain '..': {shown(pattern)}")
+        segments = split_path(pattern, root)
+        if segments and segments[-1] == _ANY_DEPTH:
+            # "a/**" is what is below a, never a file called a.
+            segments = (*segments, "*")
+        self._absolute = pattern.startswith("/")
+        self._segments = segments
+        self._tests = tuple(re.compile(fnmatch.translate(segment)).match for segment in segments)
+        self._onward = _onward(segments)
+        self._literal = tuple(not any(c in segment for c in "*?[") for segment in segments)
+
+    def start(self, directory: Parts) -> frozenset[int]:
+        """Return the positions to begin with in a directory.
+
+        A relative pattern begins there; an absolute one has been on its way since the root.
+        """
+        positions = self._onward[0]
+        for name in directory if self._absolute else ():
+            positions = self.step(positions, name)
+        return positions
+
+    def step(self, positions: frozenset[int], name: str) -> frozenset[int]:
+        """Return the positions one name further down."""
+        reached: set[int] = set()
+        for position in positions:
+            if position == len(self._segments):
+                continue
+            if self._segments[position] == _ANY_DEPTH:
+                reached |= self._onward[position]
+            elif self._tests[position](name):
+                reached |= self._onward[position + 1]
+        return frozenset(reached)
+
+    def matched(self, positions: frozenset[int]) -> bool:
+        """Tell whether a path that got this far matches as a whole."""
+        return bool(self._segments) and len(self._segments) in positions
+
+    def names(self, positions: frozenset[int]) -> frozenset[str] | None:
+        """Return the only names that can lead on from here, or None when any might."""
+        ahead = [position for position in positions if position < len(self._segments)]
+        if all(self._literal[position] for position in ahead):
+            return frozenset(self._segments[position] for position in ahead)
+        return None
+
+
+def _onward(segments: Parts) -> tuple[frozenset[int], ...]:
+    """Return for each position which ones it stands for: ``**`` may also be no directory."""
+    onward = [frozenset({len(segments)})]
+    for position in reversed(range(len(segments))):
+        skipped: frozenset[int] = onward[0] if segments[position] == _ANY_DEPTH else frozenset()
+        onward.insert(0, skipped | {position})
+    return tuple(onward)
+
+
+def compile_regex(pattern: str) -> re.Pattern[str]:
+    """Return the compiled expression; a wrong one is the model's to mend."""
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise FilesystemError(
+            f"Not a valid regular expression: {shown(pattern)} ({error}). Escape special"
+            " characters with a backslash to look for them as they are"
+        ) from error
+
+
+def matching_lines(data: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line in which the expression is found; none of binary data."""
+    if not data or b"\0" in data:
+        return
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return
+    # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if regex.search(line):
+            yield number, line
+
+
+def check_limit(limit: int | None) -> None:
+    if limit is not None and limit < 0:
+        raise FilesystemError(f"limit must not be negative, got {limit}")

@@ -1,0 +1,315 @@
+"""What a filesystem is, and what all of them share: paths and the words of refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
+
+from weakincentives.errors import (
+    BinaryFile,
+    FilesystemError,
+    NoSuchFile,
+    NotADirectory,
+    NotAFile,
+    PathEscapesRoot,
+    ReadOnlyFile,
+)
+
+__all__ = [
+    "DEFAULT_ROOT",
+    "FileStat",
+    "Filesystem",
+    "GrepMatch",
+    "Parts",
+    "decode_text",
+    "directory_not_file",
+    "encode_text",
+    "file_not_directory",
+    "join_path",
+    "nothing_there",
+    "read_only",
+    "shown",
+    "split_path",
+    "split_root",
+]
+
+DEFAULT_ROOT = "/workspace"
+
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4096
+
+Parts = tuple[str, ...]
+"""A normalised path, name by name; the root is the empty tuple."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStat:
+    """What is known about a file or directory without reading it."""
+
+    path: str
+    kind: Literal["file", "directory"]
+    size: int
+    """Bytes of a file; 0 for a directory."""
+    modified: float
+    """Seconds since the epoch. A directory is modified when an entry comes or goes."""
+    readonly: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrepMatch:
+    """A line that matches."""
+
+    path: str
+    line_number: int
+    """The first line is 1."""
+    line: str
+    """The line without its end."""
+
+
+class Filesystem(Protocol):
+    """Files below one root, read and changed by path.
+
+    Paths are relative to the root, or absolute below a virtual prefix: ``a.txt``, ``./a.txt``,
+    ``x/../a.txt`` and ``/workspace/a.txt`` are one file. Every path a method returns is relative.
+    Nothing ever resolves outside the root.
+
+    An operation takes effect as a whole or raises and changes nothing. What a model may have caused
+    raises a :class:`~weakincentives.errors.FilesystemError` worded for it.
+    """
+
+    read_only: str | None
+    """When set, every change raises :class:`~weakincentives.errors.ReadOnlyView` with this text."""
+
+    def normalize(self, path: str) -> str:
+        """Return the one relative spelling of a path; ``"."`` is the root."""
+        ...
+
+    def read(self, path: str) -> str:
+        """Return a file's text, exactly as stored; one that is not UTF-8 raises ``BinaryFile``."""
+        ...
+
+    def read_bytes(self, path: str) -> bytes:
+        """Return a file's bytes."""
+        ...
+
+    def write(self, path: str, content: str) -> None:
+        """Make the file hold exactly this text, as UTF-8. Missing parent directories are made."""
+        ...
+
+    def write_bytes(self, path: str, content: bytes) -> None:
+        """Make the file hold exactly these bytes. Missing parent directories are made."""
+        ...
+
+    def append(self, path: str, content: str) -> None:
+        """Add text at the end of a file, which is made if missing."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is a file or directory at the path."""
+        ...
+
+    def is_readonly(self, path: str) -> bool:
+        """Tell whether the file may only be read; False for directories and missing files."""
+        ...
+
+    def stat(self, path: str) -> FileStat:
+        """Return kind, size, time and read-only mark of a file or directory."""
+        ...
+
+    def list(self, path: str = ".") -> tuple[FileStat, ...]:
+        """Return a directory's entries, sorted by path."""
+        ...
+
+    def glob(self, pattern: str, path: str = ".") -> tuple[str, ...]:
+        """Return the files below ``path`` that match, sorted.
+
+        ``*``, ``?`` and ``[a-z]`` stay within one name; ``**`` is any number of directories,
+        also none. Names that start with a dot are like any other.
+        """
+        ...
+
+    def grep(
+        self, pattern: str, path: str = ".", *, glob: str = "**/*", limit: int | None = None
+    ) -> tuple[GrepMatch, ...]:
+        """Return the lines in which the regular expression is found, by path and line.
+
+        ``path`` is a directory, or one file. Binary files are left out.
+        """
+        ...
+
+    def search(self, query: str, limit: int | None = None) -> tuple[str, ...]:
+        """Return the files whose name contains ``query`` in any case, sorted by path."""
+        ...
+
+    def mkdir(self, path: str) -> None:
+        """Make a directory and its missing parents; one that exists is fine."""
+        ...
+
+    def move(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        """Give a file, or a directory with all that is in it, another path.
+
+        ``overwrite`` lets a file take the place of a file, and a directory that of a directory,
+        as a whole.
+        """
+        ...
+
+    def copy(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        """Copy a file or a whole directory: content, times and read-only marks."""
+        ...
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Delete a file or directory; one that is not empty needs ``recursive=True``."""
+        ...
+
+    def snapshot(self) -> object:
+        """Return a token for the present state."""
+        ...
+
+    def restore(self, token: object) -> None:
+        """Go back to the state the token stands for."""
+        ...
+
+    def snapshot_here(self) -> object:
+        """Like ``snapshot``, of exactly this object, whichever call is under way."""
+        ...
+
+    def restore_here(self, token: object) -> None:
+        """Like ``restore``, of exactly this object, also when it is sealed or read-only.
+
+        For the runtime, which undoes what a call did after the call has ended.
+        """
+        ...
+
+    def fork(self) -> Self:
+        """Return a private view: it starts as this is now, and neither sees the other's changes."""
+        ...
+
+    def merge(self, view: Self) -> None:
+        """Bring a view's changes in, all of them or none.
+
+        Raises:
+            MergeConflict: Something the view read or changed has changed here since the fork.
+        """
+        ...
+
+    def seal(self, reason: str) -> None:
+        """Refuse every later change with :class:`~weakincentives.errors.ViewClosed`, and log it."""
+        ...
+
+
+def split_root(root: str) -> Parts:
+    """Return a virtual prefix name by name."""
+    if not root.startswith("/"):
+        raise ValueError(
+            f"the root must be an absolute path such as {DEFAULT_ROOT!r}, got {root!r}"
+        )
+    try:
+        return split_path(root)
+    except FilesystemError as error:
+        raise ValueError(f"not a usable root: {error}") from error
+
+
+def split_path(path: str, root: Parts = ()) -> Parts:
+    """Return the one spelling of ``path``, name by name, relative to the root.
+
+    Only the text is looked at: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
+    """
+    if "\0" in path:
+        raise FilesystemError(f"A path cannot contain a NUL character: {shown(path)}")
+    parts = [part for part in path.split("/") if part and part != "."]
+    if path.startswith("/"):
+        if tuple(parts[: len(root)]) != root:
+            raise _escapes(path, root)
+        del parts[: len(root)]
+    if ".." in parts:
+        parts = _climb(parts, path, root)
+    if len(path) > MAX_NAME_BYTES or not path.isascii():
+        _check_encoded(parts, path)
+    return tuple(parts)
+
+
+def join_path(parts: Parts) -> str:
+    """Return the relative path that :func:`split_path` took apart."""
+    return "/".join(parts) or "."
+
+
+def shown(path: str) -> str:
+    """Return a path as it can stand in a message: on one line, and not too long."""
+    if len(path) > 200:
+        path = f"{path[:100]}...{path[-60:]}"
+    return path if path.isprintable() else ascii(path)
+
+
+def encode_text(content: str, path: str) -> bytes:
+    """Return the bytes a text is stored as."""
+    try:
+        return content.encode()
+    except UnicodeEncodeError as error:
+        raise FilesystemError(
+            f"The text for {shown(path)} cannot be stored as UTF-8: the character at position"
+            f" {error.start} is half of a surrogate pair"
+        ) from error
+
+
+def decode_text(data: bytes, path: str) -> str:
+    """Return the text that bytes stand for."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BinaryFile(
+            f"Not a UTF-8 text file: {shown(path)}. Use read_bytes to get its bytes"
+        ) from error
+
+
+def nothing_there(path: str) -> NoSuchFile:
+    return NoSuchFile(
+        f"No such file or directory: {shown(path)}. List its directory to see what is there"
+    )
+
+
+def directory_not_file(path: str) -> NotAFile:
+    return NotAFile(f"{shown(path)} is a directory. Give the path of a file")
+
+
+def file_not_directory(path: str) -> NotADirectory:
+    return NotADirectory(f"{shown(path)} is a file, not a directory. Give the path of a directory")
+
+
+def read_only(path: str) -> ReadOnlyFile:
+    return ReadOnlyFile(f"{shown(path)} is read-only. Leave it as it is, or work on another file")
+
+
+def _climb(parts: list[str], path: str, root: Parts) -> list[str]:
+    resolved: list[str] = []
+    for part in parts:
+        if part != "..":
+            resolved.append(part)
+        elif resolved:
+            resolved.pop()
+        else:
+            raise _escapes(path, root)
+    return resolved
+
+
+def _check_encoded(parts: list[str], path: str) -> None:
+    total = 0
+    for part in parts:
+        try:
+            size = len(part.encode())
+        except UnicodeEncodeError as error:
+            raise FilesystemError(
+                f"A path must be valid Unicode, without half a surrogate pair: {shown(path)}"
+            ) from error
+        if size > MAX_NAME_BYTES:
+            raise FilesystemError(
+                f"A name can have {MAX_NAME_BYTES} bytes, this one has {size}: {shown(part)}"
+            )
+        total += size + 1
+    if total > MAX_PATH_BYTES:
+        raise FilesystemError(f"A path can have {MAX_PATH_BYTES} bytes: {shown(path)} has {total}")
+
+
+def _escapes(path: str, root: Parts) -> PathEscapesRoot:
+    return PathEscapesRoot(
+        f"{shown(path)} is outside the root. Use a relative path, or one below /{'/'.join(root)}"
+    )

@@ -1,0 +1,93 @@
+"""Structured logging: every line written during a call carries that call's id.
+
+The library logs below ``weakincentives`` with the standard library's logging and configures
+nothing. ``configure_logging`` is for programs that want the lines as they are meant to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import IO, Any
+
+from weakincentives.call import transaction_under_way
+
+__all__ = ["CallFilter", "configure_logging", "get_logger"]
+
+
+def _call_fields() -> dict[str, str]:
+    transaction = transaction_under_way.get()
+    if transaction is None:
+        return {"call_id": "", "tool": "", "session_id": "", "run_id": ""}
+    run = transaction.run_context
+    return {
+        "call_id": transaction.call.id,
+        "tool": transaction.call.name,
+        "session_id": transaction.session.session_id,
+        "run_id": "" if run is None else run.run_id,
+    }
+
+
+class _CallLogger(logging.LoggerAdapter[logging.Logger]):
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, Any]
+    ) -> tuple[object, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**_call_fields(), **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+
+def get_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
+    """Return a logger whose records carry ``call_id``, ``tool``, ``session_id`` and ``run_id``."""
+    return _CallLogger(logging.getLogger(name), {})
+
+
+class CallFilter(logging.Filter):
+    """Adds the same fields to the records of any other logger. Put it on a handler."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        for name, value in _call_fields().items():
+            if not hasattr(record, name):
+                setattr(record, name, value)
+        return True
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.call = f"[{record.tool} {record.call_id}] " if getattr(record, "call_id", "") else ""
+        return super().format(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields: Mapping[str, object] = record.__dict__
+        for name in ("call_id", "tool", "session_id", "run_id"):
+            if fields.get(name):
+                line[name] = fields[name]
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure_logging(
+    level: int | str = logging.INFO, *, as_json: bool = False, stream: IO[str] | None = None
+) -> logging.Handler:
+    """Write every log line of the program, with the call it belongs to; returns the handler."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.addFilter(CallFilter())
+    handler.setFormatter(
+        _JsonFormatter()
+        if as_json
+        else _LineFormatter("%(asctime)s %(levelname)s %(name)s: %(call)s%(message)s")
+    )
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level)
+    return handler

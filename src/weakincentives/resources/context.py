@@ -1,0 +1,454 @@
+"""Instances: made when first asked for, told to those who watch, closed in reverse order.
+
+Two lifetimes, one mechanism: a ``ResourceContext`` holds what lives until it is closed, a
+``ToolScope`` what lives for one tool call.
+"""
+# The classes of this file are one mechanism and share its parts:
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType, TracebackType
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from weakref import WeakValueDictionary
+
+from weakincentives.errors import (
+    CircularDependency,
+    PromptEvaluationError,
+    ProviderFailed,
+    ResourceError,
+    UnboundResource,
+    VisibilityExpansionRequired,
+)
+from weakincentives.resources.registry import (
+    Binding,
+    Ready,
+    ResourceRegistry,
+    Scope,
+    Snapshotable,
+)
+
+__all__ = ["ResourceContext", "ToolScope", "Watcher"]
+
+T = TypeVar("T")
+Chain: TypeAlias = tuple[type[Any], ...]
+"""The types being made, outermost first: each is needed by the one before it."""
+
+_log = logging.getLogger("weakincentives.resources")
+
+
+class Watcher(Protocol):
+    """Hears of each new instance that takes part in transactions; a snapshot, for example.
+
+    It is held weakly: with ``slots``, give it a ``__weakref__`` slot.
+    """
+
+    def built(self, name: str, instance: Snapshotable, /) -> None:
+        """Called right after ``post_construct``, before anyone else gets the instance."""
+        ...
+
+
+class _Lifetime:
+    """Instances that live and end together, in a context or in one tool call."""
+
+    _context: ResourceContext
+    # The rest has its defaults on the class: most tool calls build nothing, and a scope that
+    # builds nothing should cost next to nothing.
+    _closed: bool = False
+    _instances: Mapping[type[Any], Any] = MappingProxyType({})
+    """Replaced, never changed: it is read without the lock."""
+    _participants: tuple[tuple[str, Snapshotable], ...] = ()
+    _to_close: dict[int, Any] | None = None
+    """By identity, in order of construction; None until something is about to be made."""
+    _watcher: Watcher | None = None
+    _watchers: WeakValueDictionary[int, Watcher] | None = None
+    """By identity: two snapshots may well be equal."""
+
+    def get(self, kind: type[T]) -> T:
+        """Return the instance for ``kind``, making it if need be."""
+        # No lock and no further call for what is there already: this is asked in every tool call.
+        if not self._closed:
+            instance = self._context._instances.get(kind)
+            if instance is None:
+                instance = self._instances.get(kind)
+            if instance is not None:
+                return instance
+        return self._resolve(kind, (), self._watcher)
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the instance for ``kind``, or None when nothing is bound for it.
+
+        Raises like ``get`` when something is bound but cannot be had.
+        """
+        return self.get(kind) if kind in self._context._bindings else None
+
+    @property
+    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+        """The live instances that take part in transactions, each once, with a name to show.
+
+        Prototypes are not among them: only those who watch hear of a prototype.
+        """
+        return self._participants
+
+    def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
+        """Tell ``watcher`` of each instance built from now on; return the ``snapshotables`` of now.
+
+        Nothing is built between the two, so nothing is missed.
+        """
+        with self._context._lock:
+            if self._watchers is None:
+                self._watchers = WeakValueDictionary()
+            self._watchers[id(watcher)] = watcher
+            return self.snapshotables
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close what was made here, the newest first. Closing again does nothing.
+
+        When ``error`` is under way, closing does not hide it: what else fails is logged and noted
+        on it. Otherwise the first failure is raised, once everything has been closed.
+        """
+        self._closed = True
+        # Whoever makes something sets _to_close first and looks at _closed later, so it is safe
+        # to look without the lock: one of the two sees the other.
+        if self._to_close is None:
+            return
+        with self._context._lock:
+            to_close, self._to_close = self._to_close, {}
+            self._instances, self._participants = {}, ()
+        _close_all(reversed(to_close.values()), error)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    # How an instance comes about, in call order.
+
+    def _resolve(self, kind: type[T], chain: Chain, watcher: Watcher | None) -> T:
+        context = self._context
+        self._refuse_when_closed(kind)
+        binding = context._bindings.get(kind)
+        if binding is None:
+            raise UnboundResource(_unbound(kind, chain, context._bindings))
+        if kind in chain:
+            raise CircularDependency(f"Providers need each other: {_arrows(*chain, kind)}")
+        if binding.scope is Scope.PROTOTYPE:
+            return self._make(binding, chain, watcher)
+        if binding.scope is Scope.SINGLETON:
+            return context._get_or_make(binding, chain, watcher)
+        if self is context:
+            raise UnboundResource(_needs_tool_call(kind, chain, context._bindings))
+        return self._get_or_make(binding, chain, watcher)
+
+    def _get_or_make(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
+        """Return the one instance of this lifetime, made by the thread that asks first.
+
+        The lock is never held while a provider runs: others build other things meanwhile.
+        """
+        context, kind, me = self._context, binding.type, threading.get_ident()
+        place = (self, kind)
+        with context._lock:
+            while kind not in self._instances:
+                self._refuse_when_closed(kind)
+                if place not in context._builders:
+                    context._builders[place] = me
+                    break
+                context._refuse_deadlock(place, chain)
+                context._waiting[me] = place
+                try:
+                    context._changed.wait()
+                finally:
+                    del context._waiting[me]
+            else:
+                return self._instances[kind]
+        try:
+            return self._make(binding, chain, watcher)
+        finally:
+            with context._lock:
+                del context._builders[place]
+                context._changed.notify_all()
+
+    def _make(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
+        with self._context._lock:
+            if self._to_close is None:
+                self._to_close = {}
+            self._refuse_when_closed(binding.type)
+        chain = (*chain, binding.type)
+        resolver = _Resolver(self, chain, watcher)
+        with _named(chain, "its provider"):
+            instance = binding.provider(resolver)
+        if instance is None:
+            raise ProviderFailed(f"{_arrows(*chain)}: its provider returned None")
+        # A provider that hands on what it got (`lambda r: r.get(Other)`) made nothing: the
+        # instance has been set up, and will be closed, where it was made.
+        is_new = not resolver.gave(instance)
+        try:
+            post_construct = _method(instance, "post_construct")
+            if is_new and post_construct is not None:
+                with _named(chain, "its post_construct"):
+                    post_construct()
+            self._publish(binding, instance, watcher, is_new)
+        except BaseException as error:
+            if is_new and _method(instance, "close") is not None:
+                _close_all([instance], error)
+            raise
+        resolver.finish()
+        return instance
+
+    def _publish(
+        self, binding: Binding[T], instance: T, watcher: Watcher | None, is_new: bool
+    ) -> None:
+        """Tell those who watch; then, and only then, others can get the instance."""
+        told: dict[int, Watcher] = {}
+        while True:
+            unheard: list[Watcher] = []
+            with self._context._lock:
+                self._refuse_when_closed(binding.type)
+                if is_new and _participates(instance) and not self._knows(instance):
+                    unheard = [each for each in self._audience(watcher) if id(each) not in told]
+                if not unheard:
+                    self._keep(binding, instance, is_new)
+                    return
+            # Outside the lock, since a snapshot may take its time; so look again afterwards.
+            for each in unheard:
+                told[id(each)] = each
+                each.built(binding.type.__name__, cast(Snapshotable, instance))
+
+    def _audience(self, watcher: Watcher | None) -> Iterable[Watcher]:
+        audience = {} if self._watchers is None else dict(self._watchers)
+        if watcher is not None:
+            audience[id(watcher)] = watcher
+        return audience.values()
+
+    def _knows(self, instance: object) -> bool:
+        return any(known is instance for _, known in self.snapshotables)
+
+    def _keep(self, binding: Binding[Any], instance: object, is_new: bool) -> None:
+        if is_new and _method(instance, "close") is not None:
+            assert self._to_close is not None
+            self._to_close.setdefault(id(instance), instance)
+        if binding.scope is Scope.PROTOTYPE:
+            return
+        if _participates(instance) and not self._knows(instance):
+            self._participants = (*self._participants, (binding.type.__name__, instance))
+        self._instances = {**self._instances, binding.type: instance}
+
+    def _refuse_when_closed(self, kind: type[Any]) -> None:
+        if self._context._closed:
+            raise ResourceError(
+                f"The resource context is closed, so there is no {_name(kind)}; "
+                "open the registry again"
+            )
+        if self._closed:
+            raise ResourceError(f"The tool call has ended, so there is no {_name(kind)} for it")
+
+
+class ResourceContext(_Lifetime):
+    """The opened registry: makes what is asked for, and closes it in the end.
+
+    Safe to share between threads. It can be used in one ``with`` block, or without one until
+    ``close`` is called.
+    """
+
+    def __init__(self, registry: ResourceRegistry) -> None:
+        self.registry = registry
+        self._context = self
+        self._bindings = registry.bindings
+        self._entered = False
+        self._to_close = {}
+        for binding in registry.bindings.values():
+            if isinstance(binding.provider, Ready):
+                self._keep(binding, binding.provider.value, is_new=False)
+
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        # Which thread makes what, and what a thread waits for.
+        self._builders: dict[tuple[_Lifetime, type[Any]], int] = {}
+        self._waiting: dict[int, tuple[_Lifetime, type[Any]]] = {}
+
+    def tool_scope(self, watcher: Watcher | None = None) -> ToolScope:
+        """Return what one tool call asks for its resources; use it in a ``with`` block.
+
+        ``watcher`` hears of all that is built through the scope, singletons too.
+        """
+        return ToolScope(self, watcher)
+
+    def __enter__(self) -> ResourceContext:
+        if self._closed or self._entered:
+            state = "closed" if self._closed else "in use in a `with` block"
+            raise ResourceError(f"This resource context is {state}; open the registry again")
+        self._entered = True
+        return self
+
+    def _refuse_deadlock(self, place: tuple[_Lifetime, type[Any]], chain: Chain) -> None:
+        """Raise when ``place`` is being made by a thread that, in the end, waits for this one."""
+        me = threading.get_ident()
+        path: Chain = ()
+        step: tuple[_Lifetime, type[Any]] | None = place
+        while step is not None:
+            path = (*path, step[1])
+            builder = self._builders.get(step)
+            if builder == me:
+                cycle = _arrows(*(chain or path[-1:]), *path)
+                raise CircularDependency(f"Providers need each other: {cycle}")
+            step = None if builder is None else self._waiting.get(builder)
+
+
+class ToolScope(_Lifetime):
+    """The resources of one tool call: the context's, and those that end with the call."""
+
+    def __init__(self, context: ResourceContext, watcher: Watcher | None = None) -> None:
+        self._context = context
+        self._watcher = watcher
+
+    @property
+    def context(self) -> ResourceContext:
+        """The context that the call's scope lies in."""
+        return self._context
+
+    @property
+    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+        """The context's live instances that take part in transactions, then the call's own."""
+        return (*self._context._participants, *self._participants)
+
+    def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
+        """Like the context's ``watch``, for what is built in this call or in the context."""
+        with self._context._lock:
+            self._context.watch(watcher)
+            return super().watch(watcher)
+
+    def __enter__(self) -> ToolScope:
+        if self._closed:
+            raise ResourceError("This tool scope has ended; each call gets its own")
+        return self
+
+
+class _Resolver:
+    """What a provider is called with: it knows the chain, and what it has given out."""
+
+    __slots__ = ("_chain", "_given", "_lifetime", "_watcher")
+
+    def __init__(self, lifetime: _Lifetime, chain: Chain, watcher: Watcher | None) -> None:
+        self._lifetime = lifetime
+        self._chain = chain
+        self._watcher = watcher
+        self._given: list[object] = []
+
+    def get(self, kind: type[T]) -> T:
+        if not self._chain:
+            return self._lifetime.get(kind)
+        lifetime = self._lifetime
+        instance = lifetime._context._instances.get(kind)
+        if instance is None:
+            instance = lifetime._instances.get(kind)
+        if instance is None:
+            instance = lifetime._resolve(kind, self._chain, self._watcher)
+        self._given.append(instance)
+        return instance
+
+    def find(self, kind: type[T]) -> T | None:
+        return self.get(kind) if kind in self._lifetime._context._bindings else None
+
+    def gave(self, instance: object) -> bool:
+        return any(given is instance for given in self._given)
+
+    def finish(self) -> None:
+        """The instance is made: who kept the resolver asks in nobody's name from here on."""
+        self._chain = ()
+        self._given.clear()
+
+
+def _participates(instance: object) -> TypeGuard[Snapshotable]:
+    return _method(instance, "snapshot") is not None and _method(instance, "restore") is not None
+
+
+def _method(instance: object, name: str) -> Any:
+    """Return the bound method, or None; a class bound as a resource has no methods to call."""
+    if isinstance(instance, type):
+        return None
+    method = getattr(instance, name, None)
+    return method if callable(method) else None
+
+
+def _close_all(instances: Iterable[Any], error: BaseException | None) -> None:
+    """Close each of them, whatever happens, and raise what went wrong unless it is ``error``."""
+    failures: list[tuple[str, BaseException]] = []
+    for instance in instances:
+        try:
+            instance.close()
+        except BaseException as failure:  # the others must be closed all the same
+            failures.append((type(instance).__name__, failure))
+    if not failures:
+        return
+
+    # An interrupt outranks every error, and an earlier error a later one.
+    interrupts = [failure for _, failure in failures if not isinstance(failure, Exception)]
+    raised = next(iter(interrupts), error or failures[0][1])
+    for name, failure in failures:
+        if failure is not raised:
+            _log.error("Closing %s failed", name, exc_info=failure)
+            raised.add_note(f"Closing {name} failed too: {type(failure).__name__}: {failure}")
+    if raised is not error:
+        raise raised
+
+
+@contextmanager
+def _named(chain: Chain, culprit: str) -> Generator[None]:
+    """Turn what a provider raises into a ProviderFailed that prints the chain."""
+    try:
+        yield
+    except (ResourceError, PromptEvaluationError, VisibilityExpansionRequired):
+        # A dependency failed and its error names the whole chain, or the run is to stop here.
+        raise
+    except Exception as error:
+        raise ProviderFailed(
+            f"{_arrows(*chain)}: {culprit} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+# Wording.
+
+
+def _name(kind: object) -> str:
+    return getattr(kind, "__name__", None) or repr(kind)
+
+
+def _arrows(*chain: object) -> str:
+    return " -> ".join(_name(kind) for kind in chain)
+
+
+def _unbound(kind: object, chain: Chain, bindings: Mapping[type[Any], Any]) -> str:
+    name = _name(kind)
+    needed = f" (needed by {_arrows(*chain, kind)})" if chain else ""
+    bound = ", ".join(sorted(_name(each) for each in bindings)) or "nothing"
+    namesakes = [each for each in bindings if _name(each) == name]
+    hint = (
+        f"What is bound is another {name}: {namesakes[0].__module__}.{namesakes[0].__qualname__}"
+        if namesakes
+        else f"Bind it with resources={{{name}: ...}} or Binding({name}, lambda r: ...)"
+    )
+    return f"{name} is not bound{needed}. Bound here: {bound}. {hint}."
+
+
+def _needs_tool_call(kind: type[Any], chain: Chain, bindings: Mapping[type[Any], Any]) -> str:
+    name = _name(kind)
+    keepers = [each for each in chain if bindings[each].scope is Scope.SINGLETON]
+    if not keepers:
+        asked = f" ({_arrows(*chain, kind)})" if chain else ""
+        return (
+            f"{name} lives for one tool call, and this is outside a tool call{asked}. "
+            "Ask for it through context.resources in a handler, or inside `with ctx.tool_scope()`."
+        )
+    keeper = _name(keepers[-1])
+    return (
+        f"{keeper} is a singleton and would outlive {name}, which lives for one tool call "
+        f"({_arrows(*chain, kind)}). Bind {keeper} with Scope.TOOL_CALL too, "
+        f"or ask for {name} in the handler."
+    )

@@ -1,0 +1,114 @@
+"""Running a coroutine from sync code: on a background event loop, also from inside another loop."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+__all__ = ["in_thread", "run_blocking"]
+
+T = TypeVar("T")
+
+_loops: list[_BackgroundLoop] = []
+_lock = threading.Lock()
+
+
+def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end and return what it returns, whatever thread this is.
+
+    One loop serves all such calls, so that a client bound to it works from call to call. A call
+    from that loop's own thread would wait for itself: it gets the next one.
+    """
+    me = threading.get_ident()
+    with _lock:
+        depth = next((i + 1 for i, loop in enumerate(_loops) if loop.thread.ident == me), 0)
+        if depth == len(_loops):
+            _loops.append(_BackgroundLoop(depth))
+        loop = _loops[depth]
+    return loop.run(start)
+
+
+class _BackgroundLoop:
+    def __init__(self, number: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        # A daemon: an endless handler must not keep the process alive.
+        self.thread = threading.Thread(
+            target=self.loop.run_forever, name=f"wink-loop-{number}", daemon=True
+        )
+        self.thread.start()
+        atexit.register(self.stop)
+
+    def run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        done = threading.Event()
+        outcome: list[tuple[T | None, BaseException | None]] = []
+        tasks: list[asyncio.Task[None]] = []
+        context = copy_context()
+
+        async def settle() -> None:
+            # Interrupts are handed over as values: raised in a task, they would end the loop.
+            try:
+                outcome.append((await start(), None))
+            except BaseException as error:
+                outcome.append((None, error))
+            finally:
+                done.set()
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(settle(), context=context))
+
+        self.loop.call_soon_threadsafe(begin)
+        try:
+            done.wait()
+        except BaseException:  # Ctrl-C while waiting: the call is cancelled, and rolls back
+            self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+            done.wait(timeout=10)
+            raise
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # no error: the coroutine returned a T
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout=1)
+        if not self.thread.is_alive():
+            self.loop.close()
+
+
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a function in a daemon thread of its own; the future is of the running loop.
+
+    Not a pool: an abandoned function keeps its thread, and pools wait for theirs at exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = copy_context()
+
+    def deliver(value: T | None, error: BaseException | None) -> None:
+        if future.cancelled() or future.done():
+            return
+        if error is None:
+            future.set_result(value)  # type: ignore[arg-type]
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError(f"the handler raised StopIteration: {error}"))
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        value: T | None = None
+        failure: BaseException | None = None
+        try:
+            value = context.run(function)
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(deliver, value, failure)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits for this any more
+
+    threading.Thread(target=work, name="wink-handler", daemon=True).start()
+    return future

@@ -1,0 +1,555 @@
+"""The pipeline: what happens between a model's call and its answer. Everything goes through here.
+
+look up → parse → policies → limits → snapshot → handler → policies told → commit, or roll back;
+recorded either way. It is written once, as a coroutine: a call whose parts are all sync is stepped
+by hand, without an event loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.errors import (
+    ContractError,
+    DeadlineExceededError,
+    PolicyDenied,
+    PromptEvaluationError,
+    Refusal,
+    ToolNotFound,
+    ToolTimeout,
+    ToolValidationError,
+    VisibilityExpansionRequired,
+    WinkError,
+)
+from weakincentives.logs import get_logger
+from weakincentives.prompt.prompt import Offer, Prompt
+from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
+from weakincentives.resources import ResourceContext, ResourceRegistry
+from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.session import Session
+from weakincentives.runtime.transactions import CallResources, Transaction
+
+__all__ = ["acall_tool", "aexecute_tool", "call_tool", "execute_tool"]
+
+_logger = get_logger(__name__)
+
+_NO_RESOURCES = ResourceRegistry.of().open()
+
+
+# Ways in
+
+
+def execute_tool(
+    call: ToolCall,
+    *,
+    context: ToolContext | None = None,
+    session: Session | None = None,
+    prompt: Prompt[Any] | None = None,
+) -> ToolResult[Any]:
+    """Run one call and return its result; failures are results, too.
+
+    The tools are those of the context's prompt, or of ``prompt``, or of the prompt that the
+    session last rendered.
+    """
+    context = _context(context, session, prompt)
+    return _run(call, _offers(context), context)
+
+
+async def aexecute_tool(
+    call: ToolCall,
+    *,
+    context: ToolContext | None = None,
+    session: Session | None = None,
+    prompt: Prompt[Any] | None = None,
+) -> ToolResult[Any]:
+    """Run one call on the caller's event loop."""
+    context = _context(context, session, prompt)
+    return await _arun(call, _offers(context), context)
+
+
+def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> ToolResult[Any]:
+    """Run one tool, offered by the context's prompt or not."""
+    context = context or _context_under_way()
+    return _run(ToolCall(tool.name, params), _offers_with(tool, context), context)
+
+
+async def acall_tool(
+    tool: Tool[Any, Any], params: object, context: ToolContext | None
+) -> ToolResult[Any]:
+    """Run one tool on the caller's event loop."""
+    context = context or _context_under_way()
+    return await _arun(ToolCall(tool.name, params), _offers_with(tool, context), context)
+
+
+def _run(call: ToolCall, offers: Mapping[str, Offer], context: ToolContext) -> ToolResult[Any]:
+    offer = offers.get(call.name)
+    needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
+    session, parent = _base(context)
+    with _turn(session):
+        if needs_loop:
+            from weakincentives.runtime.loops import run_blocking
+
+            return run_blocking(lambda: _pipeline(call, offers, context, session, parent))
+        return copy_context().run(_step, call, offers, context, session, parent)
+
+
+def _step(*args: Any) -> ToolResult[Any]:
+    """Run the pipeline by hand: nothing in it waits, so its first step is also its last."""
+    try:
+        _pipeline(*args).send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("a sync call waited for something; this is a bug in the runtime")
+
+
+async def _arun(
+    call: ToolCall, offers: Mapping[str, Offer], context: ToolContext
+) -> ToolResult[Any]:
+    import asyncio
+
+    session, parent = _base(context)
+    gate = session.gate
+    while gate is not None and not gate.acquire(blocking=False):
+        # Held by another call on this session. Looked at again, not waited for: blocking here
+        # would stop the loop that the other call may need to end.
+        await asyncio.sleep(0.001)
+    try:
+        # A task of its own, so that what it sets in its context stays there.
+        return await asyncio.create_task(_pipeline(call, offers, context, session, parent))
+    finally:
+        if gate is not None:
+            gate.release()
+
+
+def _turn(session: Session) -> AbstractContextManager[object]:
+    """Wait until no other call is under way on the session; a nested call has its turn already."""
+    gate = session.gate
+    if gate is None:
+        return nullcontext()
+    if gate.locked():
+        _refuse_deadlock()
+    return gate
+
+
+def _refuse_deadlock() -> None:
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is not None and asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            "another call is under way on this session, and waiting for it here would stop the "
+            "event loop it may need: await aexecute_tool(...) or tool.acall(...) instead"
+        )
+
+
+def _base(context: ToolContext) -> tuple[Session, Transaction | None]:
+    """Return what a call forks from: the session, or the view of the call it is nested in."""
+    parent = transaction_under_way.get()
+    if parent is None and isinstance(context.resources, CallResources):
+        # Called from a thread that a handler started: only its context tells where it belongs.
+        parent = context.resources.transaction
+    if parent is not None:
+        view = parent.view(context.session)
+        if parent.covers(view):
+            return view, parent
+    return context.session, None
+
+
+# What surrounds a call
+
+
+def _context(
+    context: ToolContext | None, session: Session | None, prompt: Prompt[Any] | None
+) -> ToolContext:
+    if context is not None:
+        return context
+    if session is None:
+        raise TypeError("execute_tool needs context=... or session=...")
+    prompt = prompt or session.prompt
+    if prompt is None:
+        raise WinkError(
+            "no prompt was rendered for this session: pass prompt=..., or render one with "
+            "prompt.render(session)"
+        )
+    return ToolContext(session=session, prompt=prompt, resources=prompt.resources)
+
+
+def _context_under_way() -> ToolContext:
+    parent = transaction_under_way.get()
+    if parent is None:
+        return ToolContext(session=Session())
+    return ToolContext(
+        session=parent.session, resources=parent.resources, run_context=parent.run_context
+    )
+
+
+def _offers(context: ToolContext) -> Mapping[str, Offer]:
+    rendered = context.rendered_prompt
+    if rendered is None:
+        if context.prompt is not None:
+            rendered = context.prompt.rendered
+        else:
+            rendered = context.session.rendered
+    return {} if rendered is None else rendered.offers
+
+
+def _offers_with(tool: Tool[Any, Any], context: ToolContext) -> Mapping[str, Offer]:
+    offers = _offers(context)
+    offered = offers.get(tool.name)
+    if offered is not None and offered.tool is tool:
+        return offers
+    return {tool.name: Offer.of(tool)}
+
+
+def _resource_context(context: ToolContext) -> ResourceContext:
+    resources: Any = context.resources
+    if isinstance(resources, ResourceContext):
+        return resources
+    return getattr(resources, "context", _NO_RESOURCES)
+
+
+# The pipeline
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """How far a call has come."""
+
+    call: ToolCall
+    transaction: Transaction
+    started: float
+    timestamp: float
+    params: object
+    tool: Tool[Any, Any] | None = None
+    ran: bool = False
+    event: ToolInvoked | None = None
+
+
+class _Failed(Exception):
+    """A handler's answer that says it failed, on its way to the place that undoes."""
+
+    def __init__(self, result: ToolResult[Any]) -> None:
+        self.result = result
+
+
+async def _pipeline(
+    call: ToolCall,
+    offers: Mapping[str, Offer],
+    context: ToolContext,
+    session: Session,
+    parent: Transaction | None,
+) -> ToolResult[Any]:
+    clock = session.clock
+    transaction = Transaction(
+        call, session, _resource_context(context), parent=parent, run_context=context.run_context
+    )
+    transaction_under_way.set(transaction)
+    progress = _Progress(call, transaction, clock.monotonic(), clock.time(), call.params)
+    signal = CancellationToken()
+    try:
+        result = await _perform(progress, offers, context, signal)
+        result = _completed(progress, result)
+        transaction.commit(progress.event)
+    except BaseException as error:  # the one place that undoes
+        result = _undo(progress, error)
+        signal.cancel(result.message)
+        if _raises_through(error):
+            raise
+    finally:
+        _end(progress)
+    return result
+
+
+async def _perform(
+    progress: _Progress,
+    offers: Mapping[str, Offer],
+    context: ToolContext,
+    signal: CancellationToken,
+) -> ToolResult[Any]:
+    """Do all that can fail, in order; raise for every failure."""
+    offer = _look_up(progress.call, offers)
+    tool = progress.tool = offer.tool
+    params = progress.params = tool.parse(progress.call.params)
+    bound = _bound(context, progress, signal)
+    await _ask_policies(offer, params, bound)
+    _check_limits(bound)
+    _start(progress, offer, params, bound)
+    result = await _handle(tool, params, bound)
+    _accept(progress, offer, params, result, bound)
+    return result
+
+
+def _look_up(call: ToolCall, offers: Mapping[str, Offer]) -> Offer:
+    offer = offers.get(call.name)
+    if offer is not None:
+        return offer
+    from difflib import get_close_matches
+
+    name = str(call.name)
+    near = get_close_matches(name, offers, n=3)
+    hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+    known = ", ".join(sorted(offers)) or "none"
+    raise ToolNotFound(f"Unknown tool '{name}'. {hint}Available tools: {known}", suggestions=near)
+
+
+def _bound(context: ToolContext, progress: _Progress, signal: CancellationToken) -> ToolContext:
+    """Return the context with session and resources bound to this call."""
+    transaction = progress.transaction
+    return ToolContext(
+        transaction.session,
+        context.prompt,
+        context.rendered_prompt,
+        context.adapter,
+        context.deadline,
+        context.budget_tracker,
+        transaction.resources,
+        context.heartbeat,
+        context.run_context,
+        progress.call.id,
+        context.memory,
+        context.config,
+        signal,
+    )
+
+
+async def _ask_policies(offer: Offer, params: object, context: ToolContext) -> None:
+    for policy in offer.policies:
+        try:
+            verdict = policy.ask(offer.tool, params, context)
+            if policy.is_async:
+                verdict = await verdict
+            reason = policy.denial(verdict)
+        except Exception as error:  # fail closed: a policy that cannot decide does not allow
+            _logger.exception("policy %s failed and denies the call", policy.name)
+            raise PolicyDenied(
+                f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
+            ) from error
+        if reason is not None:
+            raise PolicyDenied(reason)
+
+
+def _check_limits(context: ToolContext) -> None:
+    if context.deadline is not None:
+        context.deadline.check()
+    if context.budget_tracker is not None:
+        context.budget_tracker.check()
+
+
+def _start(progress: _Progress, offer: Offer, params: object, context: ToolContext) -> None:
+    """Take the snapshots and tell policies that the call is about to run."""
+    tool = offer.tool
+    if tool.handler is None:
+        raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
+    for policy in offer.policies:
+        if policy.on_start is not None:
+            policy.on_start(tool, params, context=context)
+    progress.ran = True
+    if context.heartbeat is not None:
+        context.heartbeat.beat()
+    if tool.reach == "read":
+        progress.transaction.read_only()
+    else:
+        progress.transaction.take_snapshots()
+
+
+async def _handle(tool: Tool[Any, Any], params: object, context: ToolContext) -> ToolResult[Any]:
+    handler: Any = tool.handler
+    deadline = context.deadline
+    if tool.timeout is None and deadline is None and not tool.is_async:
+        result = handler(params, context=context)
+    else:
+        result = await _handle_on_loop(tool, params, context)
+    if not isinstance(result, ToolResult):
+        if hasattr(result, "close") and hasattr(result, "send"):
+            result.close()
+        raise TypeError(
+            f"the handler returned {type(result).__name__}, not a ToolResult; "
+            "return ToolResult.ok(...) or ToolResult.error(...)"
+        )
+    if not result.success:
+        raise _Failed(result)
+    return result
+
+
+async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
+    """Run a handler that is async, or that somebody waits for only so long."""
+    import asyncio
+
+    from weakincentives.runtime.loops import in_thread
+
+    handler: Any = tool.handler
+
+    async def shielded() -> Any:
+        # As a value: an interrupt raised inside a task would end the whole loop.
+        try:
+            return await handler(params, context=context), None
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            return None, interrupt
+
+    if tool.is_async:
+        work: asyncio.Future[Any] = asyncio.ensure_future(shielded())
+    else:
+        work = in_thread(lambda: (handler(params, context=context), None))
+    remaining = None if context.deadline is None else context.deadline.remaining()
+    limit = min((t for t in (tool.timeout, remaining) if t is not None), default=None)
+    try:
+        done, _ = await asyncio.wait({work}, timeout=limit)
+    except asyncio.CancelledError:
+        work.cancel()
+        if tool.is_async:
+            # Let it clean up; its session and files are still its own.
+            await asyncio.wait({work}, timeout=5)
+        raise
+    if not done:
+        work.cancel()
+        if remaining is not None and limit == remaining:
+            raise DeadlineExceededError(f"The deadline passed while tool '{tool.name}' ran")
+        raise ToolTimeout(
+            f"Tool '{tool.name}' timed out after {tool.timeout:g} s; "
+            "its changes to session and files were undone"
+        )
+    result, interrupt = work.result()
+    if interrupt is not None:
+        raise interrupt
+    return result
+
+
+def _accept(
+    progress: _Progress,
+    offer: Offer,
+    params: object,
+    result: ToolResult[Any],
+    context: ToolContext,
+) -> None:
+    """Let session and policies learn from a success, still inside the transaction."""
+    transaction = progress.transaction
+    transaction.read_write()
+    value: object = result.value
+    if value is not None and transaction.session.handles(type(value)):
+        transaction.session.dispatch(value)
+    for policy in offer.listeners:
+        try:
+            policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
+        except Exception as error:  # fail closed: what a policy did not note did not happen
+            raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
+
+
+# How a call ends
+
+
+def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
+    """Return the result as it is handed out, and note the record that goes with it."""
+    call, clock = progress.call, progress.transaction.session.clock
+    duration = clock.monotonic() - progress.started
+    completed: ToolResult[Any] = ToolResult(
+        result.message,
+        result.value,
+        result.success,
+        result.exclude_value_from_context,
+        result.failure,
+        ToolMetadata(
+            call.name,
+            progress.timestamp,
+            duration,
+            1,
+            result.metadata.undone,
+            result.metadata.not_undone,
+        ),
+        call.id,
+    )
+    progress.event = ToolInvoked(
+        tool_name=call.name,
+        params=progress.params,
+        result=completed,
+        success=result.success,
+        timestamp=progress.timestamp,
+        duration=duration,
+        call_id=call.id,
+        ran=progress.ran,
+    )
+    return completed
+
+
+def _undo(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+    """Roll back and record; after the commit point there is nothing to undo."""
+    transaction = progress.transaction
+    if transaction.settled and progress.event is not None:
+        return progress.event.result
+    result = _answer(progress, error)
+    if progress.ran:
+        undone, not_undone = transaction.restore()
+        reach = None if progress.tool is None else progress.tool.reach
+        if reach in ("compensable", "irreversible"):
+            not_undone = (*not_undone, "what it did outside the session, files and resources")
+        result = replace(
+            result, metadata=replace(result.metadata, undone=undone, not_undone=not_undone)
+        )
+    result = _completed(progress, result)
+    transaction.roll_back(progress.event)
+    return result
+
+
+def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+    """Return what a failure means for the model."""
+    if isinstance(error, _Failed):
+        return _well_formed(progress.call, error.result)
+    text = _text(error)
+    if isinstance(error, Refusal):
+        return ToolResult.error(text, code=error.code, suggestions=error.suggestions)
+    if isinstance(error, ToolTimeout):
+        return ToolResult.error(text, code="TIMEOUT")
+    if _raises_through(error):
+        code = "DEADLINE_EXCEEDED" if isinstance(error, DeadlineExceededError) else "INTERRUPTED"
+        return ToolResult.error(
+            f"{type(error).__name__}: {text}", code=code, recoverable=False
+        )
+    if isinstance(error, (ToolValidationError, ValueError, ContractError)):
+        return ToolResult.error(text, code="VALIDATION_FAILED")
+    if isinstance(error, TypeError):
+        _logger.error("tool %s raised a TypeError", progress.call.name, exc_info=error)
+        message = f"Tool '{progress.call.name}' failed on a value of the wrong type: {text}"
+        return ToolResult.error(message, code="TYPE_ERROR", recoverable=False)
+    _logger.error("tool %s failed", progress.call.name, exc_info=error)
+    return ToolResult.error(f"Internal error: {text}", code="INTERNAL_ERROR", recoverable=False)
+
+
+def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:
+    """Return a handler's own failure with a message and a ToolError, whatever it left out."""
+    message = result.message or f"Tool '{call.name}' failed without saying why"
+    failure = result.failure or ToolError("EXECUTION_FAILED", message)
+    return replace(result, message=message, failure=failure)
+
+
+def _raises_through(error: BaseException) -> bool:
+    return not isinstance(error, Exception) or isinstance(
+        error, (PromptEvaluationError, VisibilityExpansionRequired)
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
+def _end(progress: _Progress) -> None:
+    """Make sure of the end, whatever interrupted it; then let the world know."""
+    transaction = progress.transaction
+    error = sys.exc_info()[1]
+    if not transaction.settled:
+        _undo(progress, error or RuntimeError("the call did not end"))
+    try:
+        transaction.close(error)
+    except Exception:
+        _logger.exception("closing the resources of a call failed")
+    finally:
+        event = progress.event
+        if event is not None:
+            progress.transaction.session.dispatcher.publish(event)
+            _logger.debug("call ended: success=%s", event.success)

@@ -1,0 +1,343 @@
+"""Transactions: all of a call's changes, or none.
+
+A call works on views of the session and of resources that can ``fork``; those that can only be
+snapshotted are changed in place and restored. ``Transaction`` is that for a call; the functions
+below it are the same by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from weakincentives.call import RunContext, ToolCall
+from weakincentives.errors import SnapshotExpired, ViewClosed
+from weakincentives.logs import get_logger
+from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
+from weakincentives.resources.opening import as_resolver
+from weakincentives.runtime.session import Session, Snapshot
+
+__all__ = [
+    "CallResources",
+    "CompositeSnapshot",
+    "PendingToolTracker",
+    "Transaction",
+    "create_snapshot",
+    "restore_snapshot",
+    "tool_transaction",
+]
+
+T = TypeVar("T")
+
+_logger = get_logger(__name__)
+
+
+def _can_fork(resource: object) -> bool:
+    return hasattr(resource, "fork") and hasattr(resource, "merge")
+
+
+def _restore_all(tokens: list[tuple[str, Any, object]]) -> list[str]:
+    """Restore newest first; one that fails does not keep the others from it. Returns failures."""
+    failures: list[str] = []
+    for name, resource, token in reversed(tokens):
+        try:
+            # Ours restore exactly this object, whatever call is under way.
+            getattr(resource, "restore_here", resource.restore)(token)
+        except Exception as error:
+            _logger.exception("restoring %s failed", name)
+            failures.append(f"{name} could not be restored: {error}")
+    return failures
+
+
+class Transaction:
+    """What one call changes. Ends once, with ``commit`` or ``roll_back``."""
+
+    __slots__ = ("__weakref__", "_forks", "_kept", "_merged", "_parent", "_reads_only", "_scope",
+                 "_tokens", "_views", "base", "call", "resources", "run_context", "session",
+                 "settled")  # fmt: skip
+
+    def __init__(
+        self,
+        call: ToolCall,
+        session: Session,
+        context: ResourceContext,
+        *,
+        parent: Transaction | None = None,
+        run_context: RunContext | None = None,
+    ) -> None:
+        self.call = call
+        self.run_context = run_context
+        self.settled = False
+        self.base = session
+        self.session = session.fork()
+        self._parent = parent
+        self._scope = ToolScope(context, self)
+        self.resources = CallResources(self._scope, self)
+        self._views: dict[int, object] = {id(session): self.session, id(self.session): self.session}
+        self._kept: list[object] = []
+        self._forks: list[tuple[str, Any, Any]] = []
+        self._tokens: list[tuple[str, Any, object]] = []
+        self._merged: list[tuple[str, Any, object]] = []
+        self._reads_only = False
+
+    # What a call works on
+
+    def view(self, target: T) -> T:
+        """Return this call's view of an object, or the object where it takes no part."""
+        found = self._views.get(id(target))
+        if found is not None:
+            return found  # type: ignore[return-value]
+        base = target if self._parent is None else self._parent.view(target)
+        view: Any = self._views.get(id(base))
+        if view is None:
+            if isinstance(target, Session) and self.base.is_view_of(target):
+                view = self.session
+            elif base is not target or self._takes_part(target):
+                view = self._fork(base)
+            else:
+                return target
+        # Kept alive: an id in the table must not be given to another object.
+        self._kept.append(target)
+        self._views[id(target)] = view
+        return view
+
+    def covers(self, view: object) -> bool:
+        """Whether an object is one of this call's views."""
+        return self._views.get(id(view)) is view
+
+    def _takes_part(self, target: object) -> bool:
+        if self._parent is not None and self._parent.covers(target):
+            return True
+        if isinstance(target, Session):
+            return target.belongs_to(self.base)
+        return any(resource is target for _, resource in self._scope.snapshotables)
+
+    def _fork(self, base: Any) -> Any:
+        view = base.fork()
+        if self._reads_only and hasattr(view, "read_only"):
+            view.read_only = _reads_only(self.call)
+        self._forks.append((type(base).__name__, base, view))
+        self._views[id(base)] = self._views[id(view)] = view
+        return view
+
+    def read_only(self) -> None:
+        """Refuse every write from here on; what the runtime itself remembers comes later."""
+        self._reads_only = True
+        self.session.read_only = _reads_only(self.call)
+        for _, _, view in self._forks:
+            if hasattr(view, "read_only"):
+                view.read_only = self.session.read_only
+
+    def read_write(self) -> None:
+        """Let the runtime write to the session again, after a handler that only reads."""
+        self.session.read_only = None
+
+    def take_snapshots(self) -> None:
+        """Note the state of every resource that is changed in place."""
+        for name, resource in self._scope.snapshotables:
+            self.built(name, resource)
+
+    def built(self, name: str, instance: Snapshotable, /) -> None:
+        """Note the state of a resource as it is; a new one is seen here before anyone has it."""
+        if not self._reads_only and not _can_fork(instance):
+            self._tokens.append((name, instance, instance.snapshot()))
+
+    # How it ends
+
+    def commit(self, record: object) -> None:
+        """Keep everything and add the record, in one step as far as anyone can see."""
+        self._seal()
+        self._merged = [
+            (name, base, getattr(base, "snapshot_here", base.snapshot)())
+            for name, base, _ in self._forks
+        ]
+        for _, base, view in self._forks:
+            base.merge(view)
+        self.base.settle(self.session, keep=True, record=record, transaction=self)
+
+    def roll_back(self, record: object) -> None:
+        """Take everything back but what was logged, and add the record. May be called again."""
+        self._seal()
+        _restore_all(self._merged)
+        try:
+            self.base.settle(self.session, keep=False, record=record, transaction=self)
+        except ViewClosed:
+            self.settled = True
+            _logger.error("the record of this call is lost: the call that made it has ended")
+
+    def restore(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Restore what was changed in place; returns what is undone and what could not be."""
+        self._seal()
+        failures = _restore_all(self._tokens)
+        names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
+        failed = {failure.split(" could not", 1)[0] for failure in failures}
+        return ("session", *(n for n in names if n not in failed)), tuple(failures)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the lifetime of the call's own resources."""
+        self._scope.close(error)
+
+    def _seal(self) -> None:
+        reason = f"call {self.call.id} to tool '{self.call.name}' has ended"
+        self.session.seal(reason)
+        for _, _, view in self._forks:
+            seal = getattr(view, "seal", None)
+            if seal is not None:
+                seal(reason)
+
+
+def _reads_only(call: ToolCall) -> str:
+    return f"tool '{call.name}' has the reach 'read': it must not change anything"
+
+
+class CallResources:
+    """A call's resources: views where a resource can fork, and nothing once the call has ended."""
+
+    __slots__ = ("_scope", "_transaction")
+
+    def __init__(self, scope: ToolScope, transaction: Transaction) -> None:
+        self._scope = scope
+        self._transaction = transaction
+
+    @property
+    def transaction(self) -> Transaction:
+        return self._transaction
+
+    @property
+    def context(self) -> ResourceContext:
+        return self._scope.context
+
+    def get(self, kind: type[T]) -> T:
+        """Return the resource bound for a type."""
+        instance = self._scope.get(kind)
+        return self._transaction.view(instance) if _can_fork(instance) else instance
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the resource bound for a type, or None."""
+        instance = self._scope.find(kind)
+        return self._transaction.view(instance) if _can_fork(instance) else instance
+
+    @property
+    def snapshotables(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(
+            (name, self._transaction.view(resource)) for name, resource in self._scope.snapshotables
+        )
+
+    def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
+        self._scope.watch(watcher)
+        return self.snapshotables
+
+
+class CompositeSnapshot:
+    """A session's snapshot together with those of its resources."""
+
+    __slots__ = ("__weakref__", "_tokens", "session", "tag")
+
+    def __init__(self, session: Snapshot, tag: str) -> None:
+        self.session = session
+        self.tag = tag
+        self._tokens: list[tuple[str, Any, object]] = []
+
+    def built(self, name: str, instance: Snapshotable, /) -> None:
+        """Note a resource's state: as it is now, or right after it was first built."""
+        if not any(known is instance for _, known, _ in self._tokens):
+            token = getattr(instance, "snapshot_here", instance.snapshot)()
+            self._tokens.append((name, instance, token))
+
+    def restore_resources(self) -> list[str]:
+        return _restore_all(self._tokens)
+
+
+def _participants(resources: object) -> Any:
+    resolver: Any = as_resolver(resources)
+    return getattr(resolver, "context", resolver) if not hasattr(resolver, "watch") else resolver
+
+
+def create_snapshot(session: Session, resources: object = None, *, tag: str = "") -> CompositeSnapshot:
+    """Return the state of the session and of every resource that can be snapshotted.
+
+    ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
+    """
+    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag)
+    participants = _participants(resources)
+    if hasattr(participants, "watch"):
+        for name, resource in participants.watch(snapshot):
+            snapshot.built(name, resource)
+    return snapshot
+
+
+def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
+    """Go back to a snapshot: STATE slices and resources; LOG slices stay.
+
+    Resources that were first built since go back to how they began. Snapshots that were taken
+    after this one cannot be restored any more.
+    """
+    session.restore(snapshot.session)
+    failures = snapshot.restore_resources()
+    if failures:
+        raise RuntimeError("; ".join(failures))
+
+
+@contextmanager
+def tool_transaction(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> Iterator[CompositeSnapshot]:
+    """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
+    snapshot = create_snapshot(session, resources, tag=tag)
+    try:
+        yield snapshot
+    except BaseException:  # an interrupted block must not leave half its writes
+        try:
+            restore_snapshot(session, resources, snapshot)
+        except SnapshotExpired:
+            # The block went back to an older snapshot itself: there is nothing left to undo.
+            _logger.info("transaction %r was rolled back further than it began", tag)
+        raise
+
+
+class PendingToolTracker:
+    """Rolls back tools that run elsewhere and are only seen to begin and to end.
+
+    For hooks: a vendor's program tells when its own tool starts and how it ended.
+    """
+
+    def __init__(self, *, session: Session, resources: object = None) -> None:
+        self._session = session
+        self._resources = resources
+        self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The ids of tool uses that have begun and not ended."""
+        return tuple(self._pending)
+
+    def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
+        """Note the state before a tool runs."""
+        if tool_use_id in self._pending:
+            raise ValueError(f"tool use {tool_use_id!r} has begun already")
+        snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
+        self._pending[tool_use_id] = (tool_name, snapshot)
+
+    def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
+        """Keep what the tool did, or roll it back; returns whether it was rolled back.
+
+        An id that never began is no error: hooks may come twice, or for tools not tracked.
+        """
+        pending = self._pending.pop(tool_use_id, None)
+        if pending is None or success:
+            return False
+        tool_name, snapshot = pending
+        try:
+            restore_snapshot(self._session, self._resources, snapshot)
+        except SnapshotExpired:
+            # A tool that began earlier was rolled back meanwhile, and this one's changes with it.
+            _logger.info("tool %s was rolled back with an earlier one", tool_name)
+        return True
+
+    def abort_all(self) -> tuple[str, ...]:
+        """Roll back every pending tool, the newest first; returns their ids."""
+        aborted = tuple(reversed(self._pending))
+        for tool_use_id in aborted:
+            self.end_tool_execution(tool_use_id=tool_use_id, success=False)
+        return aborted

@@ -1,0 +1,180 @@
+"""What a session is made of: persistent slices, and the reducers that give the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import chain
+from typing import Any, Generic, TypeVar, cast
+
+__all__ = [
+    "Reducer",
+    "Slice",
+    "SlicePolicy",
+    "append_all",
+    "reducer",
+    "replace_latest",
+    "slice_policy",
+    "upsert_by",
+]
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+_CHUNK = 32
+
+
+class SlicePolicy(Enum):
+    """Whether a failed call takes back what it wrote to a slice."""
+
+    STATE = "state"
+    """Working state: rolled back with the call, restored from snapshots, cleared by reset."""
+    LOG = "log"
+    """History: never rolled back."""
+
+
+class Slice(Generic[T]):
+    """An immutable sequence of values; every change gives a new one that shares the rest.
+
+    Appending costs the same for ten values and for a million, and an older slice keeps its
+    values: that is what makes snapshots free. Values stand in full chunks, newest chunk first,
+    and a short tail.
+    """
+
+    __slots__ = ("_all", "_full", "_length", "_tail")
+
+    def __init__(
+        self, full: tuple[Any, tuple[T, ...]] | None, tail: tuple[T, ...], length: int
+    ) -> None:
+        self._full = full
+        self._tail = tail
+        self._length = length
+        self._all: tuple[T, ...] | None = tail if full is None else None
+
+    @classmethod
+    def of(cls, items: Iterable[T]) -> Slice[T]:
+        """Return a slice of these values, oldest first."""
+        values = tuple(items)
+        full: tuple[Any, tuple[T, ...]] | None = None
+        start = 0
+        while len(values) - start > _CHUNK:
+            full = (full, values[start : start + _CHUNK])
+            start += _CHUNK
+        return cls(full, values[start:], len(values))
+
+    def append(self, item: T) -> Slice[T]:
+        """Return this slice with one more value at the end."""
+        if len(self._tail) < _CHUNK:
+            return Slice(self._full, (*self._tail, item), self._length + 1)
+        return Slice((self._full, self._tail), (item,), self._length + 1)
+
+    def replace(self, *items: T) -> Slice[T]:
+        """Return a slice that holds only these values."""
+        return Slice.of(items)
+
+    def latest(self) -> T | None:
+        """Return the newest value, or None."""
+        return self._tail[-1] if self._tail else None
+
+    def all(self) -> tuple[T, ...]:
+        """Return every value, oldest first."""
+        if self._all is None:
+            chunks = [self._tail, *self._chunks()]
+            self._all = tuple(chain.from_iterable(reversed(chunks)))
+        return self._all
+
+    def where(self, predicate: Callable[[T], bool]) -> tuple[T, ...]:
+        """Return the values for which the predicate holds, oldest first."""
+        return tuple(item for item in self.all() if predicate(item))
+
+    def newest_first(self) -> Iterator[T]:
+        """Yield every value, newest first, at the cost of those that are looked at."""
+        yield from reversed(self._tail)
+        for chunk in self._chunks():
+            yield from reversed(chunk)
+
+    def _chunks(self) -> Iterator[tuple[T, ...]]:
+        rest = self._full
+        while rest is not None:
+            rest, chunk = cast("tuple[tuple[Any, tuple[T, ...]] | None, tuple[T, ...]]", rest)
+            yield chunk
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.all())
+
+    def __repr__(self) -> str:
+        return f"Slice({list(self.all())!r})"
+
+
+EMPTY: Slice[Any] = Slice(None, (), 0)
+
+Reducer = Callable[[Slice[T], Any], "Slice[T] | Iterable[T]"]
+"""``(slice, event) -> next slice``: a Slice, or the values it shall hold. Must be pure."""
+
+
+def append_all(current: Slice[T], event: T) -> Slice[T]:
+    """Keep every event. What a type without a registered reducer gets."""
+    return current.append(event)
+
+
+def replace_latest(current: Slice[T], event: T) -> Slice[T]:
+    """Keep only the newest event."""
+    return current.replace(event)
+
+
+def upsert_by(key: Callable[[T], object]) -> Reducer[T]:
+    """Keep one value per key, each at the place where its key first came."""
+
+    def upsert(current: Slice[T], event: T) -> Slice[T]:
+        wanted = key(event)
+        items = current.all()
+        for index, item in enumerate(items):
+            if key(item) == wanted:
+                return Slice.of((*items[:index], event, *items[index + 1 :]))
+        return current.append(event)
+
+    return upsert
+
+
+_MARK = "__wink_reducer__"
+
+
+def reducer(*, on: type | tuple[type, ...]) -> Callable[[F], F]:
+    """Mark a method of a slice's dataclass as the reducer for an event type.
+
+    The method gets the slice's newest value as ``self`` and the event, and returns the value that
+    takes its place. ``Session.install`` registers all of a class's reducers.
+    """
+    event_types = on if isinstance(on, tuple) else (on,)
+
+    def mark(method: F) -> F:
+        setattr(method, _MARK, event_types)
+        return method
+
+    return mark
+
+
+def declared_reducers(slice_type: type) -> Iterator[tuple[type, Callable[[Any, Any], Any]]]:
+    """Yield ``(event type, method)`` for every method marked with ``@reducer``."""
+    for name in dir(slice_type):
+        method = getattr(slice_type, name, None)
+        for event_type in getattr(method, _MARK, ()):
+            yield event_type, cast("Callable[[Any, Any], Any]", method)
+
+
+def slice_policy(policy: SlicePolicy) -> Callable[[type[T]], type[T]]:
+    """Declare on a class whether its slice is STATE (the default) or LOG."""
+
+    def mark(cls: type[T]) -> type[T]:
+        cls.__slice_policy__ = policy  # type: ignore[attr-defined]  # read by declared_policy only
+        return cls
+
+    return mark
+
+
+def declared_policy(slice_type: type) -> SlicePolicy:
+    """Return the policy a class declares for its slice."""
+    return SlicePolicy(getattr(slice_type, "__slice_policy__", SlicePolicy.STATE))

@@ -1,0 +1,138 @@
+"""How paths are spelled, and that none of them leads out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weakincentives.errors import FilesystemError, PathEscapesRoot
+from weakincentives.filesystem import MemoryFilesystem
+
+PIECES = st.sampled_from(
+    ["a", "b.txt", "..", ".", "", "/", "/workspace", "workspace", "\\", "..\\", "é", "\0", "\ud800"]
+)
+PATHS = st.lists(PIECES, max_size=8).map("/".join) | st.text(max_size=30)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "a.txt",
+        "./a.txt",
+        "x/../a.txt",
+        "/workspace/a.txt",
+        "/workspace/./x/../a.txt",
+        "//workspace//a.txt",
+        "a.txt/",
+    ],
+)
+def test_every_spelling_reaches_the_one_file(path):
+    fs = MemoryFilesystem({"a.txt": "one"})
+
+    assert fs.normalize(path) == "a.txt"
+    assert fs.read(path) == "one"
+
+
+@pytest.mark.parametrize("path", ["", ".", "/workspace", "/workspace/", "x/..", "./."])
+def test_root_has_one_spelling_too(path):
+    fs = MemoryFilesystem(["a.txt"])
+
+    assert fs.normalize(path) == "."
+    assert [entry.path for entry in fs.list(path)] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["..", "../a", "a/../../b", "/", "/etc/passwd", "/workspace/../etc", "/workspaces/a", "/../a"],
+)
+def test_path_outside_the_root_is_refused_and_says_where_to_look(path):
+    fs = MemoryFilesystem()
+
+    with pytest.raises(PathEscapesRoot, match="below /workspace") as refusal:
+        fs.write(path, "x")
+    assert path in str(refusal.value)
+    assert isinstance(refusal.value, PermissionError)
+    assert fs.list() == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("a\0b", "NUL"),
+        ("x" * 256, "255 bytes"),
+        ("é" * 128, "255 bytes"),
+        ("\ud800.txt", "surrogate"),
+        ("/".join(["ab"] * 2000), "4096 bytes"),
+    ],
+)
+def test_path_that_no_filesystem_could_hold_is_refused(path, why):
+    fs = MemoryFilesystem()
+
+    with pytest.raises(FilesystemError, match=why) as refusal:
+        fs.write(path, "x")
+    message = str(refusal.value)
+    assert message.encode()
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+def test_longest_name_is_accepted():
+    fs = MemoryFilesystem()
+
+    fs.write("é" * 127 + "x", "fits")
+
+    assert fs.read("é" * 127 + "x") == "fits"
+
+
+def test_backslash_is_an_ordinary_character():
+    fs = MemoryFilesystem({"a\\..\\b": "x"})
+
+    assert [entry.path for entry in fs.list()] == ["a\\..\\b"]
+
+
+def test_prefix_can_be_chosen():
+    fs = MemoryFilesystem({"/srv/data/a": "x"}, root="/srv/data")
+
+    assert fs.read("a") == "x"
+    with pytest.raises(PathEscapesRoot, match="/srv/data"):
+        fs.read("/workspace/a")
+
+
+def test_prefix_can_be_the_slash():
+    fs = MemoryFilesystem({"/etc/passwd": "x"}, root="/")
+
+    assert fs.read("etc/passwd") == "x"
+
+
+@pytest.mark.parametrize("root", ["", "workspace", "/a/../..", "/a\0"])
+def test_prefix_must_be_absolute(root):
+    with pytest.raises(ValueError, match="root"):
+        MemoryFilesystem(root=root)
+
+
+@given(PATHS)
+def test_paths_never_escape_and_normalising_again_changes_nothing(path):
+    fs = MemoryFilesystem()
+    try:
+        normal = fs.normalize(path)
+    except FilesystemError as refusal:
+        assert str(refusal).encode()
+        return
+
+    assert fs.normalize(normal) == normal
+    assert fs.normalize(f"/workspace/{normal}") == normal
+    assert not normal.startswith("/")
+    assert normal == "." or not {"", ".", ".."} & set(normal.split("/"))
+
+
+@given(PATHS, st.text(alphabet="x", max_size=3))
+def test_whatever_is_written_is_found_where_it_was_put(path, content):
+    fs = MemoryFilesystem()
+    try:
+        fs.write(path, content)
+    except FilesystemError:
+        assert fs.list() == ()
+    else:
+        assert fs.glob("**") == (fs.normalize(path),)
+        assert fs.read(path) == content
