@@ -191,6 +191,17 @@ def test_default_of_a_predicate_is_its_own():
         function(4)
 
 
+def test_predicate_may_mix_its_own_defaults_and_keywords():
+    seen: list[tuple[int, int, int]] = []
+
+    @require(lambda a, own=9, b=0, *, c: seen.append((a, own, b + c)) is None)
+    def function(a: int, b: int, c: int) -> None: ...
+
+    function(1, 2, 3)
+
+    assert seen == [(1, 9, 5)]
+
+
 def test_methods_can_be_checked():
     class Account:
         balance = 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from weakincentives.errors import BudgetExceededError
 
@@ -16,6 +16,10 @@ class TokenUsage:
 
     input_tokens: int = 0
     output_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.input_tokens < 0 or self.output_tokens < 0:
+            raise ValueError(f"tokens cannot be negative, got {self}")
 
     @property
     def total_tokens(self) -> int:
@@ -37,10 +41,10 @@ class Budget:
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_total_tokens", "max_input_tokens", "max_output_tokens"):
-            limit = getattr(self, name)
+        for field in fields(self):
+            limit = getattr(self, field.name)
             if limit is not None and limit <= 0:
-                raise ValueError(f"{name} must be positive, got {limit}")
+                raise ValueError(f"{field.name} must be positive, got {limit}")
 
 
 class BudgetTracker:

@@ -51,7 +51,7 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         """Move the time forward."""
-        if seconds < 0:
+        if not seconds >= 0:  # nor is NaN
             raise ValueError(f"a clock does not go back, got {seconds}")
         with self._lock:
             self._now += seconds

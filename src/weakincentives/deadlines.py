@@ -32,14 +32,14 @@ class Deadline:
     def after(cls, delay: float | timedelta, *, clock: Clock = SYSTEM_CLOCK) -> Deadline:
         """Return the deadline ``delay`` (seconds or a timedelta) from now."""
         seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-        if seconds <= 0:
+        if not seconds > 0:  # nor is NaN
             raise ValueError(f"a deadline must lie in the future, got {seconds} seconds")
         return cls(clock.monotonic() + seconds, clock)
 
     @classmethod
     def at(cls, moment: datetime, *, clock: Clock = SYSTEM_CLOCK) -> Deadline:
         """Return the deadline at a wall-clock moment, which must know its time zone."""
-        if moment.tzinfo is None:
+        if moment.utcoffset() is None:
             raise ValueError("a deadline needs a moment with a time zone")
         return cls.after(moment.timestamp() - clock.time(), clock=clock)
 

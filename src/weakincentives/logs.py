@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import IO, Any
 
 from weakincentives.call import transaction_under_way
@@ -55,39 +55,60 @@ class CallFilter(logging.Filter):
 
 class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        record.call = f"[{record.tool} {record.call_id}] " if getattr(record, "call_id", "") else ""
+        fields = record.__dict__
+        call_id, tool = fields.get("call_id"), fields.get("tool")
+        record.call_prefix = f"[{tool} {call_id}] " if call_id else ""
         return super().format(record)
+
+
+# What every record has, and what formatters add to it; the rest was given by whoever wrote it.
+_STANDARD = {*logging.makeLogRecord({}).__dict__, "asctime", "call_prefix", "message"}
 
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        given = {
+            name: value
+            for name, value in record.__dict__.items()
+            if name not in _STANDARD and not (isinstance(value, str) and not value)
+        }
         line: dict[str, object] = {
             "time": record.created,
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
         }
-        fields: Mapping[str, object] = record.__dict__
-        for name in ("call_id", "tool", "session_id", "run_id"):
-            if fields.get(name):
-                line[name] = fields[name]
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        # Plain ASCII: no stream fails to take it, whatever its encoding.
+        return json.dumps({**given, **line}, default=str)
+
+
+class _CallHandler(logging.StreamHandler[IO[str]]):
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self.addFilter(CallFilter())
 
 
 def configure_logging(
     level: int | str = logging.INFO, *, as_json: bool = False, stream: IO[str] | None = None
 ) -> logging.Handler:
-    """Write every log line of the program, with the call it belongs to; returns the handler."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.addFilter(CallFilter())
+    """Write every log line of the program, with the call it belongs to; returns the handler.
+
+    Configuring the same stream again replaces what was set up for it before.
+    """
+    handler = _CallHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(
         _JsonFormatter()
         if as_json
-        else _LineFormatter("%(asctime)s %(levelname)s %(name)s: %(call)s%(message)s")
+        else _LineFormatter("%(asctime)s %(levelname)s %(name)s: %(call_prefix)s%(message)s")
     )
     root = logging.getLogger()
-    root.addHandler(handler)
     root.setLevel(level)
+    for other in root.handlers[:]:
+        if isinstance(other, _CallHandler) and other.stream is handler.stream:
+            root.removeHandler(other)
+    root.addHandler(handler)
     return handler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import chain
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 __all__ = [
     "Reducer",
@@ -19,9 +19,12 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., object])
 
 _CHUNK = 32
+_Chunks: TypeAlias = "tuple[_Chunks[T], tuple[T, ...]] | None"
+"""Full chunks, newest first: each with those that are older than it."""
 
 
 class SlicePolicy(Enum):
@@ -37,30 +40,30 @@ class Slice(Generic[T]):
     """An immutable sequence of values; every change gives a new one that shares the rest.
 
     Appending costs the same for ten values and for a million, and an older slice keeps its
-    values: that is what makes snapshots free. Values stand in full chunks, newest chunk first,
-    and a short tail.
+    values: that is what makes snapshots free. Values stand in full chunks and a short tail.
+
+    >>> short = Slice.of([1, 2])
+    >>> short.append(3).all(), short.all()
+    ((1, 2, 3), (1, 2))
     """
 
-    __slots__ = ("_all", "_full", "_length", "_tail")
+    __slots__ = ("_full", "_length", "_tail")
 
-    def __init__(
-        self, full: tuple[Any, tuple[T, ...]] | None, tail: tuple[T, ...], length: int
-    ) -> None:
+    def __init__(self, full: _Chunks[T], tail: tuple[T, ...], length: int) -> None:
         self._full = full
         self._tail = tail
         self._length = length
-        self._all: tuple[T, ...] | None = tail if full is None else None
 
-    @classmethod
-    def of(cls, items: Iterable[T]) -> Slice[T]:
+    @staticmethod
+    def of(items: Iterable[V]) -> Slice[V]:
         """Return a slice of these values, oldest first."""
         values = tuple(items)
-        full: tuple[Any, tuple[T, ...]] | None = None
+        full: _Chunks[V] = None
         start = 0
         while len(values) - start > _CHUNK:
             full = (full, values[start : start + _CHUNK])
             start += _CHUNK
-        return cls(full, values[start:], len(values))
+        return Slice(full, values[start:], len(values))
 
     def append(self, item: T) -> Slice[T]:
         """Return this slice with one more value at the end."""
@@ -78,10 +81,10 @@ class Slice(Generic[T]):
 
     def all(self) -> tuple[T, ...]:
         """Return every value, oldest first."""
-        if self._all is None:
-            chunks = [self._tail, *self._chunks()]
-            self._all = tuple(chain.from_iterable(reversed(chunks)))
-        return self._all
+        # Not kept: a snapshot would then hold a copy of the history, not a reference to it.
+        if self._full is None:
+            return self._tail
+        return tuple(chain.from_iterable(reversed([self._tail, *self._chunks()])))
 
     def where(self, predicate: Callable[[T], bool]) -> tuple[T, ...]:
         """Return the values for which the predicate holds, oldest first."""
@@ -96,7 +99,7 @@ class Slice(Generic[T]):
     def _chunks(self) -> Iterator[tuple[T, ...]]:
         rest = self._full
         while rest is not None:
-            rest, chunk = cast("tuple[tuple[Any, tuple[T, ...]] | None, tuple[T, ...]]", rest)
+            rest, chunk = rest
             yield chunk
 
     def __len__(self) -> int:
@@ -139,7 +142,8 @@ def upsert_by(key: Callable[[T], object]) -> Reducer[T]:
     return upsert
 
 
-_MARK = "__wink_reducer__"
+_REDUCES = "__wink_reduces__"
+_POLICY = "__slice_policy__"
 
 
 def reducer(*, on: type | tuple[type, ...]) -> Callable[[F], F]:
@@ -148,10 +152,13 @@ def reducer(*, on: type | tuple[type, ...]) -> Callable[[F], F]:
     The method gets the slice's newest value as ``self`` and the event, and returns the value that
     takes its place. ``Session.install`` registers all of a class's reducers.
     """
-    event_types = on if isinstance(on, tuple) else (on,)
+    event_types = cast("tuple[object, ...]", on if isinstance(on, tuple) else (on,))
+    for event_type in event_types:
+        if not isinstance(event_type, type):
+            raise TypeError(f"on= takes a class or a tuple of classes, got {event_type!r}")
 
     def mark(method: F) -> F:
-        setattr(method, _MARK, event_types)
+        setattr(method, _REDUCES, (*getattr(method, _REDUCES, ()), *event_types))
         return method
 
     return mark
@@ -161,15 +168,18 @@ def declared_reducers(slice_type: type) -> Iterator[tuple[type, Callable[[Any, A
     """Yield ``(event type, method)`` for every method marked with ``@reducer``."""
     for name in dir(slice_type):
         method = getattr(slice_type, name, None)
-        for event_type in getattr(method, _MARK, ()):
+        for event_type in getattr(method, _REDUCES, ()):
             yield event_type, cast("Callable[[Any, Any], Any]", method)
 
 
 def slice_policy(policy: SlicePolicy) -> Callable[[type[T]], type[T]]:
-    """Declare on a class whether its slice is STATE (the default) or LOG."""
+    """Declare on a class, and so on its subclasses, whether its slice is STATE or LOG.
+
+    A class that declares nothing has a STATE slice.
+    """
 
     def mark(cls: type[T]) -> type[T]:
-        cls.__slice_policy__ = policy  # type: ignore[attr-defined]  # read by declared_policy only
+        setattr(cls, _POLICY, SlicePolicy(policy))
         return cls
 
     return mark
@@ -177,4 +187,4 @@ def slice_policy(policy: SlicePolicy) -> Callable[[type[T]], type[T]]:
 
 def declared_policy(slice_type: type) -> SlicePolicy:
     """Return the policy a class declares for its slice."""
-    return SlicePolicy(getattr(slice_type, "__slice_policy__", SlicePolicy.STATE))
+    return getattr(slice_type, _POLICY, SlicePolicy.STATE)

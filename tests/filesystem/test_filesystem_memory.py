@@ -19,7 +19,7 @@ from weakincentives.errors import (
     ReadOnlyFile,
     ToolValidationError,
 )
-from weakincentives.filesystem import Filesystem, FileStat, GrepMatch, MemoryFilesystem
+from weakincentives.filesystem import FileStat, Filesystem, GrepMatch, MemoryFilesystem
 
 
 @pytest.fixture
@@ -394,7 +394,7 @@ def test_replacing_a_file_by_itself_keeps_it(fs, operation):
 
 
 def test_directory_that_is_not_empty_needs_recursive(fs):
-    with pytest.raises(FilesystemError, match="src is not empty.*recursive"):
+    with pytest.raises(FilesystemError, match=r"src is not empty.*recursive"):
         fs.delete("src")
     assert fs.exists("src/app.py")
 

@@ -116,8 +116,7 @@ def test_paths_never_escape_and_normalising_again_changes_nothing(path):
     fs = MemoryFilesystem()
     try:
         normal = fs.normalize(path)
-    except FilesystemError as refusal:
-        assert str(refusal).encode()
+    except FilesystemError:
         return
 
     assert fs.normalize(normal) == normal

@@ -60,11 +60,8 @@ logger = logging.getLogger("weakincentives.filesystem")
 class _File(NamedTuple):
     data: bytes
     modified: float
-    readonly: bool = False
-
-    @property
-    def locked(self) -> int:
-        return int(self.readonly)
+    locked: bool = False
+    """May only be read."""
 
 
 class _Directory(NamedTuple):
@@ -97,6 +94,13 @@ class _Seen:
     """Read or written: the node there, with all that is below it, must not have changed."""
     glimpsed: set[Parts] = field(default_factory=set[Parts])
     """Seen to be a directory: it must still be one."""
+    cleared: set[Parts] = field(default_factory=set[Parts])
+    """Made a directory: no file may have come there, or into the way."""
+
+    def include(self, other: _Seen) -> None:
+        self.touched |= other.touched
+        self.glimpsed |= other.glimpsed
+        self.cleared |= other.cleared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +221,7 @@ class MemoryFilesystem:
         """Tell whether the file may only be read; False for directories and missing files."""
         parts = self._parts(path)
         node, depth = self._look(parts)
-        return isinstance(node, _File) and depth == len(parts) and node.readonly
+        return isinstance(node, _File) and depth == len(parts) and node.locked
 
     @_reading
     def stat(self, path: str) -> FileStat:
@@ -320,6 +324,7 @@ class MemoryFilesystem:
             now = self._clock.time()
             root = _put(root, parts, _Directory(_EMPTY, now), now)
         if self._seen is not None:
+            self._seen.cleared.add(parts)
             made = made.insert(parts)
         self._state = _State(root, written, made)
 
@@ -424,11 +429,10 @@ class MemoryFilesystem:
             if root is view._base:
                 root = changes.root
             else:
-                _check_conflicts(seen, changes.made, view._base, root)
+                _check_conflicts(seen, view._base, root)
                 root = _apply(changes, root, self._clock.time())
             if self._seen is not None:
-                self._seen.touched |= seen.touched
-                self._seen.glimpsed |= seen.glimpsed
+                self._seen.include(seen)
                 written, made = written.update(changes.written), made.update(changes.made)
             self._state = _State(root, written, made)
 
@@ -443,7 +447,7 @@ class MemoryFilesystem:
         """The paths a view has read or changed, directories standing for all below them."""
         with self._lock:
             seen = self._seen or _Seen()
-            return _joined(seen.touched | seen.glimpsed) | _joined(self._state.made)
+            return _joined(seen.touched | seen.glimpsed | seen.cleared)
 
     @property
     def written(self) -> frozenset[str]:
@@ -493,7 +497,7 @@ class MemoryFilesystem:
             raise file_not_directory(join_path(parts[:depth]))
         if isinstance(node, _Directory):
             raise directory_not_file(join_path(parts))
-        if node.readonly:
+        if node.locked:
             raise read_only(join_path(parts))
         return node
 
@@ -615,7 +619,7 @@ def _stat(path: str, node: _Node) -> FileStat:
     if isinstance(node, _Directory):
         return FileStat(path=path, kind="directory", size=0, modified=node.modified, readonly=False)
     return FileStat(
-        path=path, kind="file", size=len(node.data), modified=node.modified, readonly=node.readonly
+        path=path, kind="file", size=len(node.data), modified=node.modified, readonly=node.locked
     )
 
 
@@ -640,9 +644,7 @@ def _name(entry: tuple[str, object]) -> str:
 # Merging
 
 
-def _check_conflicts(
-    seen: _Seen, made: Iterable[Parts], base: _Directory, current: _Directory
-) -> None:
+def _check_conflicts(seen: _Seen, base: _Directory, current: _Directory) -> None:
     """Raise if anything the view depends on is not what it was when the view was forked."""
     changed = {parts for parts in seen.touched if not _unchanged(base, current, parts)}
     changed |= {
@@ -651,10 +653,9 @@ def _check_conflicts(
         if not _unchanged(base, current, parts)
         and not (_is_directory(base, parts) and _is_directory(current, parts))
     }
-    # A directory can be made where one is by now, but not where a file has come to be.
     changed |= {
         parts
-        for parts in made
+        for parts in seen.cleared
         if isinstance(_find(current, parts)[0], _File) and not _unchanged(base, current, parts)
     }
     if changed:

@@ -1,5 +1,6 @@
 """What the model is offered: tools, their results, policies, sections and prompts."""
 
+from weakincentives.prompt.decorator import tool
 from weakincentives.prompt.policies import (
     PolicyDecision,
     PolicyState,
@@ -18,7 +19,6 @@ from weakincentives.prompt.tool import (
     ToolExample,
     ToolHandler,
     Writes,
-    tool,
 )
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 

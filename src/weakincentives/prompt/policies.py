@@ -8,14 +8,17 @@ what happened is rolled back with what happened, and counts of what was tried ar
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from rpds import HashTrieMap, HashTrieSet, Queue
+from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import FilesystemError
+from weakincentives.filesystem import Filesystem
+from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
@@ -31,6 +34,10 @@ __all__ = [
     "SequentialDependencyPolicy",
     "ToolPolicy",
 ]
+
+T = TypeVar("T")
+
+_MINUTE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +59,12 @@ class PolicyDecision:
 _ALLOWED = PolicyDecision(allowed=True)
 
 
-_NO_NAMES: HashTrieSet[str] = HashTrieSet()
-_NO_KEYS: HashTrieSet[tuple[str, str]] = HashTrieSet()
-_NO_MOMENTS: HashTrieMap[str, Any] = HashTrieMap()
-
-
 class ToolPolicy(Protocol):
-    """The full form. ``check(tool_name, params, context) -> str | None`` alone works, too."""
+    """The full form. ``check(tool_name, params, context) -> str | None`` alone works, too.
+
+    A policy may also have ``on_start(tool, params, *, context)``: told of every call that it and
+    all others allowed, right before it runs, to count calls whether they succeed or not.
+    """
 
     @property
     def name(self) -> str: ...
@@ -70,6 +76,13 @@ class ToolPolicy(Protocol):
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None: ...
+
+
+# What policies remember
+
+_NO_NAMES: HashTrieSet[str] = HashTrieSet()
+_NO_KEYS: HashTrieSet[tuple[str, str]] = HashTrieSet()
+_NO_MOMENTS: HashTrieMap[str, tuple[float, ...]] = HashTrieMap()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +101,20 @@ class CallTally:
 
     policy_name: str
     calls: int = 0
-    recent: Mapping[str, Any] = _NO_MOMENTS
-    """Per tool, a queue of the moments at which it was called within the last minute."""
+    recent: Mapping[str, tuple[float, ...]] = _NO_MOMENTS
+    """Per tool, the moments at which it was called within the last minute."""
 
 
-def _remembered(cls: type[Any], policy_name: str, context: ToolContext) -> Any:
-    for state in context.session.read_slice(cls).all():
+def _remembered(cls: Callable[[str], T], policy_name: str, context: ToolContext) -> T:
+    state: Any
+    for state in context.session.read_slice(cast("type[T]", cls)).all():
         if state.policy_name == policy_name:
             return state
     return cls(policy_name)
 
 
 def _remember(
-    cls: type[Any], policy_name: str, context: ToolContext, change: Callable[[Any], Any]
+    cls: Callable[[str], T], policy_name: str, context: ToolContext, change: Callable[[T], T]
 ) -> None:
     """Change what a policy remembers; as a function of what it remembers, so that calls merge."""
 
@@ -108,10 +122,18 @@ def _remember(
         states = current.all()
         for index, state in enumerate(states):
             if state.policy_name == policy_name:
-                return Slice.of((*states[:index], change(state), *states[index + 1 :]))
+                return current.replace(*states[:index], change(state), *states[index + 1 :])
         return current.append(change(cls(policy_name)))
 
-    context.session[cls].update(changed)
+    context.session[cast("type[T]", cls)].update(changed)
+
+
+def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
+    """Return a set with one more item, sharing the rest."""
+    return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
+
+
+# The built-in ones
 
 
 @dataclass(frozen=True)
@@ -128,6 +150,8 @@ class SequentialDependencyPolicy:
         for tool, needed in self.dependencies.items():
             if isinstance(needed, str):
                 raise TypeError(f"dependencies[{tool!r}] must be a set of tool names, got a string")
+        own = {tool: frozenset(needed) for tool, needed in self.dependencies.items()}
+        object.__setattr__(self, "dependencies", own)
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         needed = self.dependencies.get(tool.name)
@@ -151,7 +175,7 @@ class SequentialDependencyPolicy:
             PolicyState,
             self.name,
             context,
-            lambda state: replace(state, invoked_tools=state.invoked_tools.insert(tool.name)),
+            lambda state: replace(state, invoked_tools=_with(state.invoked_tools, tool.name)),
         )
 
 
@@ -159,8 +183,8 @@ class SequentialDependencyPolicy:
 class ReadBeforeWritePolicy:
     """A file that exists may be overwritten once it has been read, or written, in this session."""
 
-    read_tools: frozenset[str] = frozenset({"read_file"})
-    write_tools: frozenset[str] = frozenset({"write_file", "edit_file"})
+    read_tools: AbstractSet[str] = frozenset({"read_file"})
+    write_tools: AbstractSet[str] = frozenset({"write_file", "edit_file"})
     path_field: str = "path"
     name: str = "read_before_write"
 
@@ -173,16 +197,15 @@ class ReadBeforeWritePolicy:
                 f"Cannot tell which file '{tool.name}' writes: it has no text parameter "
                 f"'{self.path_field}'"
             )
-        filesystem = context.filesystem
-        if filesystem is not None:
-            try:
-                if not filesystem.exists(path):
-                    return _ALLOWED
-            except FilesystemError as error:
-                return PolicyDecision.deny(str(error))
-        known = _remembered(PolicyState, self.name, context).invoked_keys
-        if ("path", self._key(path, context)) in known:
-            return _ALLOWED
+        filesystem = context.resources.find(Filesystem)
+        try:
+            known = _remembered(PolicyState, self.name, context).invoked_keys
+            if _key(path, filesystem) in known:
+                return _ALLOWED
+            if filesystem is not None and not filesystem.exists(path):
+                return _ALLOWED
+        except FilesystemError as error:
+            return PolicyDecision.deny(str(error))
         return PolicyDecision.deny(f"Cannot write to {path} without reading it first")
 
     def on_result(
@@ -193,14 +216,17 @@ class ReadBeforeWritePolicy:
         path = self._path(params)
         if path is None:
             return
-        key = ("path", self._key(path, context))
+        try:
+            key = _key(path, context.resources.find(Filesystem))
+        except FilesystemError:
+            return  # the tool read it in a way of its own, not from this filesystem
         if key in _remembered(PolicyState, self.name, context).invoked_keys:
             return
         _remember(
             PolicyState,
             self.name,
             context,
-            lambda state: replace(state, invoked_keys=state.invoked_keys.insert(key)),
+            lambda state: replace(state, invoked_keys=_with(state.invoked_keys, key)),
         )
 
     def _path(self, params: object) -> str | None:
@@ -210,10 +236,10 @@ class ReadBeforeWritePolicy:
             path = getattr(params, self.path_field, None)
         return path if isinstance(path, str) else None
 
-    def _key(self, path: str, context: ToolContext) -> str:
-        """Return the one spelling under which a file is known."""
-        filesystem = context.filesystem
-        return path if filesystem is None else filesystem.normalize(path)
+
+def _key(path: str, filesystem: Filesystem | None) -> tuple[str, str]:
+    """Return what a file is known by, however its path is spelled."""
+    return ("path", path if filesystem is None else filesystem.normalize(path))
 
 
 @dataclass(frozen=True)
@@ -222,6 +248,10 @@ class QuotaPolicy:
 
     max_calls: int
     name: str = "quota"
+
+    def __post_init__(self) -> None:
+        if self.max_calls < 0:
+            raise ValueError(f"max_calls must not be negative, got {self.max_calls}")
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         calls = _remembered(CallTally, self.name, context).calls
@@ -242,9 +272,15 @@ class RateLimitPolicy:
     max_calls_per_minute: int
     name: str = "rate_limit"
 
+    def __post_init__(self) -> None:
+        if self.max_calls_per_minute < 0:
+            raise ValueError(
+                f"max_calls_per_minute must not be negative, got {self.max_calls_per_minute}"
+            )
+
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        tally: CallTally = _remembered(CallTally, self.name, context)
-        calls = len(self._last_minute(tally, tool.name, context.session.clock.time()))
+        tally = _remembered(CallTally, self.name, context)
+        calls = len(_last_minute(tally, tool.name, context.session.clock.time()))
         if calls < self.max_calls_per_minute:
             return _ALLOWED
         return PolicyDecision.deny(
@@ -257,19 +293,19 @@ class RateLimitPolicy:
         now = context.session.clock.time()
 
         def counted(tally: CallTally) -> CallTally:
-            moments = self._last_minute(tally, tool.name, now).enqueue(now)
-            return replace(
-                tally, recent=cast("HashTrieMap[str, Any]", tally.recent).insert(tool.name, moments)
-            )
+            moments = (*_last_minute(tally, tool.name, now), now)
+            recent = cast("HashTrieMap[str, tuple[float, ...]]", tally.recent)
+            return replace(tally, recent=recent.insert(tool.name, moments))
 
         _remember(CallTally, self.name, context, counted)
 
-    @staticmethod
-    def _last_minute(tally: CallTally, tool_name: str, now: float) -> Queue[float]:
-        moments: Queue[float] = tally.recent.get(tool_name) or Queue()
-        while len(moments) and moments.peek() < now - 60:
-            moments = moments.dequeue()
-        return moments
+
+def _last_minute(tally: CallTally, tool_name: str, now: float) -> tuple[float, ...]:
+    moments = tally.recent.get(tool_name, ())
+    return moments[bisect_left(moments, now - _MINUTE) :]
+
+
+# How the pipeline calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +329,15 @@ class AttachedPolicy:
     def denial(self, verdict: object) -> str | None:
         """Return why the call is denied, or None; raise when the verdict makes no sense."""
         if isinstance(verdict, PolicyDecision):
-            return None if verdict.allowed else verdict.reason or f"Denied by policy {self.name!r}"
-        if self.is_small and (verdict is None or isinstance(verdict, str)):
-            return verdict
+            if verdict.allowed is True:
+                return None
+            return verdict.reason or f"Denied by policy '{self.name}'"
+        if self.is_small and verdict is None:
+            return None
+        if self.is_small and isinstance(verdict, str):
+            return verdict or f"Denied by policy '{self.name}'"
         expected = "None or the reason" if self.is_small else "a PolicyDecision"
-        raise TypeError(f"policy {self.name!r} must return {expected}, got {verdict!r}")
+        raise TypeError(f"policy '{self.name}' must return {expected}, got {verdict!r}")
 
 
 def attach(policies: Iterable[object]) -> tuple[AttachedPolicy, ...]:
@@ -308,19 +348,44 @@ def attach(policies: Iterable[object]) -> tuple[AttachedPolicy, ...]:
 def _attach(policy: object) -> AttachedPolicy:
     if isinstance(policy, AttachedPolicy):
         return policy
-    check = getattr(policy, "check", None)
-    if isinstance(policy, type) or not callable(check):
+    check = _method(policy, "check")
+    if isinstance(policy, type) or check is None:
         raise TypeError(
             f"{policy!r} is not a policy: it takes an instance with a method "
             "check(tool, params, *, context) or check(tool_name, params, context)"
         )
-    context = inspect.signature(check).parameters.get("context")
+    on_start, on_result = _method(policy, "on_start"), _method(policy, "on_result")
+    is_small = _takes_context_by_position(check)
+    problems = {
+        "check": misfit(check, 1, 2, 3) if is_small else misfit(check, 1, 2, context=3),
+        "on_start": on_start and misfit(on_start, 1, 2, context=3),
+        "on_result": on_result and misfit(on_result, 1, 2, 3, context=4),
+    }
+    for name, problem in problems.items():
+        if problem:
+            raise TypeError(f"the method {name} of policy {policy!r} does not fit: {problem}")
+    for listener in (on_start, on_result):
+        if listener is not None and is_async(listener):
+            raise TypeError(f"policy {policy!r}: only check may be async, {listener!r} may not")
     return AttachedPolicy(
         name=getattr(policy, "name", None) or type(policy).__name__,
         policy=policy,
         check=check,
-        on_start=getattr(policy, "on_start", None),
-        on_result=getattr(policy, "on_result", None),
-        is_async=inspect.iscoroutinefunction(check),
-        is_small=context is None or context.kind is not inspect.Parameter.KEYWORD_ONLY,
+        on_start=on_start,
+        on_result=on_result,
+        is_async=is_async(check),
+        is_small=is_small,
     )
+
+
+def _method(policy: object, name: str) -> Callable[..., Any] | None:
+    method = getattr(policy, name, None)
+    return method if callable(method) else None
+
+
+def _takes_context_by_position(check: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(check).parameters
+    context = parameters.get("context")
+    if context is not None:
+        return context.kind is not context.KEYWORD_ONLY
+    return all(each.kind is not each.VAR_KEYWORD for each in parameters.values())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
 from weakincentives.prompt.policies import AttachedPolicy, attach
@@ -17,13 +17,20 @@ from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.typed import TypedConstructor
 from weakincentives.resources import ResourceContext, ResourceRegistry
 
-if TYPE_CHECKING:
-    from weakincentives.runtime.session import Session
-
 __all__ = ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"]
 
 T = TypeVar("T")
-OutT = TypeVar("OutT")
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    from weakincentives.runtime.session import Session
+
+    OutT = TypeVarWithDefault("OutT", default=Any)
+else:
+    OutT = TypeVar("OutT")
+
+Resources = Mapping[type[Any], Any] | ResourceRegistry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +38,10 @@ class _Node:
     """A section at its place in the tree."""
 
     section: Section[Any]
-    path: tuple[str, ...]
+    path: str
+    depth: int
     title: str
     children: tuple[_Node, ...]
-
-    def walk(self) -> Iterator[_Node]:
-        yield self
-        for child in self.children:
-            yield from child.walk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +62,7 @@ class Offer:
         policies: tuple[AttachedPolicy, ...] = (),
         listeners: tuple[AttachedPolicy, ...] = (),
     ) -> Offer:
-        needs_loop = (
-            tool.is_async or tool.timeout is not None or any(p.is_async for p in policies)
-        )
+        needs_loop = tool.is_async or tool.timeout is not None or any(p.is_async for p in policies)
         return cls(tool, policies, listeners, needs_loop)
 
 
@@ -85,7 +86,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         *,
         sections: Sequence[Section[Any]] = (),
         policies: Sequence[object] = (),
-        resources: Mapping[type, object] | None = None,
+        resources: Resources | None = None,
         key: str = "",
         ns: str = "",
         name: str = "",
@@ -93,13 +94,13 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
     ) -> None:
         self.sections = tuple(sections)
         self.policies = attach(policies)
-        self.resources = ResourceRegistry.build(resources or {})
-        self.nodes = _nodes(self.sections, ())
+        self.resources = ResourceRegistry.build({} if resources is None else resources)
+        self.nodes = _nodes(self.sections)
         self.name = name or (self.nodes[0].title if self.nodes else "prompt")
         self.key = key or re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "prompt"
         self.ns = ns or "default"
         self.output_type = output_type
-        _refuse_duplicates(_always_offered(self.nodes))
+        _check(self.nodes, self.policies)
 
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
@@ -124,16 +125,15 @@ class PromptResources:
                 self._context = self.registry.open()
             return self._context
 
-    def get(self, key: type[T]) -> T:
+    def get(self, kind: type[T]) -> T:
         """Return the resource bound for a type."""
-        return self.context.get(key)
+        return self.context.get(kind)
 
-    def find(self, key: type[T]) -> T | None:
+    def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
-        return self.context.find(key)
+        return self.context.find(kind)
 
     def __enter__(self) -> PromptResources:
-        _ = self.context
         with self._lock:
             self._depth += 1
         return self
@@ -150,7 +150,7 @@ class PromptResources:
                 return
             context, self._context = self._context, None
         if context is not None:
-            context.__exit__(exc_type, exc, traceback)
+            context.close(exc)
 
 
 class Prompt(Generic[OutT]):
@@ -158,17 +158,16 @@ class Prompt(Generic[OutT]):
 
     def __init__(self, template: PromptTemplate[OutT]) -> None:
         self.template = template
-        self._params: dict[type, object] = {}
+        self._params: tuple[object, ...] = ()
         self._sections: tuple[Section[Any], ...] = ()
-        self._nodes = template.nodes
-        self._bound = ResourceRegistry.build({})
-        self._resources: PromptResources | None = None
+        self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
+        self._place_sections()
 
     def bind(
         self,
         *params: object,
-        resources: Mapping[type, object] | None = None,
+        resources: Resources | None = None,
         sections: Sequence[Section[Any]] = (),
         extra_tools: Sequence[Tool[Any, Any]] = (),
     ) -> Prompt[OutT]:
@@ -177,9 +176,13 @@ class Prompt(Generic[OutT]):
         Parameters are dataclass instances; each section takes the one of its own type. What is
         bound here wins over what a section brings, and that over the template's.
         """
-        bound = Prompt(self.template)
-        bound._params = {**self._params, **{type(p): p for p in params if p is not None}}
-        bound._bound = self._bound.merge(ResourceRegistry.build(resources or {}))
+        params = tuple(value for value in params if value is not None)
+        for value in params:
+            if isinstance(value, type) or not is_dataclass(value):
+                raise PromptValidationError(
+                    f"parameters are dataclass instances, got {value!r}; "
+                    "write prompt.bind(Params(...))"
+                )
         added = tuple(sections)
         if extra_tools:
             warnings.warn(
@@ -187,10 +190,20 @@ class Prompt(Generic[OutT]):
                 stacklevel=2,
             )
             added = (*added, MarkdownSection(title="Extra tools", tools=extra_tools))
+        bound = Prompt(self.template)
+        bound._params = (*reversed(params), *self._params)
         bound._sections = (*self._sections, *added)
-        bound._nodes = _nodes((*self.template.sections, *bound._sections), ())
-        _refuse_duplicates(_always_offered(bound._nodes))
+        bound._bound = self._bound.merge({} if resources is None else resources)
+        bound._place_sections()
         return bound
+
+    def _place_sections(self) -> None:
+        self._nodes = _nodes((*self.template.sections, *self._sections))
+        _check(self._nodes, self.template.policies)
+        registry = self.template.resources
+        for node in _walk(self._nodes):
+            registry = registry.merge(node.section.resources)
+        self._resources = PromptResources(registry.merge(self._bound))
 
     @property
     def ns(self) -> str:
@@ -208,12 +221,6 @@ class Prompt(Generic[OutT]):
     @property
     def resources(self) -> PromptResources:
         """What tools can ask for. Use it in a ``with`` statement to close it at the end."""
-        if self._resources is None:
-            registry = self.template.resources
-            for top in self._nodes:
-                for node in top.walk():
-                    registry = registry.merge(node.section.resources)
-            self._resources = PromptResources(registry.merge(self._bound))
         return self._resources
 
     @property
@@ -226,78 +233,71 @@ class Prompt(Generic[OutT]):
 
         With a session, that session is told: its calls find the tools of this rendering.
         """
-        blocks: list[str] = []
-        offered: list[tuple[Tool[Any, Any], Section[Any]]] = []
-        self._render(self._nodes, "", session, blocks, offered)
-        _refuse_duplicates((tool, section.label) for tool, section in offered)
-        policies = [p for _, section in self._enabled(session) for p in section.policies]
-        listeners = tuple(
-            p for p in (*policies, *self.template.policies) if p.on_result is not None
-        )
-        rendered = RenderedPrompt(
-            text="\n\n".join(blocks),
+        enabled = list(self._enabled(self._nodes, "", session))
+        offered = [(tool, node) for _, node, _ in enabled for tool in node.section.tools]
+        _refuse_duplicates(offered)
+        ours = self.template.policies
+        # Those of sections that are not enabled now hear, too: they may be later.
+        every = (*(p for node in _walk(self._nodes) for p in node.section.policies), *ours)
+        listeners = _each_once(p for p in every if p.on_result is not None)
+        self._rendered = rendered = RenderedPrompt(
+            text="\n\n".join(_block(*each, session) for each in enabled),
             tools=tuple(tool for tool, _ in offered),
             offers={
-                tool.name: Offer.of(tool, (*section.policies, *self.template.policies), listeners)
-                for tool, section in offered
+                tool.name: Offer.of(tool, _each_once((*node.section.policies, *ours)), listeners)
+                for tool, node in offered
             },
         )
-        self._rendered = rendered
         if session is not None:
             session.offer(self, rendered)
         return rendered
 
-    def _enabled(self, session: Session | None) -> Iterator[tuple[_Node, Section[Any]]]:
-        def walk(nodes: Sequence[_Node]) -> Iterator[tuple[_Node, Section[Any]]]:
-            for node in nodes:
-                if node.section.is_enabled(self._params_of(node), session):
-                    yield node, node.section
-                    yield from walk(node.children)
-
-        return walk(self._nodes)
-
-    def _render(
-        self,
-        nodes: Sequence[_Node],
-        prefix: str,
-        session: Session | None,
-        blocks: list[str],
-        offered: list[tuple[Tool[Any, Any], Section[Any]]],
-    ) -> None:
-        number = 0
+    def _enabled(
+        self, nodes: Sequence[_Node], prefix: str, session: Session | None
+    ) -> Iterator[tuple[str, _Node, object]]:
+        """Yield number, section and parameters of all that is enabled, in order."""
+        count = 0
         for node in nodes:
             params = self._params_of(node)
-            if not node.section.is_enabled(params, session):
-                continue
-            number += 1
-            numbering = f"{prefix}{number}."
-            heading = f"{'#' * min(1 + len(node.path), 6)} {numbering} {node.title}"
-            try:
-                body = node.section.body(params, session)
-            except PromptRenderError as error:
-                raise PromptRenderError(f"section {'/'.join(node.path)}: {error}") from error
-            blocks.append(f"{heading}\n\n{body}" if body else heading)
-            offered.extend((tool, node.section) for tool in node.section.tools)
-            self._render(node.children, numbering, session, blocks, offered)
+            if node.section.is_enabled(params, session):
+                count += 1
+                number = f"{prefix}{count}."
+                yield number, node, params
+                yield from self._enabled(node.children, number, session)
 
     def _params_of(self, node: _Node) -> object:
         wanted = node.section.params_type
         if wanted is None:
             return None
-        params = self._params.get(wanted, node.section.default_params)
+        fitting = [params for params in self._params if isinstance(params, wanted)]
+        fitting.sort(key=lambda params: type(params) is not wanted)
+        params = fitting[0] if fitting else node.section.default_params
         if params is None:
+            bound = ", ".join(type(each).__name__ for each in self._params) or "nothing"
             raise PromptRenderError(
-                f"section {'/'.join(node.path)} needs {wanted.__name__}; "
-                f"pass one: prompt.bind({wanted.__name__}(...))"
+                f"section {node.path} needs {wanted.__name__}, and what is bound is {bound}; "
+                f"write prompt.bind({wanted.__name__}(...))"
             )
         return params
 
 
-def _nodes(sections: Sequence[Section[Any]], above: tuple[str, ...]) -> tuple[_Node, ...]:
+def _block(number: str, node: _Node, params: object, session: Session | None) -> str:
+    heading = f"{'#' * min(1 + node.depth, 6)} {number} {node.title}"
+    try:
+        body = node.section.body(params, session)
+    except PromptRenderError as error:
+        raise PromptRenderError(f"section {node.path}: {error}") from error
+    return f"{heading}\n\n{body}" if body else heading
+
+
+def _nodes(sections: Sequence[Section[Any]], above: str = "", depth: int = 1) -> tuple[_Node, ...]:
+    place = above.rstrip("/") or "the prompt"
+    for section in cast("Sequence[object]", sections):
+        if not isinstance(section, Section):
+            raise PromptValidationError(f"in {place}: {section!r} is not a Section")
     explicit = [s.key for s in sections if s.key]
     repeated = sorted({key for key in explicit if explicit.count(key) > 1})
     if repeated:
-        place = "/".join(above) or "the prompt"
         raise PromptValidationError(f"duplicate section keys in {place}: {', '.join(repeated)}")
     taken = set(explicit)
     nodes: list[_Node] = []
@@ -309,26 +309,52 @@ def _nodes(sections: Sequence[Section[Any]], above: tuple[str, ...]) -> tuple[_N
                 key = f"{section.derived_key()}-{number}"
                 number += 1
             taken.add(key)
-        path = (*above, key)
+        path = f"{above}{key}"
         title = section.title or key.replace("-", " ").title()
-        nodes.append(_Node(section, path, title, _nodes(section.children, path)))
+        children = _nodes(section.children, f"{path}/", depth + 1)
+        nodes.append(_Node(section, path, depth, title, children))
     return tuple(nodes)
 
 
-def _always_offered(nodes: Sequence[_Node]) -> Iterator[tuple[Tool[Any, Any], str]]:
+def _walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
+    for node in nodes:
+        yield node
+        yield from _walk(node.children)
+
+
+def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
+    """Refuse what is wrong whatever will be enabled."""
+    _refuse_duplicates(_always_offered(nodes))
+    counting: dict[str, object] = {}
+    for policy in (*(p for node in _walk(nodes) for p in node.section.policies), *policies):
+        if policy.on_start is not None:
+            other = counting.setdefault(policy.name, policy.policy)
+            if other is not policy.policy:
+                raise PromptValidationError(
+                    f"two policies that count calls are both called {policy.name!r}, so they would "
+                    f"count together; give one another name: {type(policy.policy).__name__}"
+                    f"(..., name=...)"
+                )
+
+
+def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
+    """Return the policies in order; one that is attached in several places comes once."""
+    return tuple({id(policy.policy): policy for policy in policies}.values())
+
+
+def _always_offered(nodes: Iterable[_Node]) -> Iterator[tuple[Tool[Any, Any], _Node]]:
     for node in nodes:
         if node.section.enabled is None:
-            for tool in node.section.tools:
-                yield tool, "/".join(node.path)
+            yield from ((tool, node) for tool in node.section.tools)
             yield from _always_offered(node.children)
 
 
-def _refuse_duplicates(offered: Any) -> None:
+def _refuse_duplicates(offered: Iterable[tuple[Tool[Any, Any], _Node]]) -> None:
     seen: dict[str, str] = {}
-    for tool, where in offered:
+    for tool, node in offered:
         if tool.name in seen:
             raise PromptValidationError(
                 f"two tools are called {tool.name!r}: one in section {seen[tool.name]!r}, "
-                f"one in {where!r}"
+                f"one in {node.path!r}"
             )
-        seen[tool.name] = where
+        seen[tool.name] = node.path

@@ -3,83 +3,132 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from weakincentives.errors import ParseError, ToolDefinitionError
-from weakincentives.serde.problems import shown
+from weakincentives.serde import dump
+from weakincentives.serde.problems import _shown as shown  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["raw_validator"]
+__all__ = ["plain_schema", "raw_validator"]
 
 
-def raw_validator(name: str, schema: Mapping[str, Any]) -> Callable[[object], dict[str, Any]]:
-    """Return a function that gives the arguments as a dict, or raises ParseError with all problems."""
-    import jsonschema
-    from jsonschema.validators import validator_for
-    from jsonschema_specifications import REGISTRY
-
-    if schema.get("type") != "object":
+def plain_schema(name: str, schema: object) -> dict[str, Any]:
+    """Return a copy of an object schema that nobody else holds, or refuse what is none."""
+    if not isinstance(schema, Mapping):
+        raise ToolDefinitionError(
+            f"the parameters of tool {name!r} must be a JSON schema as a dict, got {schema!r}"
+        )
+    try:
+        plain = json.loads(json.dumps(dump(cast("object", schema)), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ToolDefinitionError(f"the parameters of tool {name!r}: {error}") from error
+    if plain.get("type") != "object":
         raise ToolDefinitionError(
             f"the parameters of tool {name!r} must be an object schema, "
-            f"got type {schema.get('type')!r}"
+            f"got type {plain.get('type')!r}"
         )
+    return plain
+
+
+def raw_validator(name: str, schema: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
+    """Return a function that gives the arguments as a dict, or a ParseError with all problems."""
+    import jsonschema
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
     cls: Any = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         cls.check_schema(schema)
     except jsonschema.SchemaError as error:
+        place = ".".join(map(str, error.absolute_path)) or "the top level"
         raise ToolDefinitionError(
-            f"the parameters of tool {name!r} are not a valid JSON schema: {error.message}"
+            f"the parameters of tool {name!r} are not a valid JSON schema, at {place}: "
+            f"{error.message}"
         ) from error
     # An explicit registry: without one, jsonschema fetches remote references from the network.
-    validator = cls(schema, registry=REGISTRY)
+    validator = cls(schema, registry=Registry[Any]())
 
     def validate(data: object) -> dict[str, Any]:
-        if isinstance(data, (str, bytes)):
-            try:
-                data = json.loads(data, parse_constant=_no_constant)
-            except (ValueError, RecursionError) as error:
-                raise ParseError("not JSON", {"": f"Expected a JSON object: {error}"}) from error
-        if isinstance(data, Mapping):
-            data = dict(cast("Mapping[str, Any]", data))
-        details: dict[str, str] = {}
+        arguments = _from_json(data)
+        found: dict[str, dict[str, None]] = {}
         try:
-            for error in validator.iter_errors(data):
+            for error in validator.iter_errors(arguments):
                 for path, text in _problems(error):
-                    details[path] = f"{details[path]}; {text}" if path in details else text
+                    found.setdefault(path, {})[text] = None
         except Exception as error:  # an unresolvable reference, a bad pattern, too deep nesting
-            raise ParseError(
-                "cannot be validated", {"": f"{type(error).__name__}: {error}"}
-            ) from error
-        if details:
+            raise ParseError("cannot be checked", {"": f"Cannot be checked: {error}"}) from error
+        if found:
+            details = {path: "; ".join(texts) for path, texts in found.items()}
             raise ParseError("invalid arguments", details)
-        return cast("dict[str, Any]", data)
+        return arguments
 
     return validate
 
 
+def _from_json(data: object) -> Any:
+    """Return JSON text, or what could be written as such, as dicts and lists of our own."""
+    try:
+        text = data if isinstance(data, str | bytes | bytearray) else json.dumps(dump(data))
+        return json.loads(text, parse_constant=_no_constant)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParseError("not JSON", {"": f"Not valid JSON: {error}"}) from error
+
+
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
-def _problems(error: Any) -> list[tuple[str, str]]:
-    path = ".".join(str(part) for part in error.absolute_path)
-    value: object = error.instance
-    rule, wanted = error.validator, error.validator_value
-    if rule == "type":
-        names = wanted if isinstance(wanted, str) else " or ".join(wanted)
-        return [(path, f"Expected type {names}, got {shown(value)}")]
-    if rule == "required":
-        prefix = f"{path}." if path else ""
-        missing = [name for name in wanted if name not in cast("Mapping[str, Any]", value)]
-        return [(prefix + name, "Required field is missing") for name in missing]
-    if rule == "enum":
-        choices = ", ".join(str(choice) for choice in wanted)
+def _problems(error: Any) -> Iterator[tuple[str, str]]:
+    """Yield path and sentence for everything that one error of jsonschema stands for."""
+    path = ".".join(map(str, error.absolute_path))
+    prefix = f"{path}." if path else ""
+    rule, wanted, value = error.validator, error.validator_value, error.instance
+    if rule in ("anyOf", "oneOf") and error.context:
+        yield from _nearest(path, error)
+    elif rule == "type":
+        yield path, f"Expected type {_either(wanted)}, got {shown(value)}"
+    elif rule == "required":
+        for name in wanted:
+            if name not in value:
+                yield prefix + name, "Required field is missing"
+    elif rule == "additionalProperties" and wanted is False:
+        known = ", ".join(error.schema.get("properties", ()))
+        text = f"expected one of: {known}" if known else "no fields are expected"
+        for name in _unexpected(value, error.schema):
+            yield prefix + name, f"Unknown field; {text}"
+    elif rule == "enum":
+        choices = ", ".join(c if isinstance(c, str) else json.dumps(c) for c in wanted)
         name = path.rsplit(".", 1)[-1] or "value"
-        return [(path, f"{name} must be one of: {choices}, got {shown(value)}")]
-    if rule == "additionalProperties" and wanted is False:
-        prefix = f"{path}." if path else ""
-        known = error.schema.get("properties", {})
-        extra = [name for name in cast("Mapping[str, Any]", value) if name not in known]
-        text = f"Unknown field; expected one of: {', '.join(known)}"
-        return [(prefix + name, text) for name in extra]
-    return [(path, error.message)]
+        yield path, f"{name} must be one of: {choices}, got {shown(value)}"
+    elif rule is None:  # the schema `false`
+        yield path, "Nothing is allowed here"
+    else:
+        # Not jsonschema's own sentence: it repeats the value, however long.
+        yield path, f"Expected {rule} {json.dumps(wanted, ensure_ascii=False)}, got {shown(value)}"
+
+
+def _nearest(path: str, error: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the branch that a value was most likely meant for."""
+    from jsonschema import exceptions
+
+    wrong_types = [e for e in error.context if e.validator == "type" and not e.relative_path]
+    if len(wrong_types) == len(error.context):
+        names = " or ".join(_either(e.validator_value) for e in wrong_types)
+        yield path, f"Expected type {names}, got {shown(error.instance)}"
+    else:
+        yield from _problems(cast("Any", exceptions).best_match(error.context))
+
+
+def _either(types: str | list[str]) -> str:
+    return types if isinstance(types, str) else " or ".join(types)
+
+
+def _unexpected(value: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    return [
+        name
+        for name in value
+        if name not in known and not any(re.search(pattern, name) for pattern in patterns)
+    ]

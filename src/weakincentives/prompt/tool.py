@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from dataclasses import replace as dataclass_replace
 from functools import cached_property
+from inspect import signature
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args, get_origin, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+)
 
 from weakincentives.budget import BudgetTracker
 from weakincentives.call import CancellationToken, RunContext
 from weakincentives.errors import InvalidArguments, ParseError, ToolDefinitionError
 from weakincentives.filesystem import Filesystem
+from weakincentives.prompt.signatures import (
+    UNKNOWN,
+    can_be,
+    hints_of,
+    is_async,
+    is_union,
+    misfit,
+    show,
+)
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.prompt.typed import TypedConstructor
-from weakincentives.resources import Resolver
+from weakincentives.resources import Resolver, ResourceRegistry
 from weakincentives.resources.opening import as_resolver
 from weakincentives.serde import dump, parse, schema
 from weakincentives.serde.typed import validator_for
@@ -28,13 +49,13 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
     from weakincentives.runtime.session import Session
 
-__all__ = ["Reach", "Tool", "ToolContext", "ToolExample", "ToolHandler", "Writes", "tool"]
+__all__ = ["Reach", "Tool", "ToolContext", "ToolExample", "ToolHandler", "Writes"]
 
 P = TypeVar("P")
 R = TypeVar("R")
-
-ToolHandler = Callable[..., Any]
-"""``handler(params, *, context) -> ToolResult``, plain or async."""
+V = TypeVar("V")
+P_contra = TypeVar("P_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
 
 Reach = Literal["read", "reversible", "compensable", "irreversible"]
 """How far a tool's changes go.
@@ -45,11 +66,10 @@ reaches outside for good. A tool that states nothing is rolled back as far as ca
 """
 
 Writes = Literal["api", "command", "external"]
-"""How a tool changes files: through our filesystem, by a command we start, or by another program."""
+"""How a tool changes files: through our filesystem, by a command we start, or otherwise."""
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
-_UNSET: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ class ToolContext:
     """
 
     session: Session
-    prompt: Prompt | None = None
+    prompt: Prompt[Any] | None = None
     rendered_prompt: RenderedPrompt | None = None
     adapter: object | None = None
     deadline: Deadline | None = None
@@ -77,6 +97,25 @@ class ToolContext:
     signal: CancellationToken = field(default_factory=CancellationToken)
     """Set when nobody waits for the call any more."""
 
+    if TYPE_CHECKING:
+        # Says what dataclasses cannot: resources are taken in more forms than they are given.
+        def __init__(
+            self,
+            session: Session,
+            prompt: Prompt[Any] | None = None,
+            rendered_prompt: RenderedPrompt | None = None,
+            adapter: object | None = None,
+            deadline: Deadline | None = None,
+            budget_tracker: BudgetTracker | None = None,
+            resources: Resolver | ResourceRegistry | Mapping[type[Any], Any] | None = None,
+            heartbeat: Heartbeat | None = None,
+            run_context: RunContext | None = None,
+            call_id: str = "",
+            memory: object | None = None,
+            config: Mapping[str, object] = ...,
+            signal: CancellationToken = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "resources", as_resolver(self.resources))
         if self.budget_tracker is None:
@@ -85,7 +124,7 @@ class ToolContext:
     @property
     def filesystem(self) -> Filesystem:
         """The Filesystem resource."""
-        return self.resources.get(Filesystem)  # type: ignore[type-abstract]
+        return self.resources.get(Filesystem)
 
     @property
     def session_id(self) -> str:
@@ -105,7 +144,16 @@ class ToolContext:
             self.heartbeat.beat()
 
 
-@dataclass(frozen=True, slots=True)
+class ToolHandler(Protocol[P_contra, R_co]):
+    """``handler(params, *, context) -> ToolResult``, plain or async."""
+
+    def __call__(
+        self, params: P_contra, /, *, context: ToolContext
+    ) -> ToolResult[R_co] | Awaitable[ToolResult[R_co]]: ...
+
+
+# No slots: with them, frozen and generic, `ToolExample[P, R](...)` is a TypeError on Python 3.11.
+@dataclass(frozen=True)
 class ToolExample(Generic[P, R]):
     """One representative call: shown to the model, checked against the tool's types."""
 
@@ -121,7 +169,7 @@ class ToolExample(Generic[P, R]):
             )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Tool(TypedConstructor, Generic[P, R]):
     """A capability offered to a model, with a contract that is checked when it is declared.
 
@@ -132,10 +180,10 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     name: str
     description: str
-    handler: ToolHandler | None
+    handler: ToolHandler[P, R] | None
     """None declares a tool that the provider runs itself."""
-    params_type: Any = _UNSET
-    result_type: Any = _UNSET
+    params_type: Any = UNKNOWN
+    result_type: Any = UNKNOWN
     examples: Sequence[ToolExample[Any, Any]] = ()
     accepts_overrides: bool = True
     reach: Reach | None = None
@@ -153,23 +201,21 @@ class Tool(TypedConstructor, Generic[P, R]):
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Tool[Any, Any]:
         if len(type_args) != 2:
-            raise ToolDefinitionError(f"Tool takes two types, Tool[Params, Result]; got {type_args}")
-        known = {
-            name: arg
-            for name, arg in zip(("params_type", "result_type"), type_args, strict=True)
-            if not isinstance(arg, TypeVar)
-        }
+            raise ToolDefinitionError(
+                f"Tool takes two types, Tool[Params, Result]; got {len(type_args)}"
+            )
+        named = zip(("params_type", "result_type"), type_args, strict=True)
+        known = {name: arg for name, arg in named if not isinstance(arg, TypeVar)}
         return cls(*args, **known, **kwargs)
 
-    @classmethod
+    @staticmethod
     def from_schema(
-        cls,
         name: str,
         description: str,
         schema: Mapping[str, Any],
-        handler: Callable[..., Any] | None,
+        handler: ToolHandler[dict[str, Any], V] | None,
         **options: Any,
-    ) -> Tool[Any, Any]:
+    ) -> Tool[dict[str, Any], V]:
         """Return a tool whose arguments are a dict, validated by the JSON schema as given."""
         return Tool(
             name=name,
@@ -183,36 +229,42 @@ class Tool(TypedConstructor, Generic[P, R]):
         )
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise ToolDefinitionError(
-                f"tool name {self.name!r} must match ^[a-z0-9_-]{{1,64}}$: "
-                "lower-case letters, digits, '_' and '-'"
-            )
-        self._check_description()
+        self._check_texts()
         self._check_options()
-        set_field(self, "examples", tuple(self.examples))
-        set_field(self, "title", self.title or self.name)
         if self.handler is not None:
-            _check_signature(self.name, self.handler)
+            self._check_handler(self.handler)
+        if self.strict:
+            self._check_contract()
         if self.input_schema is None:
-            if self.strict:
-                self._check_contract()
-            set_field(self, "_validate", _typed_validator(self.name, self.params_type))
+            validate = _typed_validator(self.name, self.params_type)
         else:
-            from weakincentives.prompt.raw_schema import raw_validator
+            from weakincentives.prompt.raw_schema import plain_schema, raw_validator
 
-            set_field(self, "_validate", raw_validator(self.name, self.input_schema))
+            self._set("input_schema", plain_schema(self.name, self.input_schema))
+            validate = raw_validator(self.name, self.parameters)
+        self._set("_validate", validate)
+        self._set("title", self.title or self.name)
+        self._set("examples", tuple(self.examples))
         for example in self.examples:
             self._check_example(example)
 
-    def _check_description(self) -> None:
-        text = self.description
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    # What is checked when it is declared
+
+    def _check_texts(self) -> None:
+        name, text = cast("object", self.name), cast("object", self.description)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ToolDefinitionError(
+                f"tool name {name!r} must match ^[a-z0-9_-]{{1,64}}$: "
+                "lower-case letters, digits, '_' and '-'"
+            )
         if not isinstance(text, str) or not text.strip():
-            raise ToolDefinitionError(f"tool {self.name!r} needs a description for the model")
+            raise ToolDefinitionError(f"tool {name!r} needs a description for the model")
         if self.strict and len(text) > _MAX_DESCRIPTION:
             raise ToolDefinitionError(
-                f"the description of tool {self.name!r} has {len(text)} characters; "
+                f"the description of tool {name!r} has {len(text)} characters; "
                 f"{_MAX_DESCRIPTION} are allowed: put guidance into the section's template"
             )
 
@@ -226,69 +278,82 @@ class Tool(TypedConstructor, Generic[P, R]):
         if self.timeout is not None and not self.timeout > 0:
             raise ToolDefinitionError(f"timeout must be positive seconds, got {self.timeout!r}")
 
+    def _check_handler(self, handler: Callable[..., Any]) -> None:
+        if not callable(handler):
+            raise ToolDefinitionError(
+                f"the handler of tool {self.name!r} is not callable: {handler!r}"
+            )
+        problem = misfit(handler, object(), context=object())
+        if problem is not None:
+            raise ToolDefinitionError(
+                f"the handler of tool {self.name!r} must be callable as "
+                f"handler(params, *, context): {problem}"
+            )
+
     def _check_contract(self) -> None:
         """Complete the types from the handler, and hold both against each other."""
-        params_hint, result_hint = (
-            (_UNSET, _UNSET) if self.handler is None else _handler_hints(self.handler)
-        )
-        if self.params_type is _UNSET:
-            object.__setattr__(self, "params_type", params_hint)
-        if self.result_type is _UNSET:
-            object.__setattr__(self, "result_type", _result_type(result_hint))
-        for role, declared in (("parameters", self.params_type), ("result", self.result_type)):
-            if declared is _UNSET:
+        takes, returns = UNKNOWN, UNKNOWN
+        if self.handler is not None:
+            takes, returns = _declared_by(self.name, self.handler)
+        for role, name, hint in (
+            ("parameters", "params_type", takes),
+            ("result", "result_type", returns),
+        ):
+            declared = getattr(self, name)
+            if declared is UNKNOWN:
+                declared = hint
+            if declared is NoneType:
+                declared = None
+            if declared is UNKNOWN:
                 raise ToolDefinitionError(
                     f"the {role} type of tool {self.name!r} is not known: "
                     "write Tool[Params, Result](...) or annotate the handler"
                 )
-            if not _is_contract_type(declared):
+            if not (declared is None or _dataclass_of(declared)):
                 raise ToolDefinitionError(
                     f"the {role} type of tool {self.name!r} must be a dataclass or None, "
-                    f"got {declared!r}"
+                    f"got {show(declared)}"
                 )
-        if not _accepts(params_hint, self.params_type):
+            self._set(name, declared)
+        if not can_be(self.params_type, takes):
             raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} takes {_show(params_hint)}, "
-                f"but the tool's parameters are {_show(self.params_type)}"
+                f"the handler of tool {self.name!r} takes {show(takes)}, "
+                f"but the tool's parameters are {show(self.params_type)}"
             )
-        if not _returns(result_hint, self.result_type):
+        # `ToolResult[R | None]` is no more than the value of a result says anyway.
+        is_mute = returns is NoneType and self.result_type is not None
+        if is_mute or not can_be(returns, Union[self.result_type, None]):  # noqa: UP007
             raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} returns {_show(result_hint)}, "
-                f"but its contract is ToolResult[{_show(self.result_type)}]"
+                f"the handler of tool {self.name!r} returns ToolResult[{show(returns)}], "
+                f"but its contract is ToolResult[{show(self.result_type)}]"
             )
 
-    def _check_example(self, example: ToolExample[Any, Any]) -> None:
-        if not isinstance(example, ToolExample):  # pyright: ignore[reportUnnecessaryIsInstance]
+    def _check_example(self, example: object) -> None:
+        if not isinstance(example, ToolExample):
             raise ToolDefinitionError(f"tool {self.name!r}: {example!r} is not a ToolExample")
-        where = f"example {example.description!r} of tool {self.name!r}"
+        shown = cast("ToolExample[Any, Any]", example)
+        where = f"example {shown.description!r} of tool {self.name!r}"
         try:
-            self.parse(example.input if self.input_schema else dump(example.input))
-        except InvalidArguments as error:
+            # The parameters of a decorated function have no class that anyone could name.
+            _check_instance(shown.input, self.params_type, or_mapping=not self.strict)
+            self.parse(dump(shown.input))
+        except (TypeError, InvalidArguments) as error:
             raise ToolDefinitionError(f"the input of {where} is not valid: {error}") from error
-        for part, value, expected in (
-            ("input", example.input, self.params_type),
-            ("output", example.output, self.result_type),
-        ):
-            cls = get_origin(expected) or expected
-            if cls is None:
-                cls = NoneType
-            if isinstance(cls, type) and not isinstance(value, cls):
-                raise ToolDefinitionError(
-                    f"the {part} of {where} must be {_show(expected)}, got {_show(type(value))}"
-                )
-            if is_dataclass(cls):
-                try:
-                    parse(expected, dump(value))
-                except ParseError as error:
-                    raise ToolDefinitionError(f"the {part} of {where} is not valid: {error}") from error
+        try:
+            _check_instance(shown.output, self.result_type)
+            written = dump(shown.output)
+            if _dataclass_of(self.result_type) and _has_json_form(self.result_type):
+                parse(self.result_type, written)
+        except (TypeError, ParseError) as error:
+            raise ToolDefinitionError(f"the output of {where} is not valid: {error}") from error
 
     # What the model is told
 
-    @cached_property
+    @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON schema of the parameters."""
+        """The JSON schema of the parameters; it is the caller's to change."""
         if self.input_schema is not None:
-            return dict(self.input_schema)
+            return copy.deepcopy(dict(self.input_schema))
         return schema(self.params_type)
 
     def definition(self, *, examples: bool = True) -> dict[str, Any]:
@@ -302,7 +367,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             described["examples"] = [
                 {
                     "description": example.description,
-                    "input": dump(example.input) if example.input is not None else {},
+                    "input": {} if example.input is None else dump(example.input),
                     "output": dump(example.output),
                 }
                 for example in self.examples
@@ -314,18 +379,22 @@ class Tool(TypedConstructor, Generic[P, R]):
     @cached_property
     def is_async(self) -> bool:
         """Whether the handler must be awaited."""
-        return self.handler is not None and _is_async(self.handler)
+        return self.handler is not None and is_async(self.handler)
 
     def parse(self, arguments: object) -> P:
         """Return the arguments as parameters, or raise InvalidArguments with every problem."""
         try:
-            return cast("P", self._validate(arguments))  # type: ignore[attr-defined]
+            return self._validate(arguments)
         except ParseError as error:
             message = {
                 "error": f"Invalid parameters for tool '{self.name}'",
                 "details": {path or "arguments": text for path, text in error.details.items()},
             }
             raise InvalidArguments(json.dumps(message, ensure_ascii=False)) from error
+
+    if TYPE_CHECKING:
+
+        def _validate(self, arguments: object, /) -> P: ...
 
     def replace(self, **changes: Any) -> Tool[P, R]:
         """Return a copy with other fields."""
@@ -341,7 +410,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         """
         from weakincentives.runtime.tool_call import call_tool
 
-        return call_tool(self, arguments if params is None else params, context)
+        return call_tool(self, _one_of(params, arguments), context)
 
     async def acall(
         self, params: object = None, *, context: ToolContext | None = None, **arguments: object
@@ -349,264 +418,75 @@ class Tool(TypedConstructor, Generic[P, R]):
         """Run the call through the pipeline on the caller's event loop."""
         from weakincentives.runtime.tool_call import acall_tool
 
-        return await acall_tool(self, arguments if params is None else params, context)
+        return await acall_tool(self, _one_of(params, arguments), context)
 
     def __repr__(self) -> str:
         return f"<tool {self.title}>"
 
 
-# The decorator
+def _one_of(params: object, arguments: dict[str, object]) -> object:
+    if params is None:
+        return arguments
+    if arguments:
+        raise TypeError("pass the parameters as one value or by name, not both")
+    return params
 
 
-@overload
-def tool(function: Callable[..., Any]) -> Tool[Any, Any]: ...
-@overload
-def tool(
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    examples: Sequence[ToolExample[Any, Any]] = (),
-    accepts_overrides: bool = True,
-    reach: Reach | None = None,
-    writes: Writes = "api",
-    timeout: float | None = None,
-    concurrent: bool = False,
-) -> Callable[[Callable[..., Any]], Tool[Any, Any]]: ...
-def tool(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Make a tool of a plain typed function, sync or async.
-
-    Its parameters become the tool's (a keyword parameter ``context`` gets the ToolContext), the
-    first paragraph of its docstring the description, and what it returns the result's value.
-    """
-    if function is None:
-        return lambda decorated: _tool_of(decorated, options)
-    return _tool_of(function, options)
-
-
-def _tool_of(function: Callable[..., Any], options: dict[str, Any]) -> Tool[Any, Any]:
-    name = options.pop("name", None) or function.__name__
-    description = options.pop("description", None) or _first_paragraph(function)
-    if not description:
+def _declared_by(name: str, handler: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return P and R of ``handler(params: P, ...) -> ToolResult[R]``, UNKNOWN where left open."""
+    hints = hints_of(handler)
+    try:
+        first = next(iter(signature(handler).parameters), "")
+    except ValueError:  # a built-in that does not say what it takes
+        first = ""
+    returns = hints.get("return", UNKNOWN)
+    value = _value_of(returns)
+    if value is None:
         raise ToolDefinitionError(
-            f"@tool function {function.__name__!r} needs a docstring: the model reads it"
+            f"the handler of tool {name!r} returns {show(returns)}; it must return a ToolResult"
         )
-    params_type = _own_params_type(function)
-    if params_type is not None:
-        handler: Callable[..., Any] = function
-    else:
-        params_type = _params_of(function, name)
-        handler = _handler_of(function, tuple(f.name for f in fields(params_type)))
-    hint = _annotations(function).get("return", Any)
-    return Tool(
-        name=name,
-        description=description,
-        handler=handler,
-        params_type=params_type,
-        result_type=_result_type(hint) if _names_tool_result(hint) else hint,
-        strict=False,
-        **options,
-    )
+    return hints.get(first, UNKNOWN), value
 
 
-def _own_params_type(function: Callable[..., Any]) -> type | None:
-    """Return the dataclass of a function that is written as a handler already."""
-    names = [n for n in inspect.signature(function).parameters if n != "context"]
-    hint = _annotations(function).get("params")
-    if names == ["params"] and isinstance(hint, type) and is_dataclass(hint):
-        return hint
-    return None
+def _value_of(returns: Any) -> Any:
+    """Return R of ``ToolResult[R]``, UNKNOWN where it is left open, None for anything else."""
+    if returns is UNKNOWN or returns is Any or isinstance(returns, TypeVar):
+        return UNKNOWN
+    if is_union(returns):
+        values = [_value_of(part) for part in get_args(returns)]
+        for undecided in (None, UNKNOWN):
+            if undecided in values:
+                return undecided
+        return Union[tuple(values)]  # noqa: UP007  # made from values, not written down
+    origin = get_origin(returns)
+    if origin in (Awaitable, Coroutine):
+        return _value_of(get_args(returns)[-1])
+    if origin is ToolResult:
+        return get_args(returns)[0]
+    return UNKNOWN if isinstance(returns, type) and issubclass(returns, ToolResult) else None
 
 
-def _params_of(function: Callable[..., Any], name: str) -> type:
-    hints = _annotations(function)
-    documented = _argument_docs(function)
-    specs: list[tuple[str, Any, Any]] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == "context":
-            continue
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ToolDefinitionError(
-                f"@tool function {function.__name__!r} cannot have *{parameter.name}: "
-                "a model needs named parameters"
-            )
-        if parameter.name not in hints:
-            raise ToolDefinitionError(
-                f"parameter {parameter.name!r} of @tool function {function.__name__!r} needs a "
-                "type annotation that can be resolved"
-            )
-        metadata = {"description": documented[parameter.name]} if parameter.name in documented else {}
-        if parameter.default is parameter.empty:
-            spec = field(metadata=metadata, kw_only=True)
-        elif isinstance(parameter.default, (list, dict, set)):
-            default: Any = parameter.default
-            spec = field(default_factory=lambda d=default: d.copy(), metadata=metadata, kw_only=True)
-        else:
-            spec = field(default=parameter.default, metadata=metadata, kw_only=True)
-        specs.append((parameter.name, hints[parameter.name], spec))
-    title = "".join(part.capitalize() for part in re.split(r"[_-]+", name))
-    made = make_dataclass(f"{title}Params", specs, frozen=True, slots=True)
-    made.__module__ = function.__module__
-    made.__doc__ = None
-    return made
-
-
-def _handler_of(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    takes_context = "context" in inspect.signature(function).parameters
-
-    def arguments(params: Any, context: ToolContext) -> dict[str, Any]:
-        values = {name: getattr(params, name) for name in names}
-        if takes_context:
-            values["context"] = context
-        return values
-
-    def answer(value: Any) -> ToolResult[Any]:
-        return value if isinstance(value, ToolResult) else ToolResult.ok(value)
-
-    if _is_async(function):
-
-        async def async_handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
-            return answer(await function(**arguments(params, context)))
-
-        return async_handler
-
-    def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
-        return answer(function(**arguments(params, context)))
-
-    return handler
-
-
-def _first_paragraph(function: Callable[..., Any]) -> str:
-    paragraph = (inspect.getdoc(function) or "").split("\n\n")[0]
-    return " ".join(paragraph.split())
-
-
-def _argument_docs(function: Callable[..., Any]) -> dict[str, str]:
-    """Return what an ``Args:`` block of the docstring says about each parameter."""
-    block = re.search(
-        r"^(?:Args|Arguments|Parameters):\n((?:[ \t]+.*\n?|\n)+)",
-        inspect.getdoc(function) or "",
-        re.MULTILINE,
-    )
-    if block is None:
-        return {}
-    entries = re.split(r"\n(?=[ \t]{1,8}\*{0,2}\w+(?: \([^)]*\))?:)", "\n" + block.group(1))
-    found: dict[str, str] = {}
-    for entry in entries:
-        named = re.match(r"\s*(\w+)(?: \([^)]*\))?:\s*(.+)", entry, re.DOTALL)
-        if named is not None:
-            found[named.group(1)] = " ".join(named.group(2).split())
-    return found
-
-
-# How handlers are looked at
-
-
-def _unwrapped(handler: Callable[..., Any]) -> Callable[..., Any]:
-    while True:
-        inner = getattr(handler, "func", None) or getattr(handler, "__wrapped__", None)
-        if inner is None:
-            break
-        handler = inner
-    if not inspect.isroutine(handler):
-        handler = getattr(type(handler), "__call__", handler)
-    return handler
-
-
-def _is_async(handler: Callable[..., Any]) -> bool:
-    # A sync wrapper of an async function hands its coroutine on, so the innermost one decides.
-    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(_unwrapped(handler))
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations that can be resolved; one that cannot is left out, not an error."""
-    inner = _unwrapped(function)
-    names = dict(getattr(inner, "__globals__", {}))
-    try:
-        names.update(inspect.getclosurevars(cast("Any", inner)).nonlocals)
-    except (TypeError, ValueError):
-        pass
-    resolved: dict[str, Any] = {}
-    for name, hint in getattr(inner, "__annotations__", {}).items():
-        if isinstance(hint, str):
-            try:
-                hint = eval(hint, names)  # noqa: PLW2901  # what typing.get_type_hints does
-            except Exception:
-                continue
-        resolved[name] = hint
-    return resolved
-
-
-def _check_signature(name: str, handler: Callable[..., Any]) -> None:
-    if not callable(handler):
-        raise ToolDefinitionError(f"the handler of tool {name!r} is not callable: {handler!r}")
-    try:
-        inspect.signature(handler).bind(object(), context=object())
-    except TypeError as error:
-        raise ToolDefinitionError(
-            f"the handler of tool {name!r} must be callable as handler(params, *, context): {error}"
-        ) from None
-    except ValueError:
-        pass  # a built-in without a signature
-
-
-def _handler_hints(handler: Callable[..., Any]) -> tuple[Any, Any]:
-    hints = _annotations(handler)
-    first = next(iter(inspect.signature(handler).parameters), "")
-    return hints.get(first, _UNSET), hints.get("return", _UNSET)
-
-
-def _names_tool_result(hint: Any) -> bool:
-    return hint is ToolResult or get_origin(hint) is ToolResult
-
-
-def _result_type(hint: Any) -> Any:
-    """Return R of ``ToolResult[R]``, also inside an Awaitable."""
-    for arg in get_args(hint):
-        if _names_tool_result(arg):
-            return _result_type(arg)
-    if get_origin(hint) is ToolResult:
-        (declared,) = get_args(hint)
-        return None if declared is NoneType else declared
-    return _UNSET
-
-
-def _is_contract_type(declared: Any) -> bool:
-    if declared is None:
-        return True
+def _dataclass_of(declared: Any) -> type | None:
     cls = get_origin(declared) or declared
-    return isinstance(cls, type) and is_dataclass(cls)
+    return cls if isinstance(cls, type) and is_dataclass(cls) else None
 
 
-def _accepts(hint: Any, params_type: Any) -> bool:
-    if hint is _UNSET or hint in (Any, object, params_type) or isinstance(hint, TypeVar):
-        return True
-    if params_type is None:
-        return hint is NoneType
-    if isinstance(hint, type) and isinstance(params_type, type):
-        return issubclass(params_type, hint)
-    return any(_accepts(arg, params_type) for arg in get_args(hint))
+def _check_instance(value: object, declared: Any, *, or_mapping: bool = False) -> None:
+    cls = NoneType if declared is None else _dataclass_of(declared)
+    allowed = (cls, Mapping) if or_mapping else cls
+    if cls is not None and not isinstance(value, cast("Any", allowed)):
+        raise TypeError(f"expected {show(declared)}, got {show(type(value))}")
 
 
-def _returns(hint: Any, result_type: Any) -> bool:
-    if hint is _UNSET or hint is Any or hint is ToolResult:
-        return True
-    declared = _result_type(hint)
-    if declared is _UNSET:
-        return any(arg is ToolResult for arg in get_args(hint))
-    if declared is Any or isinstance(declared, TypeVar) or declared == result_type:
-        return True
-    return (
-        isinstance(declared, type)
-        and isinstance(result_type, type)
-        and issubclass(declared, result_type)
-    )
+def _has_json_form(declared: Any) -> bool:
+    try:
+        validator_for(declared)
+    except TypeError:
+        return False
+    return True
 
 
-def _show(hint: Any) -> str:
-    return getattr(hint, "__name__", None) or repr(hint)
-
-
-def _typed_validator(name: str, params_type: Any) -> Callable[[object], object]:
+def _typed_validator(name: str, params_type: Any) -> Callable[[object], Any]:
     try:
         return validator_for(params_type)
     except TypeError as error:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from weakref import WeakSet
 
 from weakincentives.logs import get_logger
 
 __all__ = ["ToolError", "ToolMetadata", "ToolResult"]
 
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    V = TypeVarWithDefault("V", default=None)
+else:
+    V = TypeVar("V")
+R_co = TypeVar("R_co", covariant=True)
 
 _logger = get_logger(__name__)
-_warned_about: set[type] = set()
+_warned_about: WeakSet[type] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +53,12 @@ class ToolMetadata:
 
 
 @dataclass(slots=True)
-class ToolResult(Generic[R]):
+class ToolResult(Generic[R_co]):
     """What happened (the value) and what to tell the model (the message)."""
 
     message: str
     """Human-readable status for the model."""
-    value: R | None = None
+    value: R_co | None = None
     """Typed payload: a dataclass, mapping, sequence, string, or None."""
     success: bool = True
     exclude_value_from_context: bool = False
@@ -60,14 +68,13 @@ class ToolResult(Generic[R]):
     metadata: ToolMetadata = field(default_factory=ToolMetadata)
     call_id: str = ""
 
-    @classmethod
-    def ok(cls, value: R | None = None, message: str = "") -> ToolResult[R]:
+    @staticmethod
+    def ok(value: V | None = None, message: str = "") -> ToolResult[V]:
         """Return a success."""
-        return cls(message=message, value=value)
+        return ToolResult(message, value)
 
-    @classmethod
+    @staticmethod
     def error(
-        cls,
         message: str,
         *,
         code: str = "EXECUTION_FAILED",
@@ -76,7 +83,7 @@ class ToolResult(Generic[R]):
     ) -> ToolResult[Any]:
         """Return an expected failure, worded for the model. The call is rolled back."""
         failure = ToolError(code, message, recoverable, tuple(suggestions))
-        return ToolResult(message=message, value=None, success=False, failure=failure)
+        return ToolResult(message, None, success=False, failure=failure)
 
     def render(self) -> str:
         """Return what the model sees: the message, a newline, the value; empty parts left out."""
@@ -94,28 +101,44 @@ def render_value(value: object) -> str:
         return ""
     if isinstance(value, str):
         return value
-    render = getattr(value, "render", None)
-    if callable(render) and not isinstance(value, type):
+    if isinstance(value, type):
+        return _as_json(cast("object", value))
+    render: Any = getattr(value, "render", None)
+    if callable(render):
         try:
             return str(render())
         except Exception:
             # The call is done by now: a broken render() must not cost the model its answer.
-            _logger.exception("%s.render() failed; its fields are shown as JSON", _name(value))
+            name = type(value).__name__
+            _logger.exception("%s.render() failed; its fields are shown as JSON", name)
             return _as_json(value)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         _warn_once(type(value))
         return _as_json(value)
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
-        return "\n".join(render_value(item) for item in cast("Sequence[object]", value))
-    return _as_json(value)
+    items = _items(value)
+    return _as_json(value) if items is None else "\n".join(items)
+
+
+def _items(value: object) -> list[str] | None:
+    """Return the lines of a sequence, or of a set in sorted order; None for anything else."""
+    if isinstance(value, AbstractSet):
+        return sorted(map(_line, cast("AbstractSet[object]", value)))
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(map(_line, cast("Sequence[object]", value)))
+    return None
+
+
+def _line(item: object) -> str:
+    if isinstance(item, str) or hasattr(item, "render"):
+        return render_value(item)
+    # A row of a table stays one line.
+    return render_value(item) if _items(item) is None else _as_json(item)
 
 
 def _as_json(value: object) -> str:
     from weakincentives.serde import dump
 
     try:
-        if isinstance(value, Mapping):
-            value = dict(cast("Mapping[object, object]", value))
         return json.dumps(dump(value), ensure_ascii=False)
     except (TypeError, ValueError):
         return repr(value)
@@ -129,7 +152,3 @@ def _warn_once(cls: type) -> None:
             "that returns what it needs",
             cls.__name__,
         )
-
-
-def _name(value: object) -> str:
-    return type(value).__name__

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Closeable(Protocol):
@@ -103,7 +104,7 @@ class Binding(Generic[T]):
             raise ResourceError(f"The scope of {name} must be a Scope, got {self.scope!r}")
 
     @staticmethod
-    def instance(kind: builtins.type[T], value: T, /) -> Binding[T]:
+    def instance(kind: builtins.type[V], value: V, /) -> Binding[V]:
         """Bind what was made already. Whoever made it closes it."""
         _check_key(kind)
         _check_value(kind, value)
@@ -161,7 +162,7 @@ class ResourceRegistry:
         bindings: dict[type[Any], Binding[Any]] = {}
         for kind, value in resources.items():
             is_binding = isinstance(value, Binding)
-            bindings[kind] = value if is_binding else Binding[Any].instance(kind, value)
+            bindings[kind] = value if is_binding else Binding.instance(kind, value)
         return cls(bindings)
 
     @property

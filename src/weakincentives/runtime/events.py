@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weakincentives.logs import get_logger
 from weakincentives.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ __all__ = ["Dispatcher", "PromptExecuted", "PromptRendered", "ToolInvoked"]
 
 E = TypeVar("E")
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -67,9 +68,10 @@ class PromptExecuted:
 
 
 class Dispatcher:
-    """Carries events to whoever subscribed to their type, in the order of subscription.
+    """Carries events to whoever subscribed to their type or to one it derives from.
 
-    A subscriber that raises is logged and does not keep the event from the others.
+    Those who asked for the event's own type hear of it first, each type's in the order in which
+    they subscribed. A subscriber that raises is logged and does not keep the event from others.
 
     >>> bus = Dispatcher()
     >>> seen = []
@@ -81,32 +83,46 @@ class Dispatcher:
 
     def __init__(self) -> None:
         # Replaced, never changed: publishing reads it without a lock.
-        self._subscribers: dict[type, tuple[Callable[[Any], object], ...]] = {}
-        self._lock = threading.Lock()
+        self._subscriptions: dict[type, tuple[_Subscription, ...]] = {}
+        self._lock = threading.RLock()
 
     def subscribe(
         self, event_type: type[E], subscriber: Callable[[E], object]
     ) -> Callable[[], None]:
         """Call ``subscriber`` with every event of this type or a subtype; returns how to stop."""
-        with self._lock:
-            present = self._subscribers.get(event_type, ())
-            self._subscribers = {**self._subscribers, event_type: (*present, subscriber)}
+        if inspect.iscoroutinefunction(subscriber):
+            raise TypeError("a subscriber must not be async: nobody would await it")
+        subscription = _Subscription(subscriber)
 
         def unsubscribe() -> None:
             with self._lock:
-                left = tuple(s for s in self._subscribers.get(event_type, ()) if s is not subscriber)
-                self._subscribers = {**self._subscribers, event_type: left}
+                present = self._subscriptions.get(event_type, ())
+                left = tuple(s for s in present if s is not subscription)
+                others = {t: s for t, s in self._subscriptions.items() if t is not event_type}
+                self._subscriptions = {**others, event_type: left} if left else others
 
+        with self._lock:
+            present = self._subscriptions.get(event_type, ())
+            self._subscriptions = {**self._subscriptions, event_type: (*present, subscription)}
         return unsubscribe
 
     def publish(self, event: object) -> None:
         """Hand the event to its subscribers."""
-        subscribers = self._subscribers
-        if not subscribers:
+        subscriptions = self._subscriptions
+        if not subscriptions:
             return
         for event_type in type(event).__mro__:
-            for subscriber in subscribers.get(event_type, ()):
+            for subscription in subscriptions.get(event_type, ()):
                 try:
-                    subscriber(event)
+                    subscription.call(event)
                 except Exception:
-                    _logger.exception("subscriber %r failed on %s", subscriber, type(event).__name__)
+                    _logger.exception(
+                        "subscriber %r failed on %s", subscription.call, type(event).__name__
+                    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Subscription:
+    """One act of subscribing: the same function may be there twice."""
+
+    call: Callable[[Any], object]

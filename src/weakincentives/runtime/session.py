@@ -6,12 +6,14 @@ reference, a rollback is to forget a view, and an interrupt leaves the old state
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakSet
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from weakref import WeakSet, ref
 
 from weakincentives.call import current_view
 from weakincentives.clock import SYSTEM_CLOCK, Clock
@@ -42,13 +44,15 @@ if TYPE_CHECKING:
 __all__ = ["Session", "SliceAccessor", "Snapshot"]
 
 T = TypeVar("T")
-E = TypeVar("E")
 
 _logger = get_logger(__name__)
 
 _Slices = Mapping[type, Slice[Any]]
 # The events that made a view what it is, newest first; None outside views.
 _Events = tuple[Any, object] | None
+
+# Snapshots of a session and of all its views in the order in which they were taken.
+_serials = itertools.count(1)
 
 
 class _Root:
@@ -100,11 +104,22 @@ class _Child:
     session: Session
 
 
-class _Wiring:
-    """What a session and all its views share: none of it is state."""
+def _named(change: object) -> str:
+    """Return what was asked for, as a message names it."""
+    if isinstance(change, _SliceChanged):
+        return f"a change to the slice of {change.slice_type.__name__}"
+    if isinstance(change, (_StateReplaced, Snapshot)):
+        return "a restore or reset"
+    if isinstance(change, Session):
+        return "a merge"
+    return type(change).__name__
 
-    __slots__ = ("clock", "default_routes", "dispatcher", "gate", "id", "parent", "policies",
-                 "prompt", "rendered", "routes", "tags")  # fmt: skip
+
+class _Wiring:
+    """What a session and all its views share: none of it is state, none is rolled back."""
+
+    __slots__ = ("clock", "default_routes", "dispatcher", "gate", "id", "lock", "parent",
+                 "policies", "prompt", "rendered", "routes", "tags")  # fmt: skip
 
     def __init__(
         self,
@@ -119,11 +134,14 @@ class _Wiring:
         self.dispatcher = dispatcher
         self.clock = clock
         self.tags = tags
-        self.routes: dict[type, tuple[_Route, ...]] = {}
+        # Replaced together, never changed: they are read without the lock.
+        self.routes: Mapping[type, tuple[_Route, ...]] = {}
+        self.policies: Mapping[type, SlicePolicy] = {}
+        # Found as events come by.
         self.default_routes: dict[type, tuple[_Route, ...]] = {}
-        self.policies: dict[type, SlicePolicy] = {}
         self.prompt: Prompt[Any] | None = None
         self.rendered: RenderedPrompt | None = None
+        self.lock = threading.RLock()
         # Held by the call under way: calls on one session run one after the other.
         self.gate = threading.Lock()
 
@@ -132,34 +150,99 @@ class _Wiring:
 
     def routes_for(self, event: object) -> tuple[_Route, ...]:
         event_type = type(event)
-        routes = self.routes.get(event_type) or self.default_routes.get(event_type)
+        defaults = self.default_routes
+        routes = self.routes.get(event_type) or defaults.get(event_type)
         if routes is not None:
             return routes
         if isinstance(event, _SliceChanged):
             is_log = self.policy(event.slice_type) is SlicePolicy.LOG
             return (_Route(event.slice_type, lambda current, e: e.change(current), is_log),)
-        is_log = self.policy(event_type) is SlicePolicy.LOG
-        routes = self.default_routes[event_type] = (_Route(event_type, append_all, is_log),)
+        routes = defaults[event_type] = (self.own_route(event_type),)
         return routes
+
+    def own_route(self, event_type: type) -> _Route:
+        return _Route(event_type, append_all, self.policy(event_type) is SlicePolicy.LOG)
+
+    def add_route(
+        self,
+        event_type: type,
+        slice_type: type,
+        reducer: Reducer[Any],
+        policy: SlicePolicy | None,
+        root: _Root,
+    ) -> None:
+        """Add a reducer, or put it in the place of the one for the same two types."""
+        with self.lock:
+            policy = policy or self.policy(slice_type)
+            is_log = policy is SlicePolicy.LOG
+            if slice_type in (root.state if is_log else root.log):
+                raise SessionError(
+                    f"the slice of {slice_type.__name__} cannot become {policy.name}: "
+                    "there is something in it already"
+                )
+            present = self.routes.get(event_type, ())
+            if not present and self.policy(event_type) is SlicePolicy.LOG:
+                # What is derived from an event must not cost the history of it.
+                present = (self.own_route(event_type),)
+            others = tuple(r for r in present if r.slice_type is not slice_type)
+            routes = {**self.routes, event_type: (*others, _Route(slice_type, reducer, is_log))}
+            for key, found in routes.items():
+                routes[key] = tuple(
+                    replace(r, is_log=is_log) if r.slice_type is slice_type else r for r in found
+                )
+            policies = {**self.policies, slice_type: policy}
+            self.policies, self.routes, self.default_routes = policies, routes, {}
+
+
+class _Origin(NamedTuple):
+    """Where in a session's life a snapshot was taken."""
+
+    wiring: _Wiring
+    session: ref[Session]
+    """The session or view; not kept alive."""
+    events: _Events
+    serial: int
+
+
+class _Restorable:
+    """Which snapshots a session or view can go back to. Replaced each time that it does."""
+
+    __slots__ = ("limit", "taken")
+
+    def __init__(self, taken: Iterable[Snapshot] = (), limit: float = math.inf) -> None:
+        self.taken = WeakSet(taken)
+        """Those taken here, and in views that were merged."""
+        self.limit = limit
+        """In a view that went back to a snapshot of its base: that snapshot's serial. The newer
+        ones of the base cannot be restored in the view, and once it is merged nowhere."""
+
+    def up_to(self, serial: float) -> Iterator[Snapshot]:
+        return (s for s in self.taken if s.origin is not None and s.origin.serial <= serial)
+
+    def merged(self, view: _Restorable) -> _Restorable:
+        taken = itertools.chain(self.up_to(view.limit), view.taken)
+        return _Restorable(taken, min(self.limit, view.limit))
 
 
 class Snapshot:
     """A session's state at one moment. Costs a reference; dropping it frees what only it held."""
 
-    __slots__ = ("__weakref__", "_events", "_expired", "_serial", "_source", "log", "state", "tag",
-                 "taken_at")  # fmt: skip
+    __slots__ = ("__weakref__", "log", "origin", "state", "tag", "taken_at")
 
     def __init__(
-        self, state: _Slices, log: _Slices, *, tag: str = "", taken_at: float = 0.0
+        self,
+        state: _Slices,
+        log: _Slices,
+        *,
+        tag: str = "",
+        taken_at: float = 0.0,
+        origin: _Origin | None = None,
     ) -> None:
         self.state = state
         self.log = log
         self.tag = tag
         self.taken_at = taken_at
-        self._source: Session | None = None
-        self._events: _Events = None
-        self._serial = 0
-        self._expired = False
+        self.origin = origin
 
     def to_json(self, *, include_log: bool = True) -> str:
         """Return the snapshot as JSON text that ``from_json`` reads in another process."""
@@ -168,15 +251,20 @@ class Snapshot:
         from weakincentives.serde import freeze
 
         def frozen(slices: _Slices) -> list[object]:
-            return [
-                [f"{cls.__module__}:{cls.__qualname__}", freeze(slices[cls].all())]
-                for cls in slices
-                if cls is not _Child
-            ]
+            found: list[object] = []
+            for slice_type, values in slices.items():
+                if slice_type is not _Child and len(values):
+                    try:
+                        found.append([_type_name(slice_type), freeze(values.all())])
+                    except SnapshotError as error:
+                        raise SnapshotError(
+                            f"the slice of {slice_type.__name__}: {error}"
+                        ) from error
+            return found
 
         document = {
             "wink_snapshot": 1,
-            "tag": self.tag,
+            "tag": freeze(self.tag),
             "taken_at": self.taken_at,
             "state": frozen(self.state),
             "log": frozen(self.log) if include_log else [],
@@ -189,31 +277,45 @@ class Snapshot:
         import json
 
         from weakincentives.serde import thaw
-        from weakincentives.serde.exact import find_type
 
         known = tuple(types)
-        try:
-            document = json.loads(text)
-        except ValueError as error:
-            raise SnapshotError(f"not a snapshot: {error}") from error
-        if not isinstance(document, dict) or document.get("wink_snapshot") != 1:
-            raise SnapshotError("not a snapshot: the text lacks 'wink_snapshot': 1")
 
-        def thawed(name: str) -> dict[type, Slice[Any]]:
-            return {
-                find_type(type_name, types=known): Slice.of(thaw(items, types=known))
-                for type_name, items in document[name]
-            }
+        def thawed(slices: Iterable[tuple[str, object]]) -> dict[type, Slice[Any]]:
+            found: dict[type, Slice[Any]] = {}
+            for name, items in slices:
+                values = cast("tuple[object, ...]", thaw(items, types=known))
+                found[_slice_type(name, values, known)] = Slice.of(values)
+            return found
 
         try:
+            document: Any = json.loads(text)
+            if document["wink_snapshot"] != 1:
+                raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
             return cls(
-                thawed("state"),
-                thawed("log"),
-                tag=document["tag"],
-                taken_at=document["taken_at"],
+                thawed(document["state"]),
+                thawed(document["log"]),
+                tag=str(thaw(document["tag"])),
+                taken_at=float(document["taken_at"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _slice_type(name: str, values: tuple[object, ...], known: tuple[type, ...]) -> type:
+    """Return the type of the slice that held these values: theirs, or one they derive from."""
+    for cls in (*known, *type(values[0]).__mro__):
+        if _type_name(cls) == name:
+            break
+    else:
+        raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
+    for value in values:
+        if not isinstance(value, cls):
+            raise SnapshotError(f"the slice of {cls.__name__} holds a {type(value).__name__}")
+    return cls
 
 
 class SliceAccessor(Generic[T]):
@@ -249,7 +351,11 @@ class SliceAccessor(Generic[T]):
 
     def seed(self, values: T | Iterable[T]) -> None:
         """Make the slice hold just this value, or these."""
-        items = (values,) if isinstance(values, self._type) else tuple(values)  # type: ignore[arg-type]
+        # A value first: it may be iterable itself.
+        if isinstance(values, self._type) or not isinstance(values, Iterable):
+            items = cast("tuple[T, ...]", (values,))
+        else:
+            items = tuple(cast("Iterable[T]", values))
         self._check(items)
         self.update(lambda _: Slice.of(items))
 
@@ -274,12 +380,12 @@ class SliceAccessor(Generic[T]):
 
     def register(
         self,
-        event_type: type[E],
+        event_type: type,
         reducer: Reducer[T],
         *,
         policy: SlicePolicy | None = None,
     ) -> None:
-        """Let ``reducer`` change this slice on every event of that type."""
+        """Let ``reducer`` change this slice on every event of exactly that type."""
         self._session.register(self._type, event_type, reducer, policy=policy)
 
     def _check(self, items: Iterable[object]) -> None:
@@ -317,7 +423,8 @@ class Session:
         outer = None if parent is None else parent._wiring
         self._wiring = _Wiring(
             session_id or uuid.uuid4().hex,
-            parent,
+            # Not the view of a call: that is closed when the call ends.
+            None if parent is None else parent._outermost(),
             dispatcher or (outer.dispatcher if outer else Dispatcher()),
             clock or (outer.clock if outer else SYSTEM_CLOCK),
             dict(tags or {}),
@@ -327,13 +434,16 @@ class Session:
             parent[_Child].append(_Child(self))
 
     def _start(self, root: _Root, base: Session | None) -> None:
-        self._root = root
+        self._root: _Root = root
         self._base = base
         self._forked_from = root
         self._lock = threading.RLock()
         self._sealed: str | None = None
-        self._snapshots: WeakSet[Snapshot] | None = None
+        self._restorable: _Restorable | None = None
         self.read_only: str | None = None
+
+    def _outermost(self) -> Session:
+        return self if self._base is None else self._base._outermost()
 
     # Who it is
 
@@ -356,7 +466,7 @@ class Session:
 
     @property
     def parent(self) -> Session | None:
-        return self._wiring.parent
+        return current_view(self._wiring.parent)
 
     @property
     def children(self) -> tuple[Session, ...]:
@@ -369,7 +479,7 @@ class Session:
         return self._wiring.prompt
 
     @property
-    def rendered(self) -> RenderedPrompt[Any] | None:
+    def rendered(self) -> RenderedPrompt | None:
         """That prompt as it was rendered: its tools are those a call can name."""
         return self._wiring.rendered
 
@@ -427,16 +537,24 @@ class Session:
     def dispatch(self, event: object) -> None:
         """Apply the event to every slice that has a reducer for its type, or to none.
 
-        A type without a registered reducer is kept in the slice of its own. A reducer that raises
-        leaves every slice as it was, and ReducerError says which one it was.
+        A type without a registered reducer is kept in the slice of its own; so is a type whose
+        slice is a LOG, whatever else it changes. A reducer that raises leaves every slice as it
+        was, and ReducerError says which one it was.
         """
         target = current_view(self)
         with target._lock:
             target._check_writable(event)
             before = target._root
-            after = target._applied(before, event)
-            if target._root is not before:
-                raise SessionError("a reducer must not change its session; return the next slice")
+            try:
+                after = target._applied(before, event)
+                if target._root is not before:
+                    raise SessionError(
+                        "a reducer must not change its session; return the next slice"
+                    )
+            except BaseException:
+                # Nobody else can have written meanwhile: only a reducer that must not.
+                target._root = before
+                raise
             target._root = after
 
     def register(
@@ -447,19 +565,14 @@ class Session:
         *,
         policy: SlicePolicy | None = None,
     ) -> None:
-        """Let ``reducer`` change the slice of ``slice_type`` on every event of ``event_type``."""
-        wiring = self._wiring
-        with self._lock:
-            if policy is not None:
-                root = self._root
-                if slice_type in (root.log if policy is SlicePolicy.STATE else root.state):
-                    raise SessionError(f"the slice of {slice_type.__name__} is in use already")
-                wiring.policies[slice_type] = policy
-            route = _Route(slice_type, reducer, wiring.policy(slice_type) is SlicePolicy.LOG)
-            others = tuple(
-                r for r in wiring.routes.get(event_type, ()) if r.slice_type is not slice_type
-            )
-            wiring.routes[event_type] = (*others, route)
+        """Let ``reducer`` change the slice of ``slice_type`` on every event of ``event_type``.
+
+        It takes the place of an earlier one for the same two types. Subtypes of the event need
+        their own. A registration is not state: no rollback takes it back.
+        """
+        target = current_view(self)
+        with target._lock:
+            self._wiring.add_route(event_type, slice_type, reducer, policy, target._root)
 
     def install(
         self,
@@ -473,22 +586,22 @@ class Session:
         ``initial`` gives the value that the first event meets; the class itself, called without
         arguments, is the default.
         """
-        found = False
+        methods: dict[type, Callable[[T, Any], T]] = {}
         for event_type, method in declared_reducers(slice_type):
-            found = True
-
-            def reduce(current: Slice[T], event: object, method: Any = method) -> Slice[T]:
-                value = current.latest()
-                if value is None:
-                    value = (initial or slice_type)()
-                return current.replace(method(value, event))
-
-            self.register(slice_type, event_type, reduce, policy=policy)
-        if not found:
+            if event_type in methods:
+                raise SessionError(
+                    f"{slice_type.__name__} has two @reducer methods for {event_type.__name__}: "
+                    f"{methods[event_type].__name__} and {method.__name__}"
+                )
+            methods[event_type] = method
+        if not methods:
             raise SessionError(
                 f"{slice_type.__name__} has no @reducer(on=...) method; add one, "
                 f"or register a reducer with session[{slice_type.__name__}].register(...)"
             )
+        for event_type, method in methods.items():
+            reduce = _method_reducer(slice_type, method, initial or slice_type)
+            self.register(slice_type, event_type, reduce, policy=policy)
 
     def handles(self, event_type: type) -> bool:
         """Whether a reducer was registered for this type of event."""
@@ -504,60 +617,102 @@ class Session:
         """Snapshot exactly this session or view, whatever call is under way."""
         with self._lock:
             root = self._root
-            snapshot = Snapshot(root.state, root.log, tag=tag, taken_at=self.clock.time())
-            snapshot._source = self
-            snapshot._events = root.events
-            if self._snapshots is None:
-                self._snapshots = WeakSet()
-            snapshot._serial = 1 + max((s._serial for s in self._snapshots), default=0)
-            self._snapshots.add(snapshot)
+            origin = _Origin(self._wiring, ref(self), root.events, next(_serials))
+            snapshot = Snapshot(
+                root.state, root.log, tag=tag, taken_at=self.clock.time(), origin=origin
+            )
+            if self._restorable is None:
+                self._restorable = _Restorable()
+            self._restorable.taken.add(snapshot)
         return snapshot
 
     def restore(self, snapshot: Snapshot) -> None:
         """Set every STATE slice to what the snapshot holds; LOG slices stay as they are.
 
-        Snapshots that were taken after this one cannot be restored any more.
+        Snapshots that were taken after this one cannot be restored any more. One that was taken
+        in a call can be restored later if that call was kept.
         """
-        current_view(self).restore_here(snapshot)
+        target = current_view(self)
+        with target._lock:
+            target._check_writable(snapshot)
+            target.restore_here(snapshot)
 
     def restore_here(self, snapshot: Snapshot) -> None:
-        """Restore on exactly this session or view, whatever call is under way."""
-        if snapshot._expired:
-            raise SnapshotExpired(
-                f"snapshot {snapshot.tag!r} was taken after one that has been restored since; "
-                "take a new one"
-            )
-        source = snapshot._source
-        if source is not None and source._wiring is not self._wiring:
-            raise SnapshotError(
-                "the snapshot is of another session; carry it over with to_json and from_json"
-            )
+        """Restore on exactly this session or view, also when it is sealed or read-only.
+
+        For the runtime, which undoes what a call did after the call has ended.
+        """
         with self._lock:
-            self._check_writable(snapshot)
-            if source is self and self._base is not None:
-                # Back to a savepoint of this view: forget the events since, but for their logs.
-                root = _Root(snapshot.state, self._root.log, snapshot._events)
-                for event in self._events_since(snapshot._events):
+            self._check_restorable(snapshot)
+            origin, restorable = snapshot.origin, self._restorable
+            if origin is not None and self._took(snapshot, origin):
+                # A savepoint of this view: forget the events since, but for what they logged.
+                events = origin.events
+                for event in self._events_since(events):
                     kept = self._log_part(event)
                     if kept is not None:
-                        root = _Root(root.state, root.log, (root.events, kept))
+                        events = (events, kept)
+                root = _Root(snapshot.state, self._root.log, events)
+                restorable = self._restorable_after(origin.serial, math.inf)
             else:
                 root = self._applied(self._root, _StateReplaced(snapshot.state))
-            for other in self._snapshots or ():
-                if source is self and other._serial > snapshot._serial:
-                    other._expired = True
-            self._root = root
+                if origin is not None:
+                    restorable = self._restorable_after(origin.serial, origin.serial)
+            self._root, self._restorable = root, restorable
 
     def reset(self) -> None:
-        """Empty every STATE slice; LOG slices stay as they are."""
+        """Empty every STATE slice and forget the children; LOG slices stay as they are."""
         self.dispatch(_StateReplaced({}))
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, **options: Any) -> Session:
         """Return a new session with a snapshot's STATE and LOG, to go on in a fresh process."""
         session = cls(**options)
-        session._root = _Root(dict(snapshot.state), dict(snapshot.log))
+        state = {kind: values for kind, values in snapshot.state.items() if kind is not _Child}
+        # As they were: the first session may have been told so by ``register``.
+        session._wiring.policies = {
+            **dict.fromkeys(state, SlicePolicy.STATE),
+            **dict.fromkeys(snapshot.log, SlicePolicy.LOG),
+        }
+        session._root = _Root(state, snapshot.log)
         return session
+
+    def _check_restorable(self, snapshot: Snapshot) -> None:
+        origin = snapshot.origin
+        if origin is not None:
+            if origin.wiring is not self._wiring:
+                raise SnapshotError(
+                    "the snapshot is of another session; carry it over with to_json and from_json"
+                )
+            if not self._reaches(snapshot, origin.serial):
+                raise SnapshotExpired(
+                    f"snapshot {snapshot.tag!r} cannot be restored any more: an older one was, "
+                    "or the call that took it was not kept; take a new one"
+                )
+        for slice_type in snapshot.state:
+            if self._wiring.policy(slice_type) is SlicePolicy.LOG:
+                raise SnapshotError(
+                    f"the slice of {slice_type.__name__} is STATE in the snapshot and LOG here"
+                )
+
+    def _restorable_after(self, serial: int, limit: float) -> _Restorable:
+        before = self._restorable or _Restorable()
+        return _Restorable(before.up_to(serial), min(before.limit, limit))
+
+    def _took(self, snapshot: Snapshot, origin: _Origin) -> bool:
+        """Whether the snapshot marks a place among the events of this session or view."""
+        restorable = self._restorable
+        return origin.session() is self and restorable is not None and snapshot in restorable.taken
+
+    def _reaches(self, snapshot: Snapshot, serial: int) -> bool:
+        """Whether the snapshot lies in the past of this session or view."""
+        restorable = self._restorable
+        if restorable is not None:
+            if snapshot in restorable.taken:
+                return True
+            if serial > restorable.limit:
+                return False
+        return self._base is not None and self._base._reaches(snapshot, serial)
 
     # Views: what a call works on
 
@@ -571,8 +726,13 @@ class Session:
         return view
 
     def merge(self, view: Session) -> None:
-        """Bring in what a view changed, all or nothing."""
-        self.settle(view, keep=True)
+        """Bring in what a view changed, all or nothing. The view goes on from the outcome."""
+        if view._base is not self:
+            raise SessionError("only a view that was forked from this session can be merged")
+        with view._lock:
+            if view._root.events is not None:
+                self._check_writable(view)
+            self.settle(view, keep=True)
 
     def settle(
         self,
@@ -582,30 +742,40 @@ class Session:
         record: object = None,
         transaction: Transaction | None = None,
     ) -> None:
-        """End a view: keep all it did, or only what it logged; add a record in the same step."""
+        """End a view: keep all it did, or only what it logged; add a record in the same step.
+
+        A record of what is not kept only reaches LOG slices, too. Reducers that fail then are
+        left out and logged: what cannot be undone must not fail.
+        """
         with self._lock:
             if self._sealed is not None:
                 raise ViewClosed(self._sealed)
-            root = self._root
+            root, outcome, restorable = self._root, view._root, self._restorable
+            if keep and view._restorable is not None:
+                with view._lock:  # snapshots of an ended view are of no use, but not refused
+                    restorable = (restorable or _Restorable()).merged(view._restorable)
             if keep and root is view._forked_from:
                 # Nothing else happened since the fork: the view's slices are the outcome.
                 events = root.events
                 if self._base is not None:
                     for event in view._events_since(None):
                         events = (events, event)
-                root = _Root(view._root.state, view._root.log, events)
+                root = _Root(outcome.state, outcome.log, events)
+            elif keep:
+                for event in view._events_since(None):
+                    root = self._applied(root, event)
             else:
                 for event in view._events_since(None):
-                    kept = event if keep else self._log_part(event)
-                    if kept is not None:
-                        root = self._applied(root, kept)
+                    root = self._logged(root, event)
             if record is not None:
-                root = self._applied(root, record)
-            # The commit point. One statement, so that an interrupt finds both or neither done.
+                root = self._applied(root, record) if keep else self._logged(root, record)
+            # The commit point. One statement, so that an interrupt finds all or nothing done.
             if transaction is None:
-                self._root = root
+                self._root, self._restorable, view._root, view._forked_from, view._restorable = (
+                    root, restorable, _Root(root.state, root.log), root, None
+                )  # fmt: skip
             else:
-                self._root, transaction.settled = root, True
+                self._root, self._restorable, transaction.settled = root, restorable, True
 
     def seal(self, reason: str) -> None:
         """Refuse every write through this view from now on."""
@@ -614,43 +784,41 @@ class Session:
 
     # How events apply
 
-    def _check_writable(self, event: object) -> None:
-        reason = self._sealed or self.read_only
-        if reason is None:
-            return
-        if self._sealed is None:
-            raise ReadOnlyView(reason)
-        _logger.error("refused %s: %s", type(event).__name__, reason)
-        raise ViewClosed(reason)
+    def _check_writable(self, change: object) -> None:
+        if self._sealed is not None:
+            _logger.error("refused %s: %s", _named(change), self._sealed)
+            raise ViewClosed(self._sealed)
+        if self.read_only is not None:
+            raise ReadOnlyView(self.read_only)
 
     def _applied(self, root: _Root, event: object) -> _Root:
+        """Return what follows from the event, all of it or, by an exception, nothing."""
         events = None if self._base is None else (root.events, event)
-        only_log = isinstance(event, _LogPart)
-        if only_log:
-            event = event.event
+        if isinstance(event, _LogPart):
+            return self._logged(root, event)
         if isinstance(event, _StateReplaced):
-            return _Root(root.state if only_log else event.state, root.log, events)
+            return _Root(event.state, root.log, events)
         state, log = root.state, root.log
         for route in self._wiring.routes_for(event):
-            if only_log and not route.is_log:
-                continue
-            slices = log if route.is_log else state
-            current = slices.get(route.slice_type, EMPTY)
-            try:
-                reduced = route.reduce(current, event)
-                following = reduced if isinstance(reduced, Slice) else Slice.of(reduced)
-            except Exception as error:
-                raise ReducerError(
-                    f"the reducer of slice {route.slice_type.__name__} failed on "
-                    f"{type(event).__name__}: {error}; no slice was changed"
-                ) from error
-            if following is current:
-                continue
             if route.is_log:
-                log = {**log, route.slice_type: following}
+                log = _reduced(log, route, event)
             else:
-                state = {**state, route.slice_type: following}
+                state = _reduced(state, route, event)
         return _Root(state, log, events)
+
+    def _logged(self, root: _Root, event: object) -> _Root:
+        """Return what is left of an event that is rolled back: what it does to LOG slices."""
+        part = self._log_part(event)
+        if part is None:
+            return root
+        log = root.log
+        for route in self._wiring.routes_for(part.event):
+            if route.is_log:
+                try:
+                    log = _reduced(log, route, part.event)
+                except ReducerError:
+                    _logger.exception("an event that was rolled back is missing from a LOG")
+        return _Root(root.state, log, None if self._base is None else (root.events, part))
 
     def _events_since(self, mark: _Events) -> list[object]:
         found: list[object] = []
@@ -669,3 +837,38 @@ class Session:
         if any(route.is_log for route in self._wiring.routes_for(event)):
             return _LogPart(event)
         return None
+
+
+def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
+    """Return the slices with what a reducer makes of one of them."""
+    slice_type = route.slice_type
+    current = slices.get(slice_type, EMPTY)
+    try:
+        reduced = route.reduce(current, event)
+        following = reduced if isinstance(reduced, Slice) else Slice.of(reduced)
+    except Exception as error:
+        what = (
+            _named(event)
+            if isinstance(event, _SliceChanged)
+            else f"the reducer of slice {slice_type.__name__} on {_named(event)}"
+        )
+        raise ReducerError(
+            f"{what} failed: {type(error).__name__}: {error}; no slice was changed"
+        ) from error
+    return slices if following is current else {**slices, slice_type: following}
+
+
+def _method_reducer(
+    slice_type: type[T], method: Callable[[T, Any], T], initial: Callable[[], T]
+) -> Reducer[T]:
+    def reduce(current: Slice[T], event: object) -> Slice[T]:
+        value = current.latest()
+        following = method(initial() if value is None else value, event)
+        if not isinstance(following, slice_type):
+            raise TypeError(
+                f"{method.__name__} must return a {slice_type.__name__}, "
+                f"got {type(following).__name__}"
+            )
+        return current.replace(following)
+
+    return reduce

@@ -116,15 +116,16 @@ async def _arun(
 
     session, parent = _base(context)
     gate = session.gate
-    while gate is not None and not gate.acquire(blocking=False):
-        # Held by another call on this session. Looked at again, not waited for: blocking here
-        # would stop the loop that the other call may need to end.
-        await asyncio.sleep(0.001)
+    held = False
     try:
+        while gate is not None and not (held := gate.acquire(blocking=False)):
+            # Held by another call on this session. Looked at again, not waited for: blocking here
+            # would stop the loop that the other call may need to end.
+            await asyncio.sleep(0.001)
         # A task of its own, so that what it sets in its context stays there.
         return await asyncio.create_task(_pipeline(call, offers, context, session, parent))
     finally:
-        if gate is not None:
+        if held and gate is not None:
             gate.release()
 
 

@@ -7,6 +7,7 @@ below it are the same by hand.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -53,9 +54,9 @@ def _restore_all(tokens: list[tuple[str, Any, object]]) -> list[str]:
 class Transaction:
     """What one call changes. Ends once, with ``commit`` or ``roll_back``."""
 
-    __slots__ = ("__weakref__", "_forks", "_kept", "_merged", "_parent", "_reads_only", "_scope",
-                 "_tokens", "_views", "base", "call", "resources", "run_context", "session",
-                 "settled")  # fmt: skip
+    __slots__ = ("__weakref__", "_forks", "_kept", "_lock", "_merged", "_parent", "_reads_only",
+                 "_scope", "_sealed", "_tokens", "_views", "base", "call", "resources",
+                 "run_context", "session", "settled")  # fmt: skip
 
     def __init__(
         self,
@@ -80,6 +81,8 @@ class Transaction:
         self._tokens: list[tuple[str, Any, object]] = []
         self._merged: list[tuple[str, Any, object]] = []
         self._reads_only = False
+        self._sealed = False
+        self._lock = threading.Lock()
 
     # What a call works on
 
@@ -88,6 +91,10 @@ class Transaction:
         found = self._views.get(id(target))
         if found is not None:
             return found  # type: ignore[return-value]
+        with self._lock:  # a handler's threads may ask at once, and must get the same view
+            return self._view(target)
+
+    def _view(self, target: T) -> T:
         base = target if self._parent is None else self._parent.view(target)
         view: Any = self._views.get(id(base))
         if view is None:
@@ -111,12 +118,16 @@ class Transaction:
             return True
         if isinstance(target, Session):
             return target.belongs_to(self.base)
-        return any(resource is target for _, resource in self._scope.snapshotables)
+        return _can_fork(target) and any(
+            resource is target for _, resource in self._scope.snapshotables
+        )
 
     def _fork(self, base: Any) -> Any:
         view = base.fork()
         if self._reads_only and hasattr(view, "read_only"):
             view.read_only = _reads_only(self.call)
+        if self._sealed:
+            _seal_view(view, self._end_reason())
         self._forks.append((type(base).__name__, base, view))
         self._views[id(base)] = self._views[id(view)] = view
         return view
@@ -178,13 +189,28 @@ class Transaction:
         """End the lifetime of the call's own resources."""
         self._scope.close(error)
 
+    def check_open(self) -> None:
+        """Raise ViewClosed once the call has ended."""
+        if self.settled:
+            raise ViewClosed(self._end_reason())
+
+    def _end_reason(self) -> str:
+        return f"call {self.call.id} to tool '{self.call.name}' has ended"
+
     def _seal(self) -> None:
-        reason = f"call {self.call.id} to tool '{self.call.name}' has ended"
+        with self._lock:
+            self._sealed = True
+            forks = self._forks
+        reason = self._end_reason()
         self.session.seal(reason)
-        for _, _, view in self._forks:
-            seal = getattr(view, "seal", None)
-            if seal is not None:
-                seal(reason)
+        for _, _, view in forks:
+            _seal_view(view, reason)
+
+
+def _seal_view(view: Any, reason: str) -> None:
+    seal = getattr(view, "seal", None)
+    if seal is not None:
+        seal(reason)
 
 
 def _reads_only(call: ToolCall) -> str:
@@ -210,11 +236,13 @@ class CallResources:
 
     def get(self, kind: type[T]) -> T:
         """Return the resource bound for a type."""
+        self._transaction.check_open()
         instance = self._scope.get(kind)
         return self._transaction.view(instance) if _can_fork(instance) else instance
 
     def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
+        self._transaction.check_open()
         instance = self._scope.find(kind)
         return self._transaction.view(instance) if _can_fork(instance) else instance
 

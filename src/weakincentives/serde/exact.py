@@ -34,9 +34,8 @@ T = TypeVar("T")
 Where: TypeAlias = "tuple[Where, str, object] | None"
 """The way into a value, last step first: cheap to extend, and only spelled out for an error."""
 
-_SAFE_INT = (
-    2**53
-)  # beyond it other JSON readers round, and from 4300 digits on Python's own refuses
+# Beyond it other JSON readers round; Python's own refuses numbers of more than 4300 digits.
+_SAFE_INT = 2**53
 
 
 def freeze(value: object) -> Any:
@@ -193,7 +192,7 @@ def _freeze_enum(value: Enum, where: Where) -> Any:
 
 
 def _freeze_dataclass(value: Any, where: Where) -> Any:
-    layout = _layout(type(value))
+    layout = _layout(cast("type[Any]", type(value)))
     fields: dict[str, Any] = {}
     for name in layout.kept:
         step = (where, ".{}", name)
@@ -293,6 +292,30 @@ def _pairs_reader(make: Callable[[list[tuple[Any, Any]]], Any]) -> _Reader:
     return read
 
 
+def _trie_set(items: list[Any]) -> HashTrieSet[Any]:
+    _check_trie_keys(items)
+    return HashTrieSet(items)
+
+
+def _trie_map(pairs: list[tuple[Any, Any]]) -> HashTrieMap[Any, Any]:
+    _check_trie_keys(key for key, _ in pairs)
+    return HashTrieMap(pairs)
+
+
+def _check_trie_keys(keys: Iterable[Any]) -> None:
+    """Refuse what makes rpds panic: keys of one hash that do not know each other, as 0 and "" do.
+
+    It takes the NotImplemented of their ``__eq__`` for an answer, and the panic is no Exception.
+    """
+    by_hash: dict[int, list[Any]] = {}
+    for key in keys:
+        others = by_hash.setdefault(hash(key), [])
+        for other in others:
+            if NotImplemented in (key.__eq__(other), other.__eq__(key)):
+                raise TypeError(f"{other!r} and {key!r} cannot be keys of one persistent map")
+        others.append(key)
+
+
 def _text_reader(make: Callable[[str], Any]) -> _Reader:
     def read(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:
         return make(_checked(str, _thaw(data["text"], where, known)))
@@ -378,7 +401,7 @@ def _thaw_dataclass(data: _Frozen, where: Where, known: Mapping[str, type]) -> A
     if issubclass(found, Enum):
         raise TypeError(f"{data['type']} is an enum")
     layout = _layout(found)
-    fields = _checked(dict, data["fields"])
+    fields = cast("dict[str, Any]", _checked(dict, data["fields"]))
     if fields.keys() != set(layout.kept):
         missing = [f"lacks {name}" for name in layout.kept if name not in fields]
         unknown = [f"has {name}, which the class lacks" for name in fields.keys() - {*layout.kept}]
@@ -403,8 +426,8 @@ _READERS: dict[str, _Reader] = {
     "dict": _pairs_reader(dict),
     "set": _items_reader(set),
     "frozenset": _items_reader(frozenset),
-    "HashTrieSet": _items_reader(HashTrieSet),
-    "HashTrieMap": _pairs_reader(HashTrieMap),
+    "HashTrieSet": _items_reader(_trie_set),
+    "HashTrieMap": _pairs_reader(_trie_map),
     "datetime": _moment_reader(dt.datetime.fromisoformat),
     "time": _moment_reader(dt.time.fromisoformat),
     "date": _text_reader(dt.date.fromisoformat),

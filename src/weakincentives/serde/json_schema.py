@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 _BY_NAME = ("properties", "$defs", "patternProperties", "dependentSchemas")
 """Keywords under which the keys are names, not keywords."""
-_DATA = ("default", "examples", "const", "enum")
+_DATA = ("default", "examples", "const", "enum", "discriminator")
 
 
 def schema(target: Any) -> dict[str, Any]:
@@ -47,6 +48,9 @@ def _generator() -> type[GenerateJsonSchema]:
     class Generator(GenerateJsonSchema):
         def dataclass_schema(self, schema: Any) -> dict[str, Any]:
             found = super().dataclass_schema(schema)
+            found["additionalProperties"] = False  # which older pydantic does not say
+            if text := _own_docstring(schema["cls"]):
+                found["description"] = text
             for name, text in _annotated_texts(schema["cls"]).items():
                 if name in found.get("properties", {}):
                     found["properties"][name].setdefault("description", text)
@@ -65,6 +69,12 @@ def _generator() -> type[GenerateJsonSchema]:
             """A default that JSON cannot say is left out; nobody needs to be told."""
 
     return Generator
+
+
+def _own_docstring(cls: type) -> str:
+    """Return the docstring that was written for a dataclass, not the signature made up for it."""
+    text = vars(cls).get("__doc__") or ""
+    return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
 
 
 def _annotated_texts(cls: type) -> dict[str, str]:

@@ -101,7 +101,7 @@ def _each(children: Any) -> Any:
 
 def _strict_choices(node: Node) -> Node:
     """Keep ``true`` and ``1.0`` from passing as the choice ``1``, which they equal in Python."""
-    kinds: set[type] = {cast("type", type(choice)) for choice in _choices(node)}
+    kinds = set[type](map(type, _choices(node)))
     if kinds.isdisjoint(_NUMBERS):
         return node
 
@@ -324,7 +324,7 @@ def _sentence(place: _Place, error: Mapping[str, Any]) -> str:
 def _unknown(name: str, node: Node) -> str:
     names = [known for known, field in _fields(node).items() if field.get("init", True)]
     if not names:
-        return "Unknown field; no fields are expected"
+        return "Unknown field" + ("; no fields are expected" if node["type"] == "dataclass" else "")
     near = difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"Unknown field; expected one of: {', '.join(names)}{hint}"
@@ -390,8 +390,9 @@ def computed_keys(core: Node, failure: ValidationError) -> list[Path]:
     for error in failure.errors(include_url=False, include_context=False):
         if error["type"] in _UNKNOWN:
             place = _locate(core, error["loc"])
-            field = _fields(place.node).get(str(place.path[-1]), {})
-            if not field.get("init", True):
+            # Not from the schema, which leaves such a field out when it has no default.
+            fields = getattr(place.node.get("cls"), "__dataclass_fields__", {})
+            if (field := fields.get(place.path[-1])) is not None and not field.init:
                 found.append(place.path)
     return found
 

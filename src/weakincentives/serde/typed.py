@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Extra = Literal["forbid", "ignore"]
 
+_TEXT = (str, bytes, bytearray)
 _NO_JSON_FORM = " has no JSON form"
 
 
@@ -48,13 +49,13 @@ def parse(target: Any, data: object, *, extra: Extra = "forbid") -> Any:
     return validator_for(target, extra)(data)
 
 
-# Bounded, so that classes made on the fly do not pile up; a WeakKeyDictionary costs more per call
-# than the parsing itself, and cannot hold an alias such as Box[int].
+# Bounded, so that classes made on the fly do not pile up. Weak keys would let go of them at once,
+# but are slower to look up, and an alias such as Box[int] lives no longer than the call.
 @lru_cache(maxsize=1024)
 def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], Any]:
     """Return what ``parse`` runs for ``target``: a function from data to a value."""
     if target is None or target is type(None):
-        return partial(_validate_none, validator_for(NoArguments, extra))
+        return partial(_parse_none, validator_for(NoArguments | None, extra))
 
     from pydantic_core import SchemaValidator, ValidationError, to_json
 
@@ -70,7 +71,7 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
     def validator(data: object) -> Any:
         if isinstance(data, itself):
             return data
-        if isinstance(data, str | bytes | bytearray):
+        if isinstance(data, _TEXT):
             text = data
         else:
             try:
@@ -80,14 +81,16 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
         try:
             return validate(text)
         except ValidationError as error:
-            failure = error
-        computed = problems.computed_keys(core, failure)
-        if computed:
-            try:
-                return validate(write(problems.without(text, computed)))
-            except ValidationError as error:
-                failure = error
-        raise ParseError(f"Data does not fit {name}", problems.explain(core, failure)) from failure
+            computed = problems.computed_keys(core, error)
+            if not computed:
+                raise misfit(error) from error
+        try:
+            return validate(write(problems.without(text, computed)))
+        except ValidationError as error:
+            raise misfit(error) from error
+
+    def misfit(error: ValidationError) -> ParseError:
+        return ParseError(f"Data does not fit {name}", problems.explain(core, error))
 
     return validator
 
@@ -112,7 +115,11 @@ def dump(value: object) -> Any:
 def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
     """Return pydantic's adapter for ``target``; a TypeError names what it cannot handle."""
     from pydantic import ConfigDict, GetPydanticSchema, TypeAdapter
-    from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+    from pydantic.errors import (
+        PydanticSchemaGenerationError,
+        PydanticUndefinedAnnotation,
+        PydanticUserError,
+    )
 
     config = ConfigDict(
         strict=True,
@@ -139,6 +146,8 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
         raise TypeError(
             f"{_culprit(target)}{_NO_JSON_FORM}; use plain data, an enum or a dataclass"
         ) from error
+    except PydanticUserError as error:
+        raise TypeError(f"{_name(target)}: {error.message}") from error
     return adapter
 
 
@@ -157,10 +166,8 @@ class NoArguments:
     """What a tool without parameters takes: an empty object."""
 
 
-def _validate_none(validate: Callable[[object], Any], data: object) -> None:
-    is_text = isinstance(data, str | bytes | bytearray)
-    if not (data is None or (is_text and data.strip() in ("null", b"null"))):
-        validate(data)
+def _parse_none(validate: Callable[[object], Any], data: object) -> None:
+    validate(data)
 
 
 def _plain(value: object) -> object:
@@ -190,7 +197,8 @@ def _culprit(target: Any) -> str:
     parts: list[tuple[str, Any]] = [("", part) for part in get_args(target)]
     if _is_dataclass_type(target):
         hints = get_type_hints(target, include_extras=True)
-        parts = [(f"{_name(target)}, field {name}: ", part) for name, part in hints.items()]
+        names = [field.name for field in dataclasses.fields(target)]
+        parts = [(f"{_name(target)}, field {name}: ", hints[name]) for name in names]
     for where, part in parts:
         try:
             adapter_for(part)

@@ -1,0 +1,37 @@
+# The two commands a newcomer needs: `make demo` and `make test`. Both set up what they use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all check lint bench picture clean
+
+demo: $(READY)  ## Watch calls commit, be denied and roll back. No key, no network.
+	@$(BIN)/python examples/tour.py
+
+test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
+	$(BIN)/python -m pytest
+
+test-all: $(READY)  ## Everything: more random examples, packaging, other Pythons.
+	WINK_HEAVY=1 WINK_THOROUGH=1 $(BIN)/python -m pytest
+
+check: lint test  ## What must hold before a commit.
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+picture: $(READY)  ## Draw the README's picture of the demo again.
+	$(BIN)/python docs/draw_tour.py
+
+clean:
+	rm -rf $(VENV) .bench dist
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

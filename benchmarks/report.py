@@ -1,0 +1,366 @@
+"""The table and the plot, from what was measured."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+START, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
+
+HEAD = ("what", "ours", "ratio to the bare thing", "number to hold", "holds?", "peers")
+
+
+def write(results: dict, folder: Path) -> None:
+    """Put the table into README.md between its markers, and the plot beside it."""
+    (folder / "growth.svg").write_text(plot(results))
+    readme = folder / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    body = f"{table(results)}\n\n{conditions(results)}"
+    readme.write_text(f"{before}{START}\n\n{body}\n\n{END}{after}")
+
+
+def table(results: dict) -> str:
+    """Return all rows as a Markdown table."""
+    rows = [HEAD, tuple("---" for _ in HEAD), *_rows(results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def conditions(results: dict) -> str:
+    """Return when, where and with which versions the rows were measured."""
+    ours = results["ours"]
+    measured = [entry for entry in ours.values() if "rows" in entry]
+    lines = []
+    if measured:
+        dates = _spread(entry["date"] for entry in measured)
+        speed = [entry["reference"]["cpu"] for entry in measured]
+        versions = ours["versions"]
+        sources = ", ".join(sorted({entry["source"] for entry in measured}))
+        lines.append(
+            f"Ours: {dates}, {measured[-1]['machine']}, shared and noisy, "
+            f"Python {versions['python']}, "
+            f"wink-runtime {versions['wink-runtime']} (source {sources}), "
+            f"pydantic {versions['pydantic']}, rpds-py {versions['rpds-py']}. A fixed piece of "
+            f"plain Python took {min(speed):.1f} to {max(speed):.1f} µs between the scripts: "
+            "the closer these two, the calmer the machine."
+        )
+    seen = {name: entry for name, entry in results["peers"].items() if entry.get("versions")}
+    if seen:
+        dates = _spread(entry["date"] for entry in seen.values())
+        speed = [entry["reference"]["cpu"] for entry in seen.values()]
+        named = ", ".join(_peer_version(name, entry) for name, entry in seen.items())
+        lines.append(
+            f"Peers: {dates}, the same machine, fixed piece of plain Python "
+            f"{min(speed):.1f} to {max(speed):.1f} µs: {named}."
+        )
+    lines += [
+        f"Not measured: {name}: {entry['cannot_run']}."
+        for name, entry in results["peers"].items()
+        if "cannot_run" in entry
+    ]
+    return "\n\n".join(lines)
+
+
+# Rows
+
+
+def _rows(results: dict) -> Iterator[tuple[str, ...]]:
+    yield from _call_rows(results)
+    yield from _snapshot_rows(results)
+    yield from _parse_rows(results)
+    yield from _dispatch_rows(results)
+    yield from _start_rows(results)
+
+
+def _call_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for row in _ours(results, "tool_call", "call plain"):
+        earlier = row["earlier"]
+        peers = _predecessors(results, [row], "over_bare")
+        if not earlier:
+            peers = "; ".join(filter(None, (_direct_calls(results), peers)))
+        what = "one call, fresh session" if not earlier else f"the same after {earlier:,} calls"
+        yield _row(what, [row], 25 if earlier in (0, 100_000) else None, peers)
+        if earlier == 100_000:
+            what = "mean of those 100,000 calls, garbage collections and bare call included"
+            yield what, _time(row["history_mean"]), "-", "-", "-", ""
+    for kind, what in (
+        ("kept", "a call whose result a reducer keeps"),
+        ("writing", "a call that writes a file, both policies at work"),
+        ("failing", "a call that writes, dispatches and fails: rolled back"),
+        ("reading", 'a call that only reads (`reach="read"`)'),
+    ):
+        rows = _ours(results, "tool_call", f"call {kind}")
+        if rows:
+            after = f"; after {_counts(rows, 'earlier')} calls" if len(rows) > 1 else ""
+            yield _row(f"{what}{after}", rows, None, "")
+    further = _range(results, "further", "cpu", "µs")
+    if further:
+        yield "each further call in one turn, scripted model", "-", "-", "≤ 60 µs", "-", further
+
+
+def _direct_calls(results: dict) -> str:
+    floor = [row["cpu"] for row in results["peers"].get("floor", {"rows": ()})["rows"]]
+    without = f"JSON, pydantic and the call alone {_time(min(floor))}" if floor else ""
+    direct = _range(results, "direct", "cpu", "µs")
+    frameworks = f"without transactions or policies {direct}" if direct else ""
+    return "; ".join(filter(None, (without, frameworks)))
+
+
+def _snapshot_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for way, what in (
+        ("filesystem", "snapshot and rollback in memory"),
+        ("session", "the same with a session"),
+    ):
+        rows = _ours(results, "snapshot_memory", f"snapshot {way}")
+        if rows:
+            peers = _predecessors(results, rows, "over_bare")
+            yield _row(f"{what}, {_counts(rows, 'files')} files", rows, 20, peers)
+
+
+def _parse_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for form, what in (("dict", "parse six fields from a dict"), ("json", "… from JSON text")):
+        for row in _ours(results, "parse", f"parse {form}"):
+            ours, pydantic = row["parse"], f"pydantic alone {_time(row['pydantic']['cpu'])}"
+            peers = _predecessors(results, [row], "parse")
+            yield (
+                what,
+                f"**{_time(ours['cpu'])}** (p10 {_time(ours['cpu_p10'])}, "
+                f"wall {_time(ours['wall'])})",
+                f"{row['ratio']:g} x pydantic",
+                "≤ 6 µs",
+                _holds(ours["cpu"], ours["cpu_p10"], 6),
+                "; ".join(filter(None, (pydantic, peers))),
+            )
+
+
+def _dispatch_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for name in ("append_all", "replace_latest", "upsert_by"):
+        rows = _ours(results, "session_dispatch", f"dispatch {name}")
+        if rows:
+            yield (
+                f"dispatch, `{name}`, on {_counts(rows, 'earlier')} events",
+                " / ".join(_time(row["dispatch"]["cpu"]) for row in rows),
+                "-",
+                "-",
+                "-",
+                _predecessors(results, rows, "dispatch"),
+            )
+
+
+def _start_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for name, what, limit in (
+        ("package", "`import weakincentives` over bare Python", 60),
+        ("first tool", "the same with the first tool defined", 200),
+    ):
+        for row in _ours(results, "import_time", f"import {name}"):
+            cpu, least, wall = row["cpu_ms"], row["cpu_ms_p10"], row["wall_ms"]
+            yield (
+                what,
+                f"**{cpu:.0f} ms** (p10 {least:.0f} ms, wall {wall:.0f} ms)",
+                "-",
+                f"≤ {limit} ms",
+                _holds(cpu, least, limit),
+                _range(results, "import names", "cpu_ms", "ms") if name == "first tool" else "",
+            )
+    for row in _ours(results, "size", "size"):
+        yield (
+            f"installed size of the core, {row['packages']} packages",
+            f"**{row['mb']:.1f} MB** ({row['mb_no_bytecode']:.1f} MB without byte code)",
+            "-",
+            "≤ 15 MB",
+            _holds(row["mb"], row["mb"], 15),
+            _range(results, "size", "mb", "MB"),
+        )
+
+
+def _row(what: str, rows: list[dict], limit: float | None, peers: str) -> tuple[str, ...]:
+    """Return one line for the same thing at growing sizes; the last has to hold."""
+    last = rows[-1]
+    return (
+        what,
+        f"**{_times(row['over_bare'] for row in rows)}** over it "
+        f"(p10 {_times(_least(row) for row in rows)}, "
+        f"wall {_times(row['over_bare_wall'] for row in rows)})",
+        " / ".join(f"{row['ratio']:g}" for row in rows) + " x",
+        "-" if limit is None else f"≤ {limit:g} µs",
+        "-" if limit is None else _holds(last["over_bare"], _least(last), limit),
+        peers,
+    )
+
+
+def _least(row: dict) -> float:
+    """Return the 10th percentile of what ``over_bare`` is the median of."""
+    with_us, without = row.get("call") or row["cycle"], row.get("bare") or row["write"]
+    return with_us["cpu_p10"] - without["cpu_p10"]
+
+
+def _holds(seen: float, least: float, limit: float) -> str:
+    if seen <= limit:
+        return "yes"
+    return "**no** (p10 yes)" if least <= limit else "**no**"
+
+
+# Looking things up
+
+
+def _ours(results: dict, script: str, what: str) -> list[dict]:
+    rows = results["ours"].get(script, {}).get("rows", ())
+    return [row for row in rows if row["what"] == what]
+
+
+def _predecessors(results: dict, rows: list[dict], figure: str) -> str:
+    """Return the predecessor's figures for the same rows."""
+    found = [_predecessor(results, row) for row in rows]
+    if not any(found):
+        return ""
+    figures = [row[figure] if row else None for row in found]
+    times = (figure["cpu"] if isinstance(figure, dict) else figure for figure in figures)
+    return "predecessor " + " / ".join("-" if time is None else _time(time) for time in times)
+
+
+def _predecessor(results: dict, like: dict) -> dict | None:
+    for name, entry in results["peers"].items():
+        if name.startswith("predecessor"):
+            for row in entry["rows"]:
+                if all(row.get(key) == like.get(key) for key in ("what", "earlier", "files")):
+                    return row
+    return None
+
+
+def _range(results: dict, pattern: str, figure: str, unit: str) -> str:
+    """Return the least and the greatest figure among the peers, each peer's best counting."""
+    best: dict[str, float] = {}
+    for name, entry in results["peers"].items():
+        figures = [row[figure] for row in entry["rows"] if re.fullmatch(pattern, row["what"])]
+        if figures and name != "floor":
+            best[name] = min(figures)
+    if not best:
+        return ""
+    least, most = min(best, key=best.__getitem__), max(best, key=best.__getitem__)
+    return (
+        f"{_figure(best[least], unit)} ({least}) to {_figure(best[most], unit)} ({most}), "
+        f"{len(best)} peers"
+    )
+
+
+def _figure(value: float, unit: str) -> str:
+    return _time(value) if unit == "µs" else f"{value:,.0f} {unit}"
+
+
+def _time(microseconds: float) -> str:
+    if microseconds >= 1e6:
+        return f"{microseconds / 1e6:.1f} s"
+    if microseconds >= 1e4:
+        return f"{microseconds / 1e3:.0f} ms"
+    if microseconds >= 1e3:
+        return f"{microseconds / 1e3:.1f} ms"
+    return f"{microseconds:.0f} µs" if microseconds >= 100 else f"{microseconds:.1f} µs"
+
+
+def _times(microseconds: Iterable[float]) -> str:
+    return " / ".join(_time(value) for value in microseconds)
+
+
+def _counts(rows: list[dict], name: str) -> str:
+    return " / ".join(_count(row[name]) for row in rows)
+
+
+def _count(number: int) -> str:
+    return f"{number // 1000}k" if number >= 1000 else str(number)
+
+
+def _spread(values: Iterable[str]) -> str:
+    first, *rest = sorted(set(values))
+    return f"{first} to {rest[-1]}" if rest else first
+
+
+def _peer_version(name: str, entry: dict) -> str:
+    versions = entry["versions"]
+    if name.startswith("predecessor"):
+        return f"{name}: weakincentives {versions['weakincentives']} (Python {versions['python']})"
+    package = {"pydantic-ai": "pydantic-ai-slim", "floor": "pydantic"}.get(name, name)
+    return f"{package} {versions.get(package, '')}".strip()
+
+
+# The plot
+
+WIDTH, HEIGHT = 640, 360
+LEFT, RIGHT, TOP, BOTTOM = 70, 150, 40, 50
+
+
+def plot(results: dict) -> str:
+    """Draw the cost of a call over the number of earlier ones, both axes logarithmic."""
+    lines = {"ours": _growth(_ours(results, "tool_call", "call plain"))}
+    for name, entry in results["peers"].items():
+        rows = [row for row in entry["rows"] if row["what"] == "call plain"]
+        if rows:
+            lines[name] = _growth(rows)
+    lines = {name: points for name, points in lines.items() if points}
+    top = max((y for points in lines.values() for _, y in points), default=1.0)
+    decades_x, decades_y = 5, max(2, math.ceil(math.log10(top)))
+
+    def across(calls: float) -> float:
+        # A log axis has no zero: the fresh session stands where 10 would.
+        at = math.log10(max(calls, 10)) - 1
+        return LEFT + at / (decades_x - 1) * (WIDTH - LEFT - RIGHT)
+
+    def up(microseconds: float) -> float:
+        at = max(0.0, math.log10(microseconds)) / decades_y
+        return HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM)
+
+    return _svg(lines, decades_y, across, up)
+
+
+def _growth(rows: list[dict]) -> list[tuple[float, float]]:
+    return [(row["earlier"], row["over_bare"]) for row in rows]
+
+
+def _svg(
+    lines: dict[str, list[tuple[float, float]]],
+    decades: int,
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> str:
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" font-size="14">Cost of one call over a bare one, '
+        "by earlier calls in the session</text>",
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">'
+        "earlier calls</text>",
+    ]
+    for power in range(decades + 1):
+        y = up(10**power)
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+            f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(10**power)}</text>'
+        )
+    for calls in (0, 1_000, 10_000, 100_000):
+        x = across(calls)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#eee"/>'
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{calls:,}</text>'
+        )
+    for (name, points), colour in zip(lines.items(), ("#0b6e4f", "#b23a48", "#555"), strict=False):
+        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts += [
+            f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3.5" fill="{colour}"/>'
+            for x, y in points
+        ]
+        x, y = points[-1]
+        parts.append(
+            f'<text x="{across(x) + 8:.1f}" y="{up(y) + 4:.1f}" fill="{colour}">'
+            f"{name}, {_time(y)}</text>"
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _tick(microseconds: int) -> str:
+    if microseconds >= 1_000_000:
+        return f"{microseconds // 1_000_000} s"
+    if microseconds >= 1_000:
+        return f"{microseconds // 1_000} ms"
+    return f"{microseconds} µs"

@@ -1,0 +1,11 @@
+"""Runs the examples in README.md and docs/ as tests."""
+
+from __future__ import annotations
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["README.md", "docs/*.md"],
+).pytest()

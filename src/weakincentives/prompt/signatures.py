@@ -1,0 +1,123 @@
+"""How functions from outside are looked at: what they take, what they return, sync or async."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Awaitable, Callable, Coroutine
+from types import NoneType, SimpleNamespace
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "UNKNOWN",
+    "can_be",
+    "hints_of",
+    "innermost",
+    "is_async",
+    "is_union",
+    "misfit",
+    "show",
+]
+
+UNKNOWN: Any = object()
+"""Stands for a type that is not written down, or cannot be resolved."""
+
+
+def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function behind decorators, partials, methods and callable objects."""
+    while True:
+        function = inspect.unwrap(function)
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function):
+            function = function.__func__
+        elif inspect.isroutine(function) or isinstance(function, type):
+            return function
+        else:
+            function = type(function).__call__
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether what the function returns must be awaited."""
+    if inspect.iscoroutinefunction(function):
+        return True
+    # A plain wrapper of an async function hands its coroutine on.
+    inner = innermost(function)
+    returns = hints_of(function).get("return")
+    return inspect.iscoroutinefunction(inner) or get_origin(returns) in (Awaitable, Coroutine)
+
+
+def misfit(function: Callable[..., Any], *args: object, **kwargs: object) -> str | None:
+    """Return why the function cannot be called with these arguments, or None."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass  # a built-in that does not say what it takes
+    return None
+
+
+def hints_of(function: Callable[..., Any], *, extras: bool = False) -> dict[str, Any]:
+    """Return the annotations that can be resolved; one that cannot is left out, not an error."""
+    inner = innermost(function)
+    names = _names_seen_by(inner)
+    resolved: dict[str, Any] = {}
+    for name, hint in getattr(inner, "__annotations__", {}).items():
+        # One at a time, so that one name that is not known yet does not cost the others.
+        holder = SimpleNamespace(__annotations__={name: hint})
+        try:
+            resolved.update(get_type_hints(holder, names, include_extras=extras))
+        except Exception:  # an annotation is code, and may fail in any way
+            continue
+    return resolved
+
+
+def _names_seen_by(function: Callable[..., Any]) -> dict[str, Any]:
+    names = dict(cast("dict[str, Any]", getattr(function, "__globals__", {})))
+    for parameter in getattr(function, "__type_params__", ()):
+        names[parameter.__name__] = parameter
+    code = getattr(function, "__code__", None)
+    for name, cell in zip(
+        getattr(code, "co_freevars", ()), getattr(function, "__closure__", None) or (), strict=True
+    ):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:
+            continue  # not assigned yet
+    return names
+
+
+def is_union(hint: object) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
+
+
+def can_be(given: Any, wanted: Any) -> bool:
+    """Whether a value of type ``given`` fits where ``wanted`` is declared; True where unsure."""
+    given, wanted = (NoneType if hint is None else hint for hint in (given, wanted))
+    if UNKNOWN in (given, wanted) or given is Any or wanted in (Any, object, given):
+        return True
+    if isinstance(given, TypeVar) or isinstance(wanted, TypeVar):
+        return True
+    if is_union(given):
+        return all(can_be(part, wanted) for part in get_args(given))
+    if is_union(wanted):
+        return any(can_be(given, part) for part in get_args(wanted))
+    cls, base = get_origin(given) or given, get_origin(wanted) or wanted
+    if not (isinstance(cls, type) and isinstance(base, type)):
+        return True
+    if cls is base:
+        pairs = zip(get_args(given), get_args(wanted), strict=False)
+        return all(can_be(inner, outer) for inner, outer in pairs)
+    try:
+        return issubclass(cls, base)
+    except TypeError:  # a protocol that cannot be asked
+        return True
+
+
+def show(hint: Any) -> str:
+    """Return a type as it is written in a message."""
+    if isinstance(hint, type) and not get_args(hint):
+        return "None" if hint is NoneType else hint.__name__
+    return repr(hint).replace("typing.", "")

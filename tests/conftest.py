@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Shared machines stall: how long an example takes says nothing about whether it is right.
+settings.register_profile(
+    "wink", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60
+)
+settings.register_profile("thorough", parent=settings.get_profile("wink"), max_examples=1000)
+settings.load_profile("thorough" if os.environ.get("WINK_THOROUGH") else "wink")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("WINK_HEAVY"):
+        return
+    skip = pytest.mark.skip(reason="heavy: run `make test-all`")
+    for item in items:
+        if "heavy" in item.keywords:
+            item.add_marker(skip)

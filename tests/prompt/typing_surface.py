@@ -1,0 +1,207 @@
+"""What a type checker makes of our surface. Checked by ``test_typing_surface``, never run.
+
+An ignore comment stands where a mistake must be found: one that is not needed is an error itself.
+"""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, assert_type
+
+from weakincentives.dbc import require
+from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.prompt import (
+    MarkdownSection,
+    PolicyDecision,
+    Prompt,
+    PromptTemplate,
+    QuotaPolicy,
+    ReadBeforeWritePolicy,
+    Section,
+    SequentialDependencyPolicy,
+    Tool,
+    ToolContext,
+    ToolExample,
+    ToolPolicy,
+    ToolResult,
+    tool,
+)
+from weakincentives.resources import ResourceRegistry
+from weakincentives.runtime import Session
+
+
+@dataclass(frozen=True)
+class Query:
+    text: str
+
+
+@dataclass(frozen=True)
+class Found:
+    count: int
+
+
+@dataclass(frozen=True)
+class FoundMore(Found):
+    more: int = 0
+
+
+def search(params: Query, *, context: ToolContext) -> ToolResult[Found]:
+    if not params.text:
+        return ToolResult.error("Say what to search for")
+    assert_type(context.filesystem, Filesystem)
+    assert_type(context.resources.get(MemoryFilesystem), MemoryFilesystem)
+    assert_type(context.resources.find(MemoryFilesystem), MemoryFilesystem | None)
+    return ToolResult.ok(Found(1), message="Found one")
+
+
+async def search_later(params: Query, *, context: ToolContext) -> ToolResult[FoundMore]:
+    return ToolResult.ok(FoundMore(1))
+
+
+def has_text(params: Query) -> bool:
+    return bool(params.text)
+
+
+@require(has_text, "text cannot be empty")
+def careful_search(params: Query, *, context: ToolContext) -> ToolResult[Found]:
+    return ToolResult(message="", value=Found(1), exclude_value_from_context=True)
+
+
+def ping(params: None, *, context: ToolContext) -> ToolResult[None]:
+    return ToolResult.ok(message="pong")
+
+
+def raw(params: dict[str, Any], *, context: ToolContext) -> ToolResult[str]:
+    return ToolResult.ok("raw")
+
+
+# Results know their value
+
+assert_type(ToolResult.ok(Found(1)), ToolResult[Found])
+assert_type(ToolResult.ok(Found(1), "one").value, Found | None)
+assert_type(ToolResult.ok(), ToolResult[None])
+wider: ToolResult[Found] = ToolResult.ok(FoundMore(1))
+
+# Tools know their types
+
+search_tool = Tool[Query, Found](
+    name="search",
+    description="Search.",
+    handler=search,
+    examples=(ToolExample(description="One", input=Query("x"), output=Found(1)),),
+)
+assert_type(search_tool, Tool[Query, Found])
+assert_type(search_tool.parse({"text": "x"}), Query)
+assert_type(search_tool(Query("x")), ToolResult[Found])
+assert_type(search_tool(text="x").value, Found | None)
+assert_type(search_tool.replace(description="Look."), Tool[Query, Found])
+
+assert_type(Tool(name="search", description="Search.", handler=search), Tool[Query, Found])
+Tool[Query, Found](name="later", description="Search.", handler=search_later)
+Tool[Query, Found](name="careful", description="Search.", handler=careful_search)
+Tool[None, None](name="ping", description="Ping.", handler=ping)
+Tool[Query, Found](name="remote", description="Search.", handler=None)
+assert_type(Tool.from_schema("raw", "Raw.", {"type": "object"}, raw), Tool[dict[str, Any], str])
+
+Tool[Found, Found](
+    name="a",
+    description="b",
+    handler=search,  # pyright: ignore[reportArgumentType]  # takes a Query
+)
+Tool[Query, Query](
+    name="a",
+    description="b",
+    handler=search,  # pyright: ignore[reportArgumentType]  # gives a Found
+)
+Tool[Query, FoundMore](
+    name="a",
+    description="b",
+    handler=search,  # pyright: ignore[reportArgumentType]  # gives too little
+)
+Tool[Query, Found](
+    name="a",
+    description="b",
+    handler=search,
+    reach="far",  # pyright: ignore[reportArgumentType]
+)
+
+
+@tool
+def shout(text: str) -> str:
+    """Say it loud."""
+    return text.upper()
+
+
+@tool(reach="read", timeout=1.0)
+async def whisper(text: str, *, context: ToolContext) -> ToolResult[str]:
+    """Say it quietly."""
+    return ToolResult.ok(text.lower())
+
+
+assert_type(shout, Tool[Any, Any])
+assert_type(whisper, Tool[Any, Any])
+
+# Contexts take resources in every form, and give a resolver
+
+session = Session()
+resources: Mapping[type[Any], Any] = {Filesystem: MemoryFilesystem()}
+ToolContext(session=session)
+ToolContext(session=session, resources={Filesystem: MemoryFilesystem()})
+ToolContext(session=session, resources=resources)
+ToolContext(session=session, resources=ResourceRegistry.build(resources))
+ToolContext(session=session, resources=ResourceRegistry.build(resources).open())
+ToolContext(session=session, resources=7)  # pyright: ignore[reportArgumentType]
+
+# Policies of our own, sections, prompts
+
+
+class Closed:
+    name = "closed"
+
+    def check(
+        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
+    ) -> PolicyDecision:
+        return PolicyDecision.deny("Closed")
+
+    def on_result(
+        self,
+        tool: Tool[Any, Any],
+        params: object,
+        result: ToolResult[Any],
+        *,
+        context: ToolContext,
+    ) -> None:
+        return None
+
+
+policies: list[ToolPolicy] = [
+    Closed(),
+    ReadBeforeWritePolicy(),
+    SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test"})}),
+]
+
+
+class Suite(Section[Query]):
+    def body(self, params: Query, session: Session | None) -> str:
+        return params.text
+
+
+guidance = MarkdownSection(title="Guidance", template="Be kind.", tools=[search_tool, shout])
+asking = MarkdownSection[Query](
+    title="Asking", template="Look for $text.", policies=[*policies, QuotaPolicy(3)]
+)
+assert_type(asking, MarkdownSection[Query])
+MarkdownSection(titel="Guidance")  # pyright: ignore[reportCallIssue]
+
+template = PromptTemplate[Found](sections=[guidance, asking, Suite(title="Suite")])
+assert_type(template, PromptTemplate[Found])
+prompt = Prompt(template).bind(Query("x"), resources=resources)
+assert_type(prompt, Prompt[Found])
+assert_type(prompt.render(session).tools, tuple[Tool[Any, Any], ...])
+ToolContext(session=session, prompt=prompt, resources=prompt.resources)
+with prompt.resources as opened:
+    assert_type(opened.get(Filesystem), Filesystem)
+plain = Prompt(PromptTemplate(sections=[guidance]))

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import pytest
+from agents import AddStep, Counter, Noted, Plan, Step, World, changing_everything
+
+from weakincentives.errors import SnapshotExpired
+from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.prompt import ToolContext
+from weakincentives.resources import Binding, ResourceRegistry
+from weakincentives.runtime import (
+    PendingToolTracker,
+    Session,
+    create_snapshot,
+    restore_snapshot,
+    tool_transaction,
+)
+from weakincentives.testing import make_context
+
+UNTOUCHED = (Plan(), {}, 0)
+
+
+def work(world: World, name: str = "a") -> None:
+    context = ToolContext(session=world.session, resources=world.prompt.resources)
+    changing_everything(Step(name), context)
+
+
+def test_a_block_that_ends_well_keeps_its_changes():
+    world = World([])
+
+    with tool_transaction(world.session, world.prompt.resources, tag="my_operation") as snapshot:
+        work(world)
+
+    assert snapshot.tag == "my_operation"
+    assert world.state()[0] == Plan(("a",))
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit()])
+def test_a_block_that_raises_is_undone_and_raises_on(error: BaseException):
+    world = World([])
+
+    with pytest.raises(type(error)), tool_transaction(world.session, world.prompt.resources):
+        work(world)
+        raise error
+
+    assert world.state() == UNTOUCHED
+    assert world.session[Noted].all() == (Noted("a"),)
+
+
+def test_a_block_can_be_undone_by_hand_and_go_on():
+    world = World([])
+
+    with tool_transaction(world.session, world.prompt.resources) as snapshot:
+        work(world, "a")
+        restore_snapshot(world.session, world.prompt.resources, snapshot)
+        work(world, "b")
+
+    assert world.state()[0] == Plan(("b",))
+
+
+def test_blocks_nest_as_savepoints():
+    world = World([])
+
+    with tool_transaction(world.session, world.prompt.resources):
+        work(world, "a")
+        with pytest.raises(ValueError, match="inner"):  # noqa: SIM117
+            with tool_transaction(world.session, world.prompt.resources):
+                work(world, "b")
+                raise ValueError("inner")
+        work(world, "c")
+
+    plan, files, count = world.state()
+    assert plan == Plan(("a", "c"))
+    assert set(files) == {"a.txt", "c.txt", "journal.txt"}
+    assert count == 2
+
+
+def test_restoring_an_older_snapshot_makes_newer_ones_unusable():
+    world = World([])
+    older = create_snapshot(world.session, world.prompt.resources, tag="older")
+    work(world)
+    newer = create_snapshot(world.session, world.prompt.resources, tag="newer")
+
+    restore_snapshot(world.session, world.prompt.resources, older)
+
+    with pytest.raises(SnapshotExpired, match="newer"):
+        restore_snapshot(world.session, world.prompt.resources, newer)
+    assert world.state() == UNTOUCHED
+
+
+def test_a_snapshot_can_be_restored_again_and_again():
+    world = World([])
+    snapshot = create_snapshot(world.session, world.prompt.resources)
+
+    for name in ("a", "b"):
+        work(world, name)
+        restore_snapshot(world.session, world.prompt.resources, snapshot)
+        assert world.state() == UNTOUCHED
+
+
+def test_a_resource_first_built_after_the_snapshot_goes_back_to_how_it_began():
+    registry = ResourceRegistry.of(Binding(Counter, lambda r: Counter(value=10)))
+    session = Session()
+    with registry.open() as resources:
+        snapshot = create_snapshot(session, resources)
+        resources.get(Counter).value = 99
+
+        restore_snapshot(session, resources, snapshot)
+
+        assert resources.get(Counter).value == 10
+
+
+@pytest.mark.parametrize("form", ["registry", "mapping", "context", "prompt"])
+def test_resources_come_in_any_form(form: str):
+    world = World([])
+    fs = world.fs
+    registry = ResourceRegistry.build({Filesystem: fs})
+    resources = {
+        "registry": registry,
+        "mapping": {Filesystem: fs},
+        "context": registry.open(),
+        "prompt": world.prompt.resources,
+    }[form]
+
+    with pytest.raises(ValueError, match="x"), tool_transaction(world.session, resources):
+        fs.write("a.txt", "x")
+        raise ValueError("x")
+
+    assert not fs.exists("a.txt")
+
+
+def test_inside_a_handler_a_transaction_covers_the_calls_views():
+    from agents import make_tool
+
+    def body(params: Step, context: ToolContext) -> None:
+        with pytest.raises(ValueError, match="inner"):  # noqa: SIM117
+            with tool_transaction(context.session, context.resources):
+                changing_everything(Step("inner"), context)
+                raise ValueError("inner")
+
+    world = World([make_tool("work", body)])
+
+    assert world.call("work").success
+    plan, files, count = world.state()
+    assert plan == Plan(("a",))
+    assert files == {"a.txt": "written", "journal.txt": "a\n"}
+    assert count == 1
+
+
+# Tools that run elsewhere
+
+
+def test_a_native_tool_that_fails_is_rolled_back():
+    world = World([])
+    tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
+
+    tracker.begin_tool_execution(tool_use_id="abc", tool_name="write_file")
+    assert tracker.pending == ("abc",)
+    work(world)
+    rolled_back = tracker.end_tool_execution(tool_use_id="abc", success=False)
+
+    assert rolled_back
+    assert tracker.pending == ()
+    assert world.state() == UNTOUCHED
+
+
+def test_a_native_tool_that_succeeds_is_kept():
+    world = World([])
+    tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
+
+    tracker.begin_tool_execution(tool_use_id="abc", tool_name="write_file")
+    work(world)
+
+    assert not tracker.end_tool_execution(tool_use_id="abc", success=True)
+    assert world.state()[0] == Plan(("a",))
+
+
+def test_an_end_that_comes_twice_or_for_an_unknown_tool_does_nothing():
+    world = World([])
+    tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
+    tracker.begin_tool_execution(tool_use_id="abc", tool_name="write_file")
+    tracker.end_tool_execution(tool_use_id="abc", success=True)
+    work(world)
+
+    assert not tracker.end_tool_execution(tool_use_id="abc", success=False)
+    assert not tracker.end_tool_execution(tool_use_id="never", success=False)
+    assert world.state()[0] == Plan(("a",))
+
+
+def test_a_tool_use_cannot_begin_twice():
+    tracker = PendingToolTracker(session=Session())
+    tracker.begin_tool_execution(tool_use_id="abc", tool_name="x")
+
+    with pytest.raises(ValueError, match="abc"):
+        tracker.begin_tool_execution(tool_use_id="abc", tool_name="x")
+
+
+def test_all_pending_tools_can_be_rolled_back_at_once():
+    world = World([])
+    tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
+    for name in ("a", "b"):
+        tracker.begin_tool_execution(tool_use_id=name, tool_name="write_file")
+        work(world, name)
+
+    assert tracker.abort_all() == ("b", "a")
+    assert world.state() == UNTOUCHED
+
+
+def test_rolling_back_the_older_of_two_takes_the_newer_with_it():
+    world = World([])
+    tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
+    for name in ("a", "b"):
+        tracker.begin_tool_execution(tool_use_id=name, tool_name="write_file")
+        work(world, name)
+
+    tracker.end_tool_execution(tool_use_id="a", success=False)
+    assert tracker.end_tool_execution(tool_use_id="b", success=False)
+
+    assert world.state() == UNTOUCHED
+
+
+def test_a_context_of_the_testing_module_takes_part():
+    context = make_context(fs=MemoryFilesystem({"keep.txt": "x"}))
+
+    with (
+        pytest.raises(ValueError, match="x"),
+        tool_transaction(context.session, context.resources),
+    ):
+        context.filesystem.delete("keep.txt")
+        context.session.dispatch(AddStep("x"))
+        raise ValueError("x")
+
+    assert context.filesystem.read("keep.txt") == "x"
+    assert context.session[AddStep].all() == ()

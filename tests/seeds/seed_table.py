@@ -1,0 +1,45 @@
+"""Write ``docs/seed_blocks.md``: which Python blocks of the seeds run, and what others wait for.
+
+Run it as ``python tests/seeds/seed_table.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from seed_blocks import DOCUMENTS, Block, seed_blocks
+from seed_scenarios import load_scenarios, state
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "seed_blocks.md"
+
+_INTRODUCTION = """\
+# Python blocks of the seed documents
+
+The seeds are the documents this library was written from. Each of their Python blocks is run as
+printed by `tests/seeds`, and what it defines is used: its handlers are called as tools, its tests
+are run, and what the text around it promises is checked. A block that waits is run too, and must
+fail for lack of the name it waits for.
+
+This page is written by `python tests/seeds/seed_table.py`; a test compares it with what is run.
+"""
+
+
+def table(blocks: Sequence[Block]) -> str:
+    """Return the page: a count of each state, then a row for each block."""
+    load_scenarios()
+    states = [state(block) for block in blocks]
+    titles = {**DOCUMENTS, "001": "Chapter, shorter"}
+    lines = [_INTRODUCTION, "| state | blocks |", "|---|---|"]
+    lines += [f"| {name} | {count} |" for name, count in sorted(Counter(states).items())]
+    lines += ["", "| document | block | heading | state |", "|---|---|---|---|"]
+    lines += [
+        f"| {block.document} {titles[block.document]} | {block.number} | {block.heading} | {each} |"
+        for block, each in zip(blocks, states, strict=True)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(seed_blocks()), encoding="utf-8")
