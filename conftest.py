@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -9,3 +10,12 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md"],
 ).pytest()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the blocks of a page back in order: the others are shuffled, a page is read downward."""
+    places = [n for n, item in enumerate(items) if item.path.suffix == ".md"]
+    pages = sorted((items[n] for n in places), key=lambda i: (str(i.path), i.location[1] or 0))
+    for place, item in zip(places, pages, strict=True):
+        items[place] = item

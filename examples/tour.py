@@ -8,7 +8,6 @@ import weakincentives as wink
 from weakincentives.prompt import ReadBeforeWritePolicy, SequentialDependencyPolicy
 from weakincentives.runtime import Slice, ToolInvoked
 
-
 # State: a slice of the session, changed by events.
 
 
@@ -127,7 +126,12 @@ def main() -> None:
     call("The model guesses: a wrong type, an unknown field", "write_file", path=7, text="x")
     call("It writes before it reads: a policy says no", "write_file", path="shapes.py", content="")
     call("It reads first", "read_file", path="shapes.py")
-    call("It renames to a keyword: both files were written, then...", "rename", old="area", new="class")
+    call(
+        "It renames to a keyword: both files were written, then...",
+        "rename",
+        old="area",
+        new="class",
+    )
     call("It renames to something that works", "rename", old="area", new="surface")
     call("It deploys untested code", "deploy")
     call("It runs the tests", "run_tests")

@@ -62,15 +62,14 @@ class CancellationToken:
     """Tells a handler that nobody waits for it any more.
 
     The runtime cancels it when a call times out or is interrupted. A long handler may look at
-    ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced off all the same.
+    ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced off anyway.
     """
 
-    __slots__ = ("_event", "_lock", "reason")
+    __slots__ = ("_event", "reason")
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self._event: threading.Event | None = None
-        self._lock = threading.Lock()
 
     @property
     def cancelled(self) -> bool:
@@ -78,7 +77,7 @@ class CancellationToken:
 
     def cancel(self, reason: str = "cancelled") -> None:
         """Ask the handler to stop; the first reason stays."""
-        with self._lock:
+        with _tokens:
             if self.reason is None:
                 self.reason = reason
             if self._event is not None:
@@ -86,14 +85,16 @@ class CancellationToken:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep until cancelled or until ``timeout`` seconds have passed; True when cancelled."""
-        with self._lock:
+        with _tokens:
             if self._event is None:
-                # Made on demand: most handlers never wait, and every call has a token.
                 self._event = threading.Event()
                 if self.reason is not None:
                     self._event.set()
-            event = self._event
-        return event.wait(timeout)
+        return self._event.wait(timeout)
+
+
+# One lock and no event for every token: each call makes one, and hardly any waits on it.
+_tokens = threading.Lock()
 
 
 # Named only so that a handler which kept a reference to the outer session or filesystem reaches

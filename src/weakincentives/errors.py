@@ -22,7 +22,7 @@
     ├── ToolDefinitionError              the developer must act: a tool is declared wrongly
     ├── ViewClosed                       a write through a call's view after that call ended
     ├── ReadOnlyView                     a write from a tool whose reach is "read"
-    ├── MergeConflict                    two views changed, or one read and one changed, the same thing
+    ├── MergeConflict                    what a view read or wrote was changed by another
     ├── PromptError
     │   ├── PromptValidationError          a template is wrong as it stands
     │   ├── PromptRenderError              a template cannot be rendered with these parameters

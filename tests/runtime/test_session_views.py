@@ -441,6 +441,23 @@ class TestSnapshotsAcrossViews:
         assert notes(session) == []
         assert lines(session) == ["a", "b"]
 
+    def test_a_view_goes_back_to_a_snapshot_of_a_nested_one_that_was_kept(
+        self, session: Session
+    ) -> None:
+        outer = session.fork()
+        outer.dispatch(Both("a"))
+        inner = outer.fork()
+        during = inner.snapshot()
+        inner.dispatch(Both("b"))
+        outer.merge(inner)
+        session.dispatch(Line("beside"))  # the outer view's events are replayed
+
+        outer.restore(during)
+        session.merge(outer)
+
+        assert notes(session) == ["a"]
+        assert lines(session) == ["beside", "a", "b"]
+
     def test_a_view_restores_its_own_snapshot_after_a_merge(self, session: Session) -> None:
         view = session.fork()
         view.dispatch(Both("a"))
@@ -507,6 +524,7 @@ class TestSealing:
             outer.settle(inner, keep=False)
 
     def test_a_read_only_view_refuses_changes_but_not_reading(self, session: Session) -> None:
+        empty = session.snapshot()
         session.dispatch(Note("a"))
         view = session.fork()
         view.read_only = "this tool only reads"
@@ -514,7 +532,10 @@ class TestSealing:
         with pytest.raises(ReadOnlyView, match="this tool only reads"):
             view.dispatch(Note("b"))
         with pytest.raises(ReadOnlyView):
-            view.restore(view.snapshot())
+            view.reset()
+        with pytest.raises(ReadOnlyView):
+            view.restore(empty)
+        view.restore(view.snapshot())  # which changes nothing
         assert notes(view) == ["a"]
 
         nested = view.fork()
@@ -553,8 +574,8 @@ class Params:
     fail: bool = False
 
 
-def tool(handler: Callable[..., Any]) -> Tool[Params, None]:
-    return Tool[Params, None](name="work", description="Work.", handler=handler)
+def tool(handler: Callable[..., Any], **options: Any) -> Tool[Params, None]:
+    return Tool[Params, None](name="work", description="Work.", handler=handler, **options)
 
 
 class TestInCalls:
@@ -640,6 +661,17 @@ class TestInCalls:
         session.dispatch(Note("a"))
 
         assert session[Count].all() == (Count(9),)
+
+    def test_a_block_that_fails_in_a_tool_that_only_reads_ends_with_its_own_error(
+        self, session: Session
+    ) -> None:
+        def handler(params: Params, *, context: ToolContext) -> ToolResult[None]:
+            with tool_transaction(context.session, context.resources):
+                raise ValueError("my own error")
+
+        result = tool(handler, reach="read")(Params(), context=ToolContext(session=session))
+
+        assert result.message == "my own error"
 
     def test_a_view_written_after_its_call_ended_is_refused(
         self, session: Session, caplog: pytest.LogCaptureFixture

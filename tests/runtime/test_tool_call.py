@@ -631,6 +631,24 @@ def test_what_others_change_during_a_call_is_not_lost():
     assert set(files) == {"a.txt", "journal.txt", "outside.txt"}
 
 
+def test_a_file_that_someone_else_changed_during_the_call_is_a_conflict_and_nothing_is_kept():
+    world = World([])
+
+    def body(params: Step, context: ToolContext) -> None:
+        other = threading.Thread(target=lambda: world.fs.write("a.txt", "from outside"))
+        other.start()
+        other.join()
+
+    result = execute_tool(
+        ToolCall("work", {"name": "a"}), context=_offering(world, make_tool("work", body))
+    )
+
+    assert result.failure is not None
+    assert result.failure.code == "CONFLICT"
+    assert "a.txt" in result.message
+    assert world.state() == (Plan(), {"a.txt": "from outside"}, 0)
+
+
 # Nested calls
 
 
@@ -905,7 +923,12 @@ def test_a_handler_sees_limits_ids_and_heartbeat():
     seen: list[ToolContext] = []
     beats = Heartbeat()
     world = World([])
-    work = make_tool("work", lambda p, c: (seen.append(c), c.beat()) and None)
+
+    def body(params: Step, context: ToolContext) -> None:
+        seen.append(context)
+        context.beat()
+
+    work = make_tool("work", body)
     context = ToolContext(
         session=world.session,
         resources={Filesystem: world.fs, Counter: world.counter},

@@ -118,10 +118,8 @@ def _params_of(function: Callable[..., Any], title: str) -> type:
                 "a model gives its arguments by name"
             )
         if name not in hints:
-            hint = "; of a method, decorate the bound one: tool(instance.method)"
             raise ToolDefinitionError(
-                f"parameter {name!r} of @tool function {title!r} needs a type annotation that can "
-                f"be resolved{hint if name in ('self', 'cls') else ''}"
+                f"parameter {name!r} of @tool function {title!r} {_what_is_missing(parameter)}"
             )
         specs.append((name, *_field_of(parameter, hints[name], documented.get(name))))
     words = "".join(part.capitalize() for part in re.split(r"\W|_", title))
@@ -129,6 +127,17 @@ def _params_of(function: Callable[..., Any], title: str) -> type:
     made.__module__ = function.__module__
     made.__doc__ = None
     return made
+
+
+def _what_is_missing(parameter: Parameter) -> str:
+    if parameter.annotation is not Parameter.empty:
+        return (
+            f"has the type {parameter.annotation!r}, which cannot be resolved; "
+            "define it at module level"
+        )
+    if parameter.name in ("self", "cls"):
+        return "is the instance; decorate the bound method: tool(instance.method)"
+    return "needs a type annotation"
 
 
 def _field_of(parameter: Parameter, hint: Any, text: str | None) -> tuple[Any, Any]:

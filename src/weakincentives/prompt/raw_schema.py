@@ -103,7 +103,7 @@ def _problems(error: Any) -> Iterator[tuple[str, str]]:
         name = path.rsplit(".", 1)[-1] or "value"
         yield path, f"{name} must be one of: {choices}, got {shown(value)}"
     elif rule is None:  # the schema `false`
-        yield path, "Nothing is allowed here"
+        yield path, f"Not allowed, got {shown(value)}"
     else:
         # Not jsonschema's own sentence: it repeats the value, however long.
         yield path, f"Expected {rule} {json.dumps(wanted, ensure_ascii=False)}, got {shown(value)}"
@@ -111,14 +111,23 @@ def _problems(error: Any) -> Iterator[tuple[str, str]]:
 
 def _nearest(path: str, error: Any) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the branch that a value was most likely meant for."""
-    from jsonschema import exceptions
-
-    wrong_types = [e for e in error.context if e.validator == "type" and not e.relative_path]
-    if len(wrong_types) == len(error.context):
-        names = " or ".join(_either(e.validator_value) for e in wrong_types)
-        yield path, f"Expected type {names}, got {shown(error.instance)}"
+    branches: dict[int, list[Any]] = {}
+    for each in error.context:
+        branches.setdefault(each.relative_schema_path[0], []).append(each)
+    alike = [found for found in branches.values() if not any(map(_is_another_type, found))]
+    if alike:
+        for each in min(alike, key=len):
+            yield from _problems(each)
     else:
-        yield from _problems(cast("Any", exceptions).best_match(error.context))
+        wanted = (each.validator_value for each in error.context if _is_another_type(each))
+        yield (
+            path,
+            f"Expected type {' or '.join(map(_either, wanted))}, got {shown(error.instance)}",
+        )
+
+
+def _is_another_type(error: Any) -> bool:
+    return error.validator == "type" and not error.relative_path
 
 
 def _either(types: str | list[str]) -> str:

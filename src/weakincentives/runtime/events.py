@@ -117,7 +117,10 @@ class Dispatcher:
                     subscription.call(event)
                 except Exception:
                     _logger.exception(
-                        "subscriber %r failed on %s", subscription.call, type(event).__name__
+                        "subscriber %r failed on %s",
+                        subscription.call,
+                        type(event).__name__,
+                        extra=_call_fields(event),
                     )
 
 
@@ -126,3 +129,10 @@ class _Subscription:
     """One act of subscribing: the same function may be there twice."""
 
     call: Callable[[Any], object]
+
+
+def _call_fields(event: object) -> dict[str, str]:
+    """Return what a log line says of the call: it has ended when its record is published."""
+    if isinstance(event, ToolInvoked):
+        return {"call_id": event.call_id, "tool": event.tool_name}
+    return {}

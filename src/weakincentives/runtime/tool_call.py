@@ -7,17 +7,19 @@ by hand, without an event loop.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import (
     ContractError,
     DeadlineExceededError,
+    MergeConflict,
     PolicyDenied,
     PromptEvaluationError,
     Refusal,
@@ -360,18 +362,18 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
 
 async def _handle(tool: Tool[Any, Any], params: object, context: ToolContext) -> ToolResult[Any]:
     handler: Any = tool.handler
-    deadline = context.deadline
-    if tool.timeout is None and deadline is None and not tool.is_async:
-        result = handler(params, context=context)
+    if tool.timeout is None and context.deadline is None and not tool.is_async:
+        answer = handler(params, context=context)
     else:
-        result = await _handle_on_loop(tool, params, context)
-    if not isinstance(result, ToolResult):
-        if hasattr(result, "close") and hasattr(result, "send"):
-            result.close()
+        answer = await _handle_on_loop(tool, params, context)
+    if not isinstance(answer, ToolResult):
+        if hasattr(answer, "close") and hasattr(answer, "send"):
+            answer.close()  # a coroutine that a sync handler returned: nobody will await it
         raise TypeError(
-            f"the handler returned {type(result).__name__}, not a ToolResult; "
+            f"the handler returned {type(answer).__name__}, not a ToolResult; "
             "return ToolResult.ok(...) or ToolResult.error(...)"
         )
+    result = cast("ToolResult[Any]", answer)
     if not result.success:
         raise _Failed(result)
     return result
@@ -504,11 +506,11 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
         return ToolResult.error(text, code=error.code, suggestions=error.suggestions)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")
+    if isinstance(error, MergeConflict):
+        return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if _raises_through(error):
         code = "DEADLINE_EXCEEDED" if isinstance(error, DeadlineExceededError) else "INTERRUPTED"
-        return ToolResult.error(
-            f"{type(error).__name__}: {text}", code=code, recoverable=False
-        )
+        return ToolResult.error(f"{type(error).__name__}: {text}", code=code, recoverable=False)
     if isinstance(error, (ToolValidationError, ValueError, ContractError)):
         return ToolResult.error(text, code="VALIDATION_FAILED")
     if isinstance(error, TypeError):
@@ -553,4 +555,5 @@ def _end(progress: _Progress) -> None:
         event = progress.event
         if event is not None:
             progress.transaction.session.dispatcher.publish(event)
-            _logger.debug("call ended: success=%s", event.success)
+            if _logger.isEnabledFor(logging.DEBUG):
+                _logger.debug("call ended: success=%s", event.success)

@@ -8,7 +8,7 @@ below it are the same by hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ def _can_fork(resource: object) -> bool:
     return hasattr(resource, "fork") and hasattr(resource, "merge")
 
 
-def _restore_all(tokens: list[tuple[str, Any, object]]) -> list[str]:
+def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> list[str]:
     """Restore newest first; one that fails does not keep the others from it. Returns failures."""
     failures: list[str] = []
     for name, resource, token in reversed(tokens):
@@ -76,10 +76,10 @@ class Transaction:
         self._scope = ToolScope(context, self)
         self.resources = CallResources(self._scope, self)
         self._views: dict[int, object] = {id(session): self.session, id(self.session): self.session}
-        self._kept: list[object] = []
-        self._forks: list[tuple[str, Any, Any]] = []
-        self._tokens: list[tuple[str, Any, object]] = []
-        self._merged: list[tuple[str, Any, object]] = []
+        self._kept: tuple[object, ...] = ()
+        self._forks: tuple[tuple[str, Any, Any], ...] = ()
+        self._tokens: tuple[tuple[str, Any, object], ...] = ()
+        self._merged: tuple[tuple[str, Any, object], ...] = ()
         self._reads_only = False
         self._sealed = False
         self._lock = threading.Lock()
@@ -105,7 +105,7 @@ class Transaction:
             else:
                 return target
         # Kept alive: an id in the table must not be given to another object.
-        self._kept.append(target)
+        self._kept = (*self._kept, target)
         self._views[id(target)] = view
         return view
 
@@ -128,7 +128,7 @@ class Transaction:
             view.read_only = _reads_only(self.call)
         if self._sealed:
             _seal_view(view, self._end_reason())
-        self._forks.append((type(base).__name__, base, view))
+        self._forks = (*self._forks, (type(base).__name__, base, view))
         self._views[id(base)] = self._views[id(view)] = view
         return view
 
@@ -152,19 +152,20 @@ class Transaction:
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Note the state of a resource as it is; a new one is seen here before anyone has it."""
         if not self._reads_only and not _can_fork(instance):
-            self._tokens.append((name, instance, instance.snapshot()))
+            self._tokens = (*self._tokens, (name, instance, instance.snapshot()))
 
     # How it ends
 
     def commit(self, record: object) -> None:
         """Keep everything and add the record, in one step as far as anyone can see."""
         self._seal()
-        self._merged = [
-            (name, base, getattr(base, "snapshot_here", base.snapshot)())
-            for name, base, _ in self._forks
-        ]
-        for _, base, view in self._forks:
-            base.merge(view)
+        if self._forks:
+            self._merged = tuple(
+                (name, base, getattr(base, "snapshot_here", base.snapshot)())
+                for name, base, _ in self._forks
+            )
+            for _, base, view in self._forks:
+                base.merge(view)
         self.base.settle(self.session, keep=True, record=record, transaction=self)
 
     def roll_back(self, record: object) -> None:
@@ -282,7 +283,9 @@ def _participants(resources: object) -> Any:
     return getattr(resolver, "context", resolver) if not hasattr(resolver, "watch") else resolver
 
 
-def create_snapshot(session: Session, resources: object = None, *, tag: str = "") -> CompositeSnapshot:
+def create_snapshot(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> CompositeSnapshot:
     """Return the state of the session and of every resource that can be snapshotted.
 
     ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
@@ -310,7 +313,7 @@ def restore_snapshot(session: Session, resources: object, snapshot: CompositeSna
 @contextmanager
 def tool_transaction(
     session: Session, resources: object = None, *, tag: str = ""
-) -> Iterator[CompositeSnapshot]:
+) -> Generator[CompositeSnapshot]:
     """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
     snapshot = create_snapshot(session, resources, tag=tag)
     try:

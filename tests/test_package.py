@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import weakincentives
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "weakincentives"
+
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(weakincentives.__path__, prefix="weakincentives.")
+)
+PACKAGES = [
+    "weakincentives",
+    *(m for m in MODULES if hasattr(importlib.import_module(m), "__path__")),
+]
+
+# From top to bottom: a module imports only from its own layer or those above it.
+LAYERS = [
+    ["errors"],
+    ["clock"],
+    ["call"],
+    ["logs", "deadlines", "budget", "dbc", "slices"],
+    ["serde"],
+    ["filesystem"],
+    ["resources"],
+    ["prompt"],
+    ["runtime"],
+    ["testing"],
+]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_public_surface_is_listed_sorted_and_complete(name: str):
+    module = importlib.import_module(name)
+    imported = {
+        alias.asname or alias.name
+        for node in ast.parse(Path(str(module.__file__)).read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+
+    assert sorted(module.__all__) == list(module.__all__)
+    assert imported == set(module.__all__)
+
+
+def test_the_root_exports_about_a_dozen_names():
+    assert len(weakincentives.__all__) <= 16
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_upward(name: str):
+    """Only inside functions and for type checkers may a module look further down."""
+    module = importlib.import_module(name)
+    layer_of = {part: n for n, layer in enumerate(LAYERS) for part in layer}
+    own = name.split(".")[1]
+    for node in ast.parse(Path(str(module.__file__)).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weakincentives."):
+            other = str(node.module).split(".")[1]
+            assert layer_of[other] <= layer_of[own], f"{name} imports {node.module}"
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    program = "import sys, weakincentives; print([m for m in %r if m in sys.modules])"
+    heavy = ["pydantic", "pydantic_core", "asyncio", "jsonschema"]
+
+    done = subprocess.run(
+        [sys.executable, "-c", program % heavy], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_picture_shows_what_the_demo_prints():
+    from html import unescape
+
+    tour = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tour.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    picture = unescape((ROOT / "docs" / "tour.svg").read_text()).replace("\xa0", " ")
+    shown = [line for line in tour.split("What the session remembers")[0].splitlines() if line]
+
+    assert len(shown) > 20
+    for line in shown:
+        assert line.strip()[:80] in picture, "run `make picture`"
+
+
+@pytest.mark.heavy
+def test_a_built_wheel_in_an_empty_environment_holds_every_package(tmp_path: Path):
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "-w",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        check=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("wink_runtime-")
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", str(wheel)], check=True)
+
+    program = "import importlib\nfor name in %r: importlib.import_module(name)\nprint('all there')"
+    done = subprocess.run(
+        [python, "-c", program % MODULES], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+
+    assert done.stdout.strip() == "all there"
+    typed = subprocess.run(
+        [python, "-c", "from importlib.resources import files;"
+         "print(files('weakincentives').joinpath('py.typed').is_file())"],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert typed.stdout.strip() == "True"
