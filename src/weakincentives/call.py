@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -19,12 +18,12 @@ __all__ = ["CancellationToken", "RunContext", "ToolCall", "call_under_way", "cur
 T = TypeVar("T")
 
 _count = itertools.count(1)
-_process = secrets.token_hex(6)
+_process = os.urandom(6).hex()  # what secrets.token_hex does, without its imports
 
 
 def _renew_prefix() -> None:
     global _process
-    _process = secrets.token_hex(6)
+    _process = os.urandom(6).hex()
 
 
 if hasattr(os, "register_at_fork"):

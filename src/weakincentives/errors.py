@@ -237,7 +237,7 @@ class SnapshotError(SessionError):
 
 
 class SnapshotExpired(SessionError):
-    """An older snapshot was restored since this one was taken."""
+    """An older snapshot was restored since, or the call that took this one was not kept."""
 
 
 class ResourceError(WinkError):

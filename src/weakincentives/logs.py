@@ -21,7 +21,7 @@ def _call_fields() -> dict[str, str]:
     transaction = transaction_under_way.get()
     if transaction is None:
         return {"call_id": "", "tool": "", "session_id": "", "run_id": ""}
-    run = transaction.run_context
+    run = transaction.context.run_context
     return {
         "call_id": transaction.call.id,
         "tool": transaction.call.name,

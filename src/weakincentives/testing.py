@@ -27,9 +27,11 @@ def make_session(**options: Any) -> Session:
     return Session(**options)
 
 
-def make_vfs(files: Mapping[str, str | bytes] | Iterable[str] = ()) -> MemoryFilesystem:
+def make_vfs(
+    files: Mapping[str, str | bytes] | Iterable[str] = (), **options: Any
+) -> MemoryFilesystem:
     """Return an in-memory filesystem with these files; names alone make empty files."""
-    return MemoryFilesystem(files)
+    return MemoryFilesystem(files, **options)
 
 
 def make_context(

@@ -128,7 +128,7 @@ def test_a_result_that_is_no_dataclass_is_refused(wrong: Any):
 
 def test_a_tool_takes_two_types():
     with pytest.raises(ToolDefinitionError, match=r"Tool\[Params, Result\]; got 1"):
-        Tool[Query](name="search", description="Search.", handler=search)  # type: ignore[misc]
+        Tool[Query](name="search", description="Search.", handler=search)
 
 
 def test_none_stands_for_no_parameters_and_no_result():
@@ -183,7 +183,7 @@ def takes_union(params: LongQuery | Found, *, context: ToolContext) -> ToolResul
 def takes_protocol(params: HasText, *, context: ToolContext) -> ToolResult[Found]: ...
 def takes_typevar(params: T, *, context: ToolContext) -> ToolResult[Found]: ...
 def takes_missing(params: NoSuchName, *, context: ToolContext) -> ToolResult[Found]: ...  # noqa: F821
-def says_nothing(params, *, context): ...  # type: ignore[no-untyped-def]
+def says_nothing(params, *, context): ...
 def takes_context_by_place(params: LongQuery, context: ToolContext) -> ToolResult[Found]: ...
 def takes_anything(*args: Any, **kwargs: Any) -> Any: ...
 def takes_nested_quotes(params: "LongQuery", *, context: Any) -> "ToolResult['Found']": ...  # noqa: UP037
@@ -236,7 +236,7 @@ def test_a_handler_that_gives_no_tool_result_is_refused(handler: Any):
 
 def gives_more(params: Query, *, context: ToolContext) -> ToolResult[FoundMore]: ...
 def gives_optional(params: Query, *, context: ToolContext) -> ToolResult[Found | None]: ...
-def gives_open(params: Query, *, context: ToolContext) -> ToolResult: ...  # type: ignore[type-arg]
+def gives_open(params: Query, *, context: ToolContext) -> ToolResult: ...
 def gives_any(params: Query, *, context: ToolContext) -> ToolResult[Any]: ...
 def gives_sum(params: Query, *, context: ToolContext) -> ToolResult[Found] | ToolResult[None]: ...
 async def gives_async(params: Query, *, context: ToolContext) -> ToolResult[Found]: ...
@@ -277,7 +277,7 @@ def test_generic_parameters_are_told_apart_by_their_arguments():
     def unpack(params: Box[int], *, context: ToolContext) -> ToolResult[Box[str]]:
         return ToolResult.ok(Box(str(params.content)))
 
-    def unpack_any(params: Box, *, context: ToolContext) -> ToolResult[Box]:  # type: ignore[type-arg]
+    def unpack_any(params: Box, *, context: ToolContext) -> ToolResult[Box]:
         return ToolResult.ok(Box(str(params.content)))
 
     tool = declare(unpack, Box[int], Box[str])
@@ -585,9 +585,9 @@ def test_an_example_without_parameters_shows_an_empty_input():
         (ToolExample("x", None, NowResult("now")), "input .* expected NowParams, got None"),
         (ToolExample("x", NowParams(), NowParams()), "output .* expected NowResult, got NowParams"),
         (ToolExample("x", NowParams(), None), "output .* expected NowResult"),
-        (ToolExample("x", NowParams(tz=3), NowResult("now")), "input .*Expected type string"),  # type: ignore[arg-type]
-        (ToolExample("x", NowParams(), NowResult(iso=3)), "output .*Expected type string"),  # type: ignore[arg-type]
-        (ToolExample("x", NowParams(), NowResult(iso=object())), "output .* not valid"),  # type: ignore[arg-type]
+        (ToolExample("x", NowParams(tz=3), NowResult("now")), "input .*Expected type string"),
+        (ToolExample("x", NowParams(), NowResult(iso=3)), "output .*Expected type string"),
+        (ToolExample("x", NowParams(), NowResult(iso=object())), "output .* not valid"),
         ({"description": "x"}, "is not a ToolExample"),
     ],
 )
@@ -651,7 +651,7 @@ def test_a_context_is_frozen_and_has_a_default_for_everything_but_the_session():
     assert not context.signal.cancelled
     context.beat()
     with pytest.raises(AttributeError):
-        context.adapter = object()  # type: ignore[misc]
+        context.adapter = object()
 
 
 def test_the_filesystem_of_a_context_is_the_bound_one():
@@ -662,7 +662,7 @@ def test_the_filesystem_of_a_context_is_the_bound_one():
 
 def test_resources_in_any_other_form_are_refused():
     with pytest.raises(TypeError, match="resources must be"):
-        ToolContext(session=Session(), resources=7)  # type: ignore[arg-type]
+        ToolContext(session=Session(), resources=7)
 
 
 def test_field_descriptions_reach_the_model():

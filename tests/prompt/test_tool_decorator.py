@@ -238,12 +238,12 @@ def test_what_a_function_returns_is_the_value_unless_it_is_a_tool_result():
 
 def test_a_result_type_that_is_left_open_is_any():
     @tool
-    def bare() -> ToolResult:  # type: ignore[type-arg]
+    def bare() -> ToolResult:
         """Answer."""
         return ToolResult.ok(1)
 
     @tool
-    def silent():  # type: ignore[no-untyped-def]
+    def silent():
         """Answer."""
         return 1
 
@@ -380,7 +380,7 @@ def test_a_parameter_without_a_type_is_refused():
     ):
 
         @tool
-        def untyped(text) -> None:  # type: ignore[no-untyped-def]
+        def untyped(text) -> None:
             """Do it."""
 
 
@@ -438,6 +438,6 @@ def test_a_function_whose_name_no_provider_takes_is_refused():
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="colour"):
 
-        @tool(colour="red")  # type: ignore[call-overload]
+        @tool(colour="red")
         def paint() -> None:
             """Paint it."""

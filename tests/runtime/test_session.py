@@ -904,7 +904,8 @@ class TestFamily:
         assert parent.children == children
         assert all(child.parent is parent for child in children)
         assert all(child.clock is clock and child.dispatcher is bus for child in children)
-        assert all(child.belongs_to(parent) and not parent.belongs_to(child) for child in children)
+        assert all(child.is_related_to(parent) for child in children)
+        assert not parent.is_related_to(Session())
         assert parent.parent is None
 
     def test_children_have_slices_of_their_own(self) -> None:

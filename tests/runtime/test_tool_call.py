@@ -128,6 +128,27 @@ def test_a_handlers_own_result_object_is_not_changed():
     assert first.call_id != second.call_id
 
 
+def test_a_subscriber_sees_the_session_as_it_is_then_and_may_call_tools():
+    seen: list[Any] = []
+    world = World(
+        [make_tool("work", lambda p, c: None), make_tool("fail", raising(ValueError("x")))]
+    )
+
+    def hear(event: ToolInvoked) -> None:
+        seen.append((world.session[ToolInvoked].latest() is event, world.state()[0].steps))
+        world.session.dispatch(Noted(f"heard {event.tool_name}"))
+        if event.tool_name == "fail":
+            world.call("work", "after failure")
+
+    world.session.dispatcher.subscribe(ToolInvoked, hear)
+
+    world.call("fail")
+
+    assert seen == [(True, ()), (True, ("after failure",))]
+    assert [r.tool_name for r in world.records] == ["fail", "work"]
+    assert Noted("heard fail") in world.session[Noted].all()
+
+
 # The Runtime spec's exception table, row by row, and ruling 11
 
 
@@ -284,7 +305,7 @@ def test_what_reached_outside_is_not_rolled_back_and_the_result_says_so():
 
     assert sent == ["a"]
     assert result.message == "bounced"
-    assert set(result.metadata.undone) == {"session", "MemoryFilesystem", "Counter"}
+    assert set(result.metadata.undone) == {"session", "Filesystem", "Counter"}
     assert result.metadata.not_undone == ("what it did outside the session, files and resources",)
 
 
@@ -717,6 +738,57 @@ def test_a_nested_call_without_a_context_belongs_to_the_call_under_way():
     assert world.state() == UNTOUCHED
 
 
+def test_a_nested_call_without_a_context_keeps_the_policies_and_limits_of_the_outer_one():
+    class NotInner:
+        def check(self, tool_name: str, params: object, context: ToolContext) -> str | None:
+            return "not inner" if tool_name == "inner" else None
+
+    answers: list[str] = []
+    inner = make_tool("inner", raising(AssertionError("ran")))
+    outer = make_tool("outer", lambda p, c: answers.append(inner(name="i").message))
+    world = World([outer, inner], [NotInner()])
+
+    execute_tool(ToolCall("outer", {"name": "o"}), session=Session(), prompt=world.prompt)
+
+    assert answers == ["not inner"]
+
+
+def test_a_tool_that_only_reads_cannot_write_through_another_tool():
+    write = make_tool("write", lambda p, c: None)
+    answers: list[ToolResult[Any]] = []
+
+    @tool(reach="read")
+    def look(name: str, *, context: ToolContext) -> str:
+        """Look around."""
+        answers.append(write(Step(name), context=context))
+        return "seen"
+
+    world = World([look, write])
+
+    assert world.call("look").success
+    assert not answers[0].success
+    assert world.state() == UNTOUCHED
+
+
+@pytest.mark.parametrize("up", [True, False])
+def test_what_a_relative_of_the_session_logs_is_kept_and_its_state_is_not(up: bool):
+    def body(params: Step, context: ToolContext) -> None:
+        relative = context.session.parent if up else context.session.children[0]
+        assert relative is not None
+        relative.dispatch(Noted("in the relative"))
+        relative.dispatch(AddStep("in the relative"))
+        raise ValueError("undo")
+
+    family = Session()
+    world = World([make_tool("work", body)], session=Session(parent=family) if up else family)
+    relative = family if up else Session(parent=world.session)
+
+    world.call("work")
+
+    assert relative[AddStep].all() == ()
+    assert relative[Noted].all() == (Noted("in the relative"),)
+
+
 def test_a_child_session_is_part_of_its_parents_call():
     child_of: list[Session] = []
 
@@ -1074,6 +1146,28 @@ def test_the_same_text_reaches_the_model_from_sync_and_async():
     other = asyncio.run(aexecute_tool(ToolCall("work", {"name": "a"}), session=world.session))
 
     assert sync.render() == other.render() == "same"
+
+
+def test_a_handler_that_lets_stop_iteration_out_gets_its_text_to_the_model():
+    world = World([make_tool("work", lambda p, c: next(iter(())))])
+
+    assert "StopIteration" in world.call("work").message
+
+
+def test_a_sync_wrapper_that_has_awaited_already_is_taken_at_its_word():
+    import functools
+
+    async def inner(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.ok(None, message="awaited inside")
+
+    @functools.wraps(inner)
+    def wrapper(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(asyncio.run, inner(params, context=context)).result()
+
+    world = World([Tool[Step, None](name="work", description="Works.", handler=wrapper)])
+
+    assert world.call("work").message == "awaited inside"
 
 
 # Several callers

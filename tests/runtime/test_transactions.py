@@ -205,7 +205,8 @@ def test_all_pending_tools_can_be_rolled_back_at_once():
     assert world.state() == UNTOUCHED
 
 
-def test_rolling_back_the_older_of_two_takes_the_newer_with_it():
+@pytest.mark.parametrize("success", [True, False])
+def test_rolling_back_the_older_of_two_takes_the_newer_with_it_and_says_so(success: bool):
     world = World([])
     tracker = PendingToolTracker(session=world.session, resources=world.prompt.resources)
     for name in ("a", "b"):
@@ -213,8 +214,9 @@ def test_rolling_back_the_older_of_two_takes_the_newer_with_it():
         work(world, name)
 
     tracker.end_tool_execution(tool_use_id="a", success=False)
-    assert tracker.end_tool_execution(tool_use_id="b", success=False)
+    rolled_back = tracker.end_tool_execution(tool_use_id="b", success=success)
 
+    assert rolled_back
     assert world.state() == UNTOUCHED
 
 

@@ -124,7 +124,10 @@ def _params_of(function: Callable[..., Any], title: str) -> type:
         specs.append((name, *_field_of(parameter, hints[name], documented.get(name))))
     words = "".join(part.capitalize() for part in re.split(r"\W|_", title))
     made = make_dataclass(f"{words}Params", specs, frozen=True, slots=True, kw_only=True)
+    # Where it can be found again, by whoever reads a record of a call in another process.
     made.__module__ = function.__module__
+    if hasattr(function, "__qualname__"):
+        made.__qualname__ = f"{function.__qualname__}.params_type"
     made.__doc__ = None
     return made
 
@@ -175,12 +178,15 @@ def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None) -> 
         async def async_handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
             return answer(await function(**arguments(params, context)))
 
-        return async_handler
+        made: Any = async_handler
+    else:
 
-    def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
-        return answer(function(**arguments(params, context)))
+        def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
+            return answer(function(**arguments(params, context)))
 
-    return handler
+        made = handler
+    made.tool_function = function
+    return made
 
 
 # What a function says about itself

@@ -49,14 +49,14 @@ class PolicyDecision:
 
     @classmethod
     def allow(cls) -> PolicyDecision:
-        return _ALLOWED
+        return ALLOWED
 
     @classmethod
     def deny(cls, reason: str) -> PolicyDecision:
         return cls(allowed=False, reason=reason)
 
 
-_ALLOWED = PolicyDecision(allowed=True)
+ALLOWED = PolicyDecision(allowed=True)
 
 
 class ToolPolicy(Protocol):
@@ -105,16 +105,15 @@ class CallTally:
     """Per tool, the moments at which it was called within the last minute."""
 
 
-def _remembered(cls: Callable[[str], T], policy_name: str, context: ToolContext) -> T:
-    state: Any
-    for state in context.session.read_slice(cast("type[T]", cls)).all():
+def _remembered(cls: type[Any], policy_name: str, context: ToolContext) -> Any:
+    for state in context.session.read_slice(cls).all():
         if state.policy_name == policy_name:
             return state
     return cls(policy_name)
 
 
 def _remember(
-    cls: Callable[[str], T], policy_name: str, context: ToolContext, change: Callable[[T], T]
+    cls: type[T], policy_name: str, context: ToolContext, change: Callable[[T], T]
 ) -> None:
     """Change what a policy remembers; as a function of what it remembers, so that calls merge."""
 
@@ -123,9 +122,9 @@ def _remember(
         for index, state in enumerate(states):
             if state.policy_name == policy_name:
                 return current.replace(*states[:index], change(state), *states[index + 1 :])
-        return current.append(change(cls(policy_name)))
+        return current.append(change(cast("Any", cls)(policy_name)))
 
-    context.session[cast("type[T]", cls)].update(changed)
+    context.session[cls].update(changed)
 
 
 def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
@@ -156,11 +155,11 @@ class SequentialDependencyPolicy:
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         needed = self.dependencies.get(tool.name)
         if not needed:
-            return _ALLOWED
+            return ALLOWED
         done = _remembered(PolicyState, self.name, context).invoked_tools
         missing = sorted(name for name in needed if name not in done)
         if not missing:
-            return _ALLOWED
+            return ALLOWED
         return PolicyDecision.deny(
             f"Cannot call '{tool.name}' - missing required tools: {', '.join(missing)}\n"
             f"Call these tools first, then retry {tool.name}."
@@ -190,7 +189,7 @@ class ReadBeforeWritePolicy:
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         if tool.name not in self.write_tools:
-            return _ALLOWED
+            return ALLOWED
         path = self._path(params)
         if path is None:
             return PolicyDecision.deny(
@@ -201,9 +200,9 @@ class ReadBeforeWritePolicy:
         try:
             known = _remembered(PolicyState, self.name, context).invoked_keys
             if _key(path, filesystem) in known:
-                return _ALLOWED
+                return ALLOWED
             if filesystem is not None and not filesystem.exists(path):
-                return _ALLOWED
+                return ALLOWED
         except FilesystemError as error:
             return PolicyDecision.deny(str(error))
         return PolicyDecision.deny(f"Cannot write to {path} without reading it first")
@@ -256,7 +255,7 @@ class QuotaPolicy:
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         calls = _remembered(CallTally, self.name, context).calls
         if calls < self.max_calls:
-            return _ALLOWED
+            return ALLOWED
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
@@ -282,7 +281,7 @@ class RateLimitPolicy:
         tally = _remembered(CallTally, self.name, context)
         calls = len(_last_minute(tally, tool.name, context.session.clock.time()))
         if calls < self.max_calls_per_minute:
-            return _ALLOWED
+            return ALLOWED
         return PolicyDecision.deny(
             f"Rate limit exceeded: {calls} calls to {tool.name} in last minute\n"
             f"Maximum: {self.max_calls_per_minute} calls per minute\n"

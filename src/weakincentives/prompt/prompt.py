@@ -120,6 +120,9 @@ class PromptResources:
     @property
     def context(self) -> ResourceContext:
         """The open context; opened now if it was not."""
+        context = self._context
+        if context is not None:  # without the lock: every call asks
+            return context
         with self._lock:
             if self._context is None:
                 self._context = self.registry.open()

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from weakincentives.errors import ParseError, ToolDefinitionError
 from weakincentives.serde import dump
-from weakincentives.serde.problems import _shown as shown  # pyright: ignore[reportPrivateUsage]
+from weakincentives.serde.problems import shown
 
 __all__ = ["plain_schema", "raw_validator"]
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from string import Template
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -66,7 +67,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin, args = get_origin(base), get_args(base)
             if isinstance(origin, type) and issubclass(origin, Section):
-                cls._declared_params = None if isinstance(args[0], TypeVar) else args[0]
+                cls._declared_params = args[0]
 
     def __init__(
         self,
@@ -106,10 +107,12 @@ class Section(TypedConstructor, Generic[ParamsT]):
                 )
 
     def _check_params(self) -> None:
-        default: object = self.default_params
-        if self.params_type is None and default is not None:
-            self.params_type = type(default)
-        wanted = self.params_type
+        wanted, default = self.params_type, cast("object", self.default_params)
+        if isinstance(wanted, TypeVar) or wanted in (Any, NoneType):
+            wanted = None
+        if wanted is None and default is not None:
+            wanted = type(default)
+        self.params_type = wanted
         if wanted is None:
             return
         if not (isinstance(wanted, type) and is_dataclass(wanted)):
@@ -125,9 +128,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         (params_type,) = type_args
-        if not isinstance(params_type, TypeVar) and params_type is not None:
-            kwargs["params_type"] = params_type
-        return cls(*args, **kwargs)
+        return cls(*args, params_type=params_type, **kwargs)
 
     @property
     def label(self) -> str:

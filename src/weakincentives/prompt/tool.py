@@ -72,7 +72,8 @@ _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
 
 
-@dataclass(frozen=True, slots=True)
+# No slots: bound_to sets all fields of a copy in one step.
+@dataclass(frozen=True)
 class ToolContext:
     """What a handler, policy or check may use: the session, resources, limits, and who calls.
 
@@ -117,9 +118,22 @@ class ToolContext:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "resources", as_resolver(self.resources))
+        resources = self.resources
+        if resources is None and self.prompt is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            resources = self.prompt.resources
+        object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
+
+    def bound_to(
+        self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
+    ) -> ToolContext:
+        """Return this context with a call's own session, resources, id and signal."""
+        bound = object.__new__(ToolContext)
+        bound.__dict__.update(
+            self.__dict__, session=session, resources=resources, call_id=call_id, signal=signal
+        )
+        return bound
 
     @property
     def filesystem(self) -> Filesystem:
@@ -398,7 +412,14 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     def replace(self, **changes: Any) -> Tool[P, R]:
         """Return a copy with other fields."""
+        if "name" in changes and self.title == self.name:
+            changes.setdefault("title", "")  # it was derived, and is again
         return dataclass_replace(self, **changes)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """The function that ``@tool`` was put on, to call it directly; else the handler."""
+        return getattr(self.handler, "tool_function", self.handler)
 
     def __call__(
         self, params: object = None, *, context: ToolContext | None = None, **arguments: object

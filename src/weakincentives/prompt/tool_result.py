@@ -36,7 +36,7 @@ class ToolError:
     suggestions: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolMetadata:
     """What the runtime knows about a finished call."""
 

@@ -112,6 +112,7 @@ class _Lifetime:
         on it. Otherwise the first failure is raised, once everything has been closed.
         """
         self._closed = True
+        self._watcher = None  # it mostly holds this in turn: no cycle is left for the collector
         # Whoever makes something sets _to_close first and looks at _closed later, so it is safe
         # to look without the lock: one of the two sees the other.
         if self._to_close is None:

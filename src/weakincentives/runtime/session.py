@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
-import uuid
+from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet, ref
 
-from weakincentives.call import current_view
+from weakincentives.call import current_view, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     ReadOnlyView,
@@ -141,7 +142,7 @@ class _Wiring:
         self.default_routes: dict[type, tuple[_Route, ...]] = {}
         self.prompt: Prompt[Any] | None = None
         self.rendered: RenderedPrompt | None = None
-        self.lock = threading.RLock()
+        self.lock = RLock()
         # Held by the call under way: calls on one session run one after the other.
         self.gate = threading.Lock()
 
@@ -411,6 +412,14 @@ class Session:
     Safe to use from several threads.
     """
 
+    # Defaults on the class: every call makes a view, and hardly any view needs its own.
+    _base: Session | None = None
+    _forked_from: _Root | None = None
+    _sealed: str | None = None
+    _restorable: _Restorable | None = None
+    read_only: str | None = None
+    """Why writes through this view are refused; None when they are not."""
+
     def __init__(
         self,
         *,
@@ -422,25 +431,17 @@ class Session:
     ) -> None:
         outer = None if parent is None else parent._wiring
         self._wiring = _Wiring(
-            session_id or uuid.uuid4().hex,
+            session_id or os.urandom(16).hex(),
             # Not the view of a call: that is closed when the call ends.
             None if parent is None else parent._outermost(),
             dispatcher or (outer.dispatcher if outer else Dispatcher()),
             clock or (outer.clock if outer else SYSTEM_CLOCK),
             dict(tags or {}),
         )
-        self._start(_Root({}, {}), None)
+        self._root: _Root = _Root({}, {})
+        self._lock = RLock()
         if parent is not None:
             parent[_Child].append(_Child(self))
-
-    def _start(self, root: _Root, base: Session | None) -> None:
-        self._root: _Root = root
-        self._base = base
-        self._forked_from = root
-        self._lock = threading.RLock()
-        self._sealed: str | None = None
-        self._restorable: _Restorable | None = None
-        self.read_only: str | None = None
 
     def _outermost(self) -> Session:
         return self if self._base is None else self._base._outermost()
@@ -497,6 +498,11 @@ class Session:
         self.dispatcher.publish(event)
 
     @property
+    def lock(self) -> Any:
+        """What a view's writes and its end are made under; re-entrant."""
+        return self._lock
+
+    @property
     def gate(self) -> threading.Lock | None:
         """The lock that a call holds while it is under way; None for a view, which has its turn."""
         return None if self._base is not None else self._wiring.gate
@@ -510,14 +516,12 @@ class Session:
             here = here._base
         return False
 
-    def belongs_to(self, other: Session) -> bool:
-        """Whether this is the other session, a view of it, or a descendant."""
-        here: Session | None = self
-        while here is not None:
-            if here._wiring is other._wiring:
-                return True
-            here = here._wiring.parent
-        return False
+    def is_related_to(self, other: Session) -> bool:
+        """Whether both belong to one tree of parents and children."""
+        return self._top()._wiring is other._top()._wiring
+
+    def _top(self) -> Session:
+        return self if self._wiring.parent is None else self._wiring.parent._top()
 
     def __repr__(self) -> str:
         kind = "session" if self._base is None else "view of session"
@@ -530,7 +534,12 @@ class Session:
 
     def read_slice(self, slice_type: type[T]) -> Slice[T]:
         """Return the slice as it is now; it does not change afterwards."""
-        root = current_view(self)._root
+        # As current_view does it, but in place: policies read on every call.
+        transaction = transaction_under_way.get()
+        if transaction is None or transaction.session is self:
+            root = self._root
+        else:
+            root = transaction.view(self)._root
         found = root.state.get(slice_type)
         return found if found is not None else root.log.get(slice_type, EMPTY)
 
@@ -640,6 +649,14 @@ class Session:
                 target._check_writable(snapshot)
             target.restore_here(snapshot)
 
+    def can_restore(self, snapshot: Snapshot) -> bool:
+        """Whether the snapshot can still be restored."""
+        try:
+            current_view(self)._check_restorable(snapshot)
+        except (SnapshotError, SnapshotExpired):
+            return False
+        return True
+
     def restore_here(self, snapshot: Snapshot) -> None:
         """Restore on exactly this session or view, also when it is sealed or read-only.
 
@@ -722,10 +739,13 @@ class Session:
     def fork(self) -> Session:
         """Return a private view: it starts as this session is now, and shares nothing since."""
         view = Session.__new__(Session)
-        view._wiring = self._wiring
         root = self._root
-        view._start(_Root(root.state, root.log, None), self)
+        view._wiring = self._wiring
+        # A root without events is the start of its own, and need not be copied.
+        view._root = root if root.events is None else _Root(root.state, root.log)
+        view._base = self
         view._forked_from = root
+        view._lock = RLock()
         return view
 
     def merge(self, view: Session) -> None:
@@ -763,7 +783,8 @@ class Session:
                 if self._base is not None:
                     for event in view._events_since(None):
                         events = (events, event)
-                root = _Root(outcome.state, outcome.log, events)
+                if outcome is not root or events is not root.events:
+                    root = _Root(outcome.state, outcome.log, events)
             elif keep:
                 for event in view._events_since(None):
                     root = self._applied(root, event)

@@ -7,16 +7,16 @@ by hand, without an event loop.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import (
+    BudgetExceededError,
     ContractError,
     DeadlineExceededError,
     MergeConflict,
@@ -30,6 +30,7 @@ from weakincentives.errors import (
     WinkError,
 )
 from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import ALLOWED, AttachedPolicy
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
@@ -42,6 +43,8 @@ __all__ = ["acall_tool", "aexecute_tool", "call_tool", "execute_tool"]
 
 _logger = get_logger(__name__)
 
+# A nested call runs in the turn of the call it belongs to.
+_HAS_ITS_TURN = nullcontext()
 _NO_RESOURCES = ResourceRegistry.of().open()
 
 
@@ -94,12 +97,23 @@ def _run(call: ToolCall, offers: Mapping[str, Offer], context: ToolContext) -> T
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     session, parent = _base(context)
-    with _turn(session):
-        if needs_loop:
-            from weakincentives.runtime.loops import run_blocking
+    gate = session.gate
+    if gate is not None and gate.locked():
+        _refuse_deadlock()
+    recorded: list[ToolInvoked] = []
+    try:
+        with gate or _HAS_ITS_TURN:
+            if needs_loop:
+                return _run_on_loop(call, offers, context, session, parent, recorded)
+            return copy_context().run(_step, call, offers, context, session, parent, recorded)
+    finally:
+        _publish(session, recorded)
 
-            return run_blocking(lambda: _pipeline(call, offers, context, session, parent))
-        return copy_context().run(_step, call, offers, context, session, parent)
+
+def _run_on_loop(*args: Any) -> ToolResult[Any]:
+    from weakincentives.runtime.loops import run_blocking
+
+    return run_blocking(lambda: _pipeline(*args))
 
 
 def _step(*args: Any) -> ToolResult[Any]:
@@ -119,26 +133,26 @@ async def _arun(
     session, parent = _base(context)
     gate = session.gate
     held = False
+    recorded: list[ToolInvoked] = []
     try:
         while gate is not None and not (held := gate.acquire(blocking=False)):
             # Held by another call on this session. Looked at again, not waited for: blocking here
             # would stop the loop that the other call may need to end.
             await asyncio.sleep(0.001)
         # A task of its own, so that what it sets in its context stays there.
-        return await asyncio.create_task(_pipeline(call, offers, context, session, parent))
+        return await asyncio.create_task(
+            _pipeline(call, offers, context, session, parent, recorded)
+        )
     finally:
         if held and gate is not None:
             gate.release()
+        _publish(session, recorded)
 
 
-def _turn(session: Session) -> AbstractContextManager[object]:
-    """Wait until no other call is under way on the session; a nested call has its turn already."""
-    gate = session.gate
-    if gate is None:
-        return nullcontext()
-    if gate.locked():
-        _refuse_deadlock()
-    return gate
+def _publish(session: Session, recorded: list[ToolInvoked]) -> None:
+    """Tell subscribers, once the call and its turn are over: they may call tools themselves."""
+    for event in recorded:
+        session.dispatcher.publish(event)
 
 
 def _refuse_deadlock() -> None:
@@ -186,9 +200,9 @@ def _context_under_way() -> ToolContext:
     parent = transaction_under_way.get()
     if parent is None:
         return ToolContext(session=Session())
-    return ToolContext(
-        session=parent.session, resources=parent.resources, run_context=parent.run_context
-    )
+    # All that surrounds the call under way holds for those it makes: policies, limits, ids.
+    outer = parent.context
+    return outer.bound_to(parent.session, parent.resources, parent.call.id, outer.signal)
 
 
 def _offers(context: ToolContext) -> Mapping[str, Offer]:
@@ -230,6 +244,8 @@ class _Progress:
     params: object
     tool: Tool[Any, Any] | None = None
     ran: bool = False
+    undone: tuple[str, ...] = ()
+    not_undone: tuple[str, ...] = ()
     event: ToolInvoked | None = None
 
 
@@ -246,11 +262,10 @@ async def _pipeline(
     context: ToolContext,
     session: Session,
     parent: Transaction | None,
+    recorded: list[ToolInvoked],
 ) -> ToolResult[Any]:
     clock = session.clock
-    transaction = Transaction(
-        call, session, _resource_context(context), parent=parent, run_context=context.run_context
-    )
+    transaction = Transaction(call, session, _resource_context(context), parent, context)
     transaction_under_way.set(transaction)
     progress = _Progress(call, transaction, clock.monotonic(), clock.time(), call.params)
     signal = CancellationToken()
@@ -264,7 +279,7 @@ async def _pipeline(
         if _raises_through(error):
             raise
     finally:
-        _end(progress)
+        _end(progress, recorded)
     return result
 
 
@@ -278,11 +293,22 @@ async def _perform(
     offer = _look_up(progress.call, offers)
     tool = progress.tool = offer.tool
     params = progress.params = tool.parse(progress.call.params)
-    bound = _bound(context, progress, signal)
-    await _ask_policies(offer, params, bound)
+    transaction = progress.transaction
+    bound = context.bound_to(transaction.session, transaction.resources, progress.call.id, signal)
+    for policy in offer.policies:
+        verdict = _ask(policy, tool, params, bound)
+        if verdict is not ALLOWED:
+            await _judge(policy, verdict)
     _check_limits(bound)
     _start(progress, offer, params, bound)
-    result = await _handle(tool, params, bound)
+    if tool.timeout is None and bound.deadline is None and not tool.is_async:
+        try:
+            answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start made sure
+        except StopIteration as error:  # which a coroutine cannot let through
+            raise RuntimeError(f"the handler raised StopIteration: {error}") from error
+    else:
+        answer = await _handle_on_loop(tool, params, bound)
+    result = _succeeded(answer)
     _accept(progress, offer, params, result, bound)
     return result
 
@@ -300,40 +326,27 @@ def _look_up(call: ToolCall, offers: Mapping[str, Offer]) -> Offer:
     raise ToolNotFound(f"Unknown tool '{name}'. {hint}Available tools: {known}", suggestions=near)
 
 
-def _bound(context: ToolContext, progress: _Progress, signal: CancellationToken) -> ToolContext:
-    """Return the context with session and resources bound to this call."""
-    transaction = progress.transaction
-    return ToolContext(
-        transaction.session,
-        context.prompt,
-        context.rendered_prompt,
-        context.adapter,
-        context.deadline,
-        context.budget_tracker,
-        transaction.resources,
-        context.heartbeat,
-        context.run_context,
-        progress.call.id,
-        context.memory,
-        context.config,
-        signal,
-    )
+def _ask(policy: AttachedPolicy, tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
+    try:
+        return policy.ask(tool, params, context)
+    except Exception as error:
+        raise _undecided(policy, error) from error
 
 
-async def _ask_policies(offer: Offer, params: object, context: ToolContext) -> None:
-    for policy in offer.policies:
-        try:
-            verdict = policy.ask(offer.tool, params, context)
-            if policy.is_async:
-                verdict = await verdict
-            reason = policy.denial(verdict)
-        except Exception as error:  # fail closed: a policy that cannot decide does not allow
-            _logger.exception("policy %s failed and denies the call", policy.name)
-            raise PolicyDenied(
-                f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
-            ) from error
-        if reason is not None:
-            raise PolicyDenied(reason)
+async def _judge(policy: AttachedPolicy, verdict: Any) -> None:
+    """Raise PolicyDenied unless the verdict, awaited where the policy is async, allows the call."""
+    try:
+        reason = policy.denial(await verdict if policy.is_async else verdict)
+    except Exception as error:
+        raise _undecided(policy, error) from error
+    if reason is not None:
+        raise PolicyDenied(reason)
+
+
+def _undecided(policy: AttachedPolicy, error: Exception) -> PolicyDenied:
+    """Fail closed: a policy that cannot decide does not allow."""
+    _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
+    return PolicyDenied(f"Policy '{policy.name}' could not decide and denies the call: {error!r}")
 
 
 def _check_limits(context: ToolContext) -> None:
@@ -354,34 +367,16 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
     progress.ran = True
     if context.heartbeat is not None:
         context.heartbeat.beat()
-    if tool.reach == "read":
+    if tool.reach == "read" or progress.transaction.reads_only:
         progress.transaction.read_only()
     else:
         progress.transaction.take_snapshots()
 
 
-async def _handle(tool: Tool[Any, Any], params: object, context: ToolContext) -> ToolResult[Any]:
-    handler: Any = tool.handler
-    if tool.timeout is None and context.deadline is None and not tool.is_async:
-        answer = handler(params, context=context)
-    else:
-        answer = await _handle_on_loop(tool, params, context)
-    if not isinstance(answer, ToolResult):
-        if hasattr(answer, "close") and hasattr(answer, "send"):
-            answer.close()  # a coroutine that a sync handler returned: nobody will await it
-        raise TypeError(
-            f"the handler returned {type(answer).__name__}, not a ToolResult; "
-            "return ToolResult.ok(...) or ToolResult.error(...)"
-        )
-    result = cast("ToolResult[Any]", answer)
-    if not result.success:
-        raise _Failed(result)
-    return result
-
-
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
     """Run a handler that is async, or that somebody waits for only so long."""
     import asyncio
+    from inspect import isawaitable
 
     from weakincentives.runtime.loops import in_thread
 
@@ -390,7 +385,8 @@ async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolCon
     async def shielded() -> Any:
         # As a value: an interrupt raised inside a task would end the whole loop.
         try:
-            return await handler(params, context=context), None
+            answer = handler(params, context=context)
+            return await answer if isawaitable(answer) else answer, None
         except (KeyboardInterrupt, SystemExit) as interrupt:
             return None, interrupt
 
@@ -412,13 +408,25 @@ async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolCon
         work.cancel()
         if remaining is not None and limit == remaining:
             raise DeadlineExceededError(f"The deadline passed while tool '{tool.name}' ran")
-        raise ToolTimeout(
-            f"Tool '{tool.name}' timed out after {tool.timeout:g} s; "
-            "its changes to session and files were undone"
-        )
+        raise ToolTimeout(f"Tool '{tool.name}' timed out after {tool.timeout:g} s")
     result, interrupt = work.result()
     if interrupt is not None:
         raise interrupt
+    return result
+
+
+def _succeeded(answer: Any) -> ToolResult[Any]:
+    """Return a handler's answer if it is a success; raise for all others."""
+    if not isinstance(answer, ToolResult):
+        if hasattr(answer, "close") and hasattr(answer, "send"):
+            answer.close()  # a coroutine that a sync handler returned: nobody will await it
+        raise TypeError(
+            f"the handler returned {type(answer).__name__}, not a ToolResult; "
+            "return ToolResult.ok(...) or ToolResult.error(...)"
+        )
+    result = cast("ToolResult[Any]", answer)
+    if not result.success:
+        raise _Failed(result)
     return result
 
 
@@ -456,12 +464,7 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         result.exclude_value_from_context,
         result.failure,
         ToolMetadata(
-            call.name,
-            progress.timestamp,
-            duration,
-            1,
-            result.metadata.undone,
-            result.metadata.not_undone,
+            call.name, progress.timestamp, duration, 1, progress.undone, progress.not_undone
         ),
         call.id,
     )
@@ -485,16 +488,22 @@ def _undo(progress: _Progress, error: BaseException) -> ToolResult[Any]:
         return progress.event.result
     result = _answer(progress, error)
     if progress.ran:
-        undone, not_undone = transaction.restore()
+        progress.undone, progress.not_undone = transaction.restore()
         reach = None if progress.tool is None else progress.tool.reach
         if reach in ("compensable", "irreversible"):
-            not_undone = (*not_undone, "what it did outside the session, files and resources")
-        result = replace(
-            result, metadata=replace(result.metadata, undone=undone, not_undone=not_undone)
-        )
+            outside = "what it did outside the session, files and resources"
+            progress.not_undone = (*progress.not_undone, outside)
     result = _completed(progress, result)
     transaction.roll_back(progress.event)
     return result
+
+
+_RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
+    (DeadlineExceededError, "DEADLINE_EXCEEDED"),
+    (BudgetExceededError, "BUDGET_EXCEEDED"),
+    (PromptEvaluationError, "EVALUATION_STOPPED"),
+    (VisibilityExpansionRequired, "VISIBILITY_EXPANSION"),
+)
 
 
 def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
@@ -509,9 +518,11 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     if isinstance(error, MergeConflict):
         return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if _raises_through(error):
-        code = "DEADLINE_EXCEEDED" if isinstance(error, DeadlineExceededError) else "INTERRUPTED"
+        code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), "INTERRUPTED")
         return ToolResult.error(f"{type(error).__name__}: {text}", code=code, recoverable=False)
-    if isinstance(error, (ToolValidationError, ValueError, ContractError)):
+    if isinstance(error, ContractError):
+        return ToolResult.error(text, code="CONTRACT_VIOLATION")
+    if isinstance(error, (ToolValidationError, ValueError)):
         return ToolResult.error(text, code="VALIDATION_FAILED")
     if isinstance(error, TypeError):
         _logger.error("tool %s raised a TypeError", progress.call.name, exc_info=error)
@@ -541,8 +552,8 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _end(progress: _Progress) -> None:
-    """Make sure of the end, whatever interrupted it; then let the world know."""
+def _end(progress: _Progress, recorded: list[ToolInvoked]) -> None:
+    """Make sure of the end, whatever interrupted it, and hand out the record."""
     transaction = progress.transaction
     error = sys.exc_info()[1]
     if not transaction.settled:
@@ -552,8 +563,5 @@ def _end(progress: _Progress) -> None:
     except Exception:
         _logger.exception("closing the resources of a call failed")
     finally:
-        event = progress.event
-        if event is not None:
-            progress.transaction.session.dispatcher.publish(event)
-            if _logger.isEnabledFor(logging.DEBUG):
-                _logger.debug("call ended: success=%s", event.success)
+        if progress.event is not None:
+            recorded.append(progress.event)

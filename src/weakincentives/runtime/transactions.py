@@ -7,17 +7,19 @@ below it are the same by hand.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from weakincentives.call import RunContext, ToolCall
-from weakincentives.errors import SnapshotExpired, ViewClosed
+from weakincentives.call import ToolCall
+from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed
 from weakincentives.logs import get_logger
 from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
 from weakincentives.resources.opening import as_resolver
 from weakincentives.runtime.session import Session, Snapshot
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.tool import ToolContext
 
 __all__ = [
     "CallResources",
@@ -54,37 +56,43 @@ def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> list[str]:
 class Transaction:
     """What one call changes. Ends once, with ``commit`` or ``roll_back``."""
 
-    __slots__ = ("__weakref__", "_forks", "_kept", "_lock", "_merged", "_parent", "_reads_only",
-                 "_scope", "_sealed", "_tokens", "_views", "base", "call", "resources",
-                 "run_context", "session", "settled")  # fmt: skip
+    # Defaults on the class: every call makes one, and most calls need none of these.
+    settled = False
+    _parent: Transaction | None = None
+    _kept: tuple[object, ...] = ()
+    _forks: tuple[tuple[str, Any, Any], ...] = ()
+    _tokens: tuple[tuple[str, Any, object], ...] = ()
+    _merged: tuple[tuple[str, Any, object], ...] = ()
+    _reads_only = False
+    _sealed = False
 
     def __init__(
         self,
         call: ToolCall,
         session: Session,
-        context: ResourceContext,
-        *,
-        parent: Transaction | None = None,
-        run_context: RunContext | None = None,
+        resources: ResourceContext,
+        parent: Transaction | None,
+        outer: ToolContext,
     ) -> None:
         self.call = call
-        self.run_context = run_context
-        self.settled = False
+        self.context = outer
+        """What surrounds the call: the context it was made with, not the one it hands out."""
         self.base = session
-        self.session = session.fork()
-        self._parent = parent
-        self._scope = ToolScope(context, self)
-        self.resources = CallResources(self._scope, self)
-        self._views: dict[int, object] = {id(session): self.session, id(self.session): self.session}
-        self._kept: tuple[object, ...] = ()
-        self._forks: tuple[tuple[str, Any, Any], ...] = ()
-        self._tokens: tuple[tuple[str, Any, object], ...] = ()
-        self._merged: tuple[tuple[str, Any, object], ...] = ()
-        self._reads_only = False
-        self._sealed = False
-        self._lock = threading.Lock()
+        self.session = view = session.fork()
+        self._scope = ToolScope(resources, self)
+        self._views: dict[int, object] = {id(session): view, id(view): view}
+        self._lock = view.lock
+        if parent is not None:
+            self._parent = parent
 
     # What a call works on
+
+    @property
+    def resources(self) -> CallResources:
+        """The call's resources. Made anew each time: a transaction that held it would be a cycle,
+        and what a call made is best freed when the call ends, not when the collector comes by.
+        """
+        return CallResources(self._scope, self)
 
     def view(self, target: T) -> T:
         """Return this call's view of an object, or the object where it takes no part."""
@@ -100,10 +108,11 @@ class Transaction:
         if view is None:
             if isinstance(target, Session) and self.base.is_view_of(target):
                 view = self.session
-            elif base is not target or self._takes_part(target):
-                view = self._fork(base)
             else:
-                return target
+                name = self._name_of(target, base)
+                if name is None:
+                    return target
+                view = self._fork(name, base)
         # Kept alive: an id in the table must not be given to another object.
         self._kept = (*self._kept, target)
         self._views[id(target)] = view
@@ -113,24 +122,32 @@ class Transaction:
         """Whether an object is one of this call's views."""
         return self._views.get(id(view)) is view
 
-    def _takes_part(self, target: object) -> bool:
-        if self._parent is not None and self._parent.covers(target):
-            return True
+    def _name_of(self, target: object, base: object) -> str | None:
+        """Return what to call an object that takes part by forking; None for all others."""
         if isinstance(target, Session):
-            return target.belongs_to(self.base)
-        return _can_fork(target) and any(
-            resource is target for _, resource in self._scope.snapshotables
-        )
+            return f"session {target.session_id}" if target.is_related_to(self.base) else None
+        if _can_fork(target):
+            for name, resource in self._scope.snapshotables:
+                if resource is target:
+                    return name
+            if base is not target or (self._parent is not None and self._parent.covers(target)):
+                return type(target).__name__
+        return None
 
-    def _fork(self, base: Any) -> Any:
+    def _fork(self, name: str, base: Any) -> Any:
         view = base.fork()
         if self._reads_only and hasattr(view, "read_only"):
             view.read_only = _reads_only(self.call)
         if self._sealed:
             _seal_view(view, self._end_reason())
-        self._forks = (*self._forks, (type(base).__name__, base, view))
+        self._forks = (*self._forks, (name, base, view))
         self._views[id(base)] = self._views[id(view)] = view
         return view
+
+    @property
+    def reads_only(self) -> bool:
+        """Whether writes are refused; a call that is nested in one that only reads, only reads."""
+        return self._reads_only or (self._parent is not None and self._parent.reads_only)
 
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
@@ -146,7 +163,7 @@ class Transaction:
 
     def take_snapshots(self) -> None:
         """Note the state of every resource that is changed in place."""
-        for name, resource in self._scope.snapshotables:
+        for name, resource in self._scope.context.snapshotables:
             self.built(name, resource)
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
@@ -172,6 +189,9 @@ class Transaction:
         """Take everything back but what was logged, and add the record. May be called again."""
         self._seal()
         _restore_all(self._merged)
+        for _, base, view in self._forks:
+            if isinstance(base, Session):  # a relative of the call's session: it logs, too
+                base.settle(view, keep=False)
         try:
             self.base.settle(self.session, keep=False, record=record, transaction=self)
         except ViewClosed:
@@ -181,6 +201,8 @@ class Transaction:
     def restore(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Restore what was changed in place; returns what is undone and what could not be."""
         self._seal()
+        if self._reads_only:
+            return (), ()
         failures = _restore_all(self._tokens)
         names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
         failed = {failure.split(" could not", 1)[0] for failure in failures}
@@ -307,7 +329,7 @@ def restore_snapshot(session: Session, resources: object, snapshot: CompositeSna
     session.restore(snapshot.session)
     failures = snapshot.restore_resources()
     if failures:
-        raise RuntimeError("; ".join(failures))
+        raise ResourceError("; ".join(failures))
 
 
 @contextmanager
@@ -356,9 +378,12 @@ class PendingToolTracker:
         An id that never began is no error: hooks may come twice, or for tools not tracked.
         """
         pending = self._pending.pop(tool_use_id, None)
-        if pending is None or success:
+        if pending is None:
             return False
         tool_name, snapshot = pending
+        if success:
+            # A tool that began earlier and failed has taken this one's changes with it.
+            return not self._session.can_restore(snapshot.session)
         try:
             restore_snapshot(self._session, self._resources, snapshot)
         except SnapshotExpired:

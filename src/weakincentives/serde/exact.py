@@ -503,7 +503,11 @@ def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
 
 
 def _imported(name: str) -> type[Any] | None:
-    """Look a class up without running any code: no import, no module ``__getattr__``."""
+    """Look a class up without running any code: no import, no ``__getattr__``.
+
+    On the way to it may stand classes, and objects that hold it: a tool holds the class of its
+    parameters.
+    """
     module_name, _, qualname = name.partition(":")
     found: object = sys.modules.get(module_name)
     if not isinstance(found, ModuleType):
@@ -512,10 +516,12 @@ def _imported(name: str) -> type[Any] | None:
     namespace = cast("Mapping[str, object]", object.__getattribute__(found, "__dict__"))
     for part in qualname.split("."):
         found = namespace.get(part)
-        if not isinstance(found, type):
+        look_up = type if isinstance(found, type) else object
+        try:
+            namespace = look_up.__getattribute__(cast("Any", found), "__dict__")
+        except AttributeError:  # nothing there, or nothing in it
             return None
-        namespace = type.__getattribute__(found, "__dict__")
-    return cast("type[Any]", found)
+    return cast("type[Any]", found) if isinstance(found, type) else None
 
 
 # Small things

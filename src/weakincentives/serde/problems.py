@@ -294,7 +294,7 @@ def _sentences(group: Sequence[_Found]) -> list[str]:
     said: list[str] = []
     if types or formats:
         expected = [f"type {' or '.join(types)}"] if types else []
-        said.append(f"Expected {' or '.join([*expected, *formats])}, got {_shown(error['input'])}")
+        said.append(f"Expected {' or '.join([*expected, *formats])}, got {shown(error['input'])}")
     if choices:
         name = "it" if place.is_key else _last(place.path)
         said.append(f"{name} must be one of: {', '.join(choices)}, got {_rendered(error['input'])}")
@@ -318,7 +318,7 @@ def _sentence(place: _Place, error: Mapping[str, Any]) -> str:
             problem = error["ctx"]["error"]
             return str(problem) or type(problem).__name__
         case _:
-            return f"{error['msg']}, got {_shown(error['input'])}"
+            return f"{error['msg']}, got {shown(error['input'])}"
 
 
 def _unknown(name: str, node: Node) -> str:
@@ -346,7 +346,7 @@ def _last(path: Path) -> str:
     return ".".join(map(str, path[names[-1] if names else 0 :])) or "value"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return the JSON type of a value and a short rendering: ``string '10'``."""
     rendered = _rendered(value)
     return rendered if value is None else f"{_json_type(value)} {rendered}"

@@ -1,0 +1,846 @@
+"""Policies allow or deny calls before they run; everything goes through the pipeline here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weakincentives.errors import PromptValidationError
+from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.prompt import (
+    MarkdownSection,
+    PolicyDecision,
+    PolicyState,
+    Prompt,
+    PromptTemplate,
+    QuotaPolicy,
+    RateLimitPolicy,
+    ReadBeforeWritePolicy,
+    SequentialDependencyPolicy,
+    Tool,
+    ToolContext,
+    ToolResult,
+)
+from weakincentives.runtime import Session, Snapshot, ToolCall, ToolInvoked, execute_tool
+from weakincentives.testing import FakeClock
+
+
+@dataclass(frozen=True)
+class Nothing:
+    fail: bool = False
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    content: str = "new"
+    fail: bool = False
+
+
+def step(name: str) -> Tool[Any, Any]:
+    def handler(params: Nothing, *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.error("It failed") if params.fail else ToolResult.ok(message="done")
+
+    return Tool[Nothing, None](name=name, description="Do a step.", handler=handler)
+
+
+def read(params: File, *, context: ToolContext) -> ToolResult[None]:
+    return ToolResult.ok(message=context.filesystem.read(params.path))
+
+
+def write(params: File, *, context: ToolContext) -> ToolResult[None]:
+    context.filesystem.write(params.path, params.content)
+    return ToolResult.error("It failed") if params.fail else ToolResult.ok(message="written")
+
+
+STEPS = {name: step(name) for name in ("lint", "test", "build", "deploy", "release")}
+FILES = {
+    "read_file": Tool[File, None](name="read_file", description="Read.", handler=read),
+    "write_file": Tool[File, None](name="write_file", description="Write.", handler=write),
+    "edit_file": Tool[File, None](name="edit_file", description="Edit.", handler=write),
+}
+
+
+@dataclass
+class Agent:
+    """One section with every tool, or the sections given, and a session to call them in."""
+
+    policies: Sequence[object] = ()
+    prompt_policies: Sequence[object] = ()
+    sections: Sequence[MarkdownSection[Any]] = ()
+    files: dict[str, str] | None = field(default_factory=lambda: {"a.txt": "old", "b.txt": "old"})
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        sections = self.sections or [
+            MarkdownSection(tools=[*STEPS.values(), *FILES.values()], policies=self.policies)
+        ]
+        template = PromptTemplate(sections=sections, policies=self.prompt_policies)
+        self.fs = None if self.files is None else MemoryFilesystem(self.files)
+        resources = {} if self.fs is None else {Filesystem: self.fs}
+        self.prompt = Prompt(template).bind(resources=resources)
+        self.session = self.new_session()
+
+    def new_session(self) -> Session:
+        session = Session(clock=self.clock)
+        self.prompt.render(session)
+        return session
+
+    def call(self, name: str, **arguments: object) -> ToolResult[Any]:
+        return execute_tool(ToolCall(name, arguments), session=self.session)
+
+    def allows(self, name: str, **arguments: object) -> bool:
+        result = self.call(name, **arguments)
+        assert result.success or (result.failure and result.failure.code == "POLICY_DENIED")
+        return result.success
+
+    @property
+    def ran(self) -> list[str]:
+        return [event.tool_name for event in self.session[ToolInvoked].all() if event.ran]
+
+
+PIPELINE = {"deploy": frozenset({"test", "build"}), "build": frozenset({"lint"})}
+
+
+# SequentialDependencyPolicy
+
+
+def test_a_tool_waits_for_those_it_depends_on():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+
+    denied = agent.call("deploy")
+
+    assert denied.message == (
+        "Cannot call 'deploy' - missing required tools: build, test\n"
+        "Call these tools first, then retry deploy."
+    )
+    assert denied.failure is not None
+    assert denied.failure.code == "POLICY_DENIED"
+    assert agent.ran == []
+    for name in ("lint", "build", "test"):
+        assert agent.allows(name)
+    assert agent.allows("deploy")
+
+
+def test_only_the_missing_tools_are_named():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+    agent.call("test")
+
+    assert "missing required tools: build\n" in agent.call("deploy").message
+
+
+def test_a_dependency_that_failed_or_was_denied_has_not_been_met():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+
+    assert not agent.call("lint", fail=True).success
+    assert not agent.allows("build")
+    assert "missing required tools: build, test" in agent.call("deploy").message
+
+
+def test_a_tool_without_dependencies_is_free():
+    agent = Agent([SequentialDependencyPolicy(dependencies={"deploy": frozenset()})])
+
+    assert agent.allows("deploy")
+    assert agent.allows("lint")
+
+
+def test_a_dependency_may_stand_in_another_section():
+    policy = SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test"})})
+    agent = Agent(
+        sections=[
+            MarkdownSection(title="Checks", tools=[STEPS["test"]]),
+            MarkdownSection(title="Release", tools=[STEPS["deploy"]], policies=[policy]),
+        ]
+    )
+
+    assert not agent.allows("deploy")
+    assert agent.allows("test")
+    assert agent.allows("deploy")
+
+
+def test_the_policy_of_another_section_does_not_govern_a_tool():
+    policy = SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test"})})
+    agent = Agent(
+        sections=[
+            MarkdownSection(title="Checks", tools=[STEPS["test"]], policies=[policy]),
+            MarkdownSection(title="Release", tools=[STEPS["deploy"]]),
+        ]
+    )
+
+    assert agent.allows("deploy")
+
+
+def test_a_policy_of_the_prompt_governs_every_tool():
+    policy = SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test"})})
+    agent = Agent(prompt_policies=[policy])
+
+    assert not agent.allows("deploy")
+
+
+def test_dependencies_are_copied_and_held_to_be_sets():
+    dependencies = {"deploy": {"test"}}
+    agent = Agent([SequentialDependencyPolicy(dependencies=dependencies)])
+    dependencies["deploy"].clear()
+
+    assert not agent.allows("deploy")
+    with pytest.raises(TypeError, match="set of tool names"):
+        SequentialDependencyPolicy(dependencies={"deploy": "test"})
+
+
+CALLS = st.lists(st.tuples(st.sampled_from(list(STEPS)), st.booleans()), max_size=12)
+GRAPHS = st.dictionaries(
+    st.sampled_from(list(STEPS)), st.frozensets(st.sampled_from(list(STEPS))), max_size=4
+)
+
+
+@given(calls=CALLS, graph=GRAPHS)
+def test_a_call_runs_exactly_when_its_dependencies_have_succeeded(
+    calls: list[tuple[str, bool]], graph: dict[str, frozenset[str]]
+):
+    """A denied call never ran; an allowed one had all it needs."""
+    agent = Agent([SequentialDependencyPolicy(dependencies=graph)])
+    done: set[str] = set()
+    ran: list[str] = []
+
+    for name, fail in calls:
+        result = agent.call(name, fail=fail)
+        allowed = graph.get(name, frozenset()) <= done
+        assert (result.failure is not None and result.failure.code == "POLICY_DENIED") != allowed
+        if allowed:
+            ran.append(name)
+        if result.success:
+            done.add(name)
+
+    assert agent.ran == ran
+
+
+# ReadBeforeWritePolicy
+
+
+def files(agent: Agent) -> dict[str, str]:
+    assert agent.fs is not None
+    return {path: agent.fs.read(path) for path in agent.fs.glob("**/*")}
+
+
+def test_a_file_that_exists_must_be_read_before_it_is_written():
+    agent = Agent([ReadBeforeWritePolicy()])
+
+    denied = agent.call("write_file", path="a.txt")
+
+    assert denied.message == "Cannot write to a.txt without reading it first"
+    assert files(agent)["a.txt"] == "old"
+    assert agent.allows("read_file", path="a.txt")
+    assert agent.allows("write_file", path="a.txt")
+    assert not agent.allows("edit_file", path="b.txt")
+
+
+def test_a_new_file_may_be_written_at_once_and_is_known_from_then_on():
+    agent = Agent([ReadBeforeWritePolicy()])
+
+    assert agent.allows("write_file", path="new/c.txt")
+    assert agent.allows("write_file", path="new/c.txt", content="again")
+    assert agent.allows("edit_file", path="/workspace/new/c.txt", content="and again")
+
+
+@pytest.mark.parametrize("other", ["/workspace/a.txt", "./a.txt", "x/../a.txt", "a.txt"])
+def test_a_file_is_known_under_all_its_spellings(other: str):
+    for first, second in (("a.txt", other), (other, "a.txt")):
+        agent = Agent([ReadBeforeWritePolicy()])
+        assert agent.allows("read_file", path=first)
+        assert agent.allows("write_file", path=second)
+
+
+def test_a_failed_read_or_write_makes_no_file_known():
+    agent = Agent([ReadBeforeWritePolicy()])
+
+    assert not agent.call("read_file", path="c.txt").success
+    assert not agent.call("write_file", path="c.txt", fail=True).success
+    assert agent.fs is not None
+    agent.fs.write("c.txt", "someone else's")
+
+    assert not agent.allows("write_file", path="c.txt")
+
+
+def test_a_path_outside_the_root_is_denied_in_words():
+    agent = Agent([ReadBeforeWritePolicy()])
+
+    denied = agent.call("write_file", path="../etc/passwd")
+
+    assert "outside the root" in denied.message
+    assert denied.failure is not None
+    assert denied.failure.code == "POLICY_DENIED"
+
+
+def test_other_tools_and_fields_can_be_named():
+    @dataclass(frozen=True)
+    class Edit:
+        target: str
+
+    def edit(params: Edit, *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.ok()
+
+    tools = [
+        Tool[Edit, None](name=name, description="Edit.", handler=edit) for name in ("see", "put")
+    ]
+    policy = ReadBeforeWritePolicy(
+        read_tools={"see"}, write_tools={"put"}, path_field="target", name="mine"
+    )
+    agent = Agent(sections=[MarkdownSection(tools=tools, policies=[policy])])
+
+    assert not agent.allows("put", target="a.txt")
+    assert agent.allows("see", target="a.txt")
+    assert agent.allows("put", target="a.txt")
+
+
+def test_a_write_tool_without_a_path_is_denied():
+    """Fail closed: what cannot be told is not allowed."""
+    agent = Agent([ReadBeforeWritePolicy(write_tools={"deploy"})])
+
+    assert "Cannot tell which file 'deploy' writes" in agent.call("deploy").message
+
+
+def test_raw_arguments_name_their_path_too():
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+    def handler(params: dict[str, Any], *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.ok()
+
+    tools = [Tool.from_schema(n, "File.", schema, handler) for n in ("read_file", "write_file")]
+    agent = Agent(sections=[MarkdownSection(tools=tools, policies=[ReadBeforeWritePolicy()])])
+
+    assert not agent.allows("write_file", path="a.txt")
+    assert agent.allows("read_file", path="./a.txt")
+    assert agent.allows("write_file", path="a.txt")
+
+
+def test_without_a_filesystem_every_file_must_be_read_first():
+    """Nobody can tell what is new, so nothing is taken for new."""
+
+    def handler(params: File, *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.ok()
+
+    tools = [
+        Tool[File, None](name=name, description="File.", handler=handler)
+        for name in ("read_file", "write_file")
+    ]
+    section = MarkdownSection(tools=tools, policies=[ReadBeforeWritePolicy()])
+    agent = Agent(sections=[section], files=None)
+
+    assert not agent.allows("write_file", path="a.txt")
+    assert agent.allows("read_file", path="a.txt")
+    assert agent.allows("write_file", path="a.txt")
+
+
+def test_a_tool_that_reads_elsewhere_is_no_problem():
+    """A path that means nothing to the filesystem makes no file known, and no call fail."""
+
+    def fetch(params: File, *, context: ToolContext) -> ToolResult[None]:
+        return ToolResult.ok()
+
+    tool = Tool[File, None](name="read_file", description="Fetch.", handler=fetch)
+    agent = Agent(sections=[MarkdownSection(tools=[tool], policies=[ReadBeforeWritePolicy()])])
+
+    assert agent.allows("read_file", path="/etc/hosts")
+
+
+FILE_CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["read_file", "write_file", "edit_file"]),
+        st.sampled_from(["a.txt", "./a.txt", "/workspace/a.txt", "b.txt", "c.txt", "d/../c.txt"]),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(calls=FILE_CALLS)
+def test_no_file_is_ever_overwritten_unseen(calls: list[tuple[str, str, bool]]):
+    agent = Agent([ReadBeforeWritePolicy()])
+    assert agent.fs is not None
+    known: set[str] = set()
+
+    for name, path, fail in calls:
+        file = agent.fs.normalize(path)
+        existed = agent.fs.exists(file)
+        before = files(agent)
+        result = agent.call(name, path=path, fail=fail, content=f"by {len(agent.ran)}")
+        if name != "read_file" and existed and file not in known:
+            assert not result.success
+        if result.success:
+            known.add(file)
+        else:
+            assert files(agent) == before
+        if name != "read_file" and not fail and (file in known or not existed):
+            assert result.success
+
+
+# QuotaPolicy
+
+
+def test_a_quota_is_used_up_by_calls_that_ran_failed_ones_too():
+    agent = Agent([QuotaPolicy(max_calls=3)])
+
+    assert agent.allows("lint")
+    assert not agent.call("test", fail=True).success
+    assert agent.allows("build")
+    assert agent.call("deploy").message == "Quota exceeded: 3/3 calls used"
+    assert agent.call("deploy").message == "Quota exceeded: 3/3 calls used"
+    assert agent.ran == ["lint", "test", "build"]
+
+
+def test_refusals_use_up_nothing():
+    policies = [QuotaPolicy(max_calls=1), SequentialDependencyPolicy(dependencies=PIPELINE)]
+    for order in (policies, policies[::-1]):
+        agent = Agent(order)
+
+        assert not agent.allows("deploy")
+        assert "Unknown tool" in agent.call("no_such_tool").message
+        assert "Invalid parameters" in agent.call("lint", colour="red").message
+        assert agent.allows("lint")
+        assert not agent.allows("lint")
+
+
+def test_a_quota_counts_the_calls_it_governs():
+    agent = Agent(
+        sections=[
+            MarkdownSection(title="Free", tools=[STEPS["lint"]]),
+            MarkdownSection(title="Paid", tools=[STEPS["deploy"]], policies=[QuotaPolicy(1)]),
+        ]
+    )
+
+    assert all(agent.allows("lint") for _ in range(3))
+    assert agent.allows("deploy")
+    assert not agent.allows("deploy")
+
+
+def test_quotas_of_the_section_and_of_the_prompt_count_for_themselves():
+    agent = Agent(
+        sections=[
+            MarkdownSection(title="Free", tools=[STEPS["lint"]]),
+            MarkdownSection(
+                title="Paid", tools=[STEPS["deploy"]], policies=[QuotaPolicy(1, name="paid")]
+            ),
+        ],
+        prompt_policies=[QuotaPolicy(3)],
+    )
+
+    assert [agent.allows(name) for name in ("deploy", "deploy", "lint", "lint", "lint")] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_quota_of_none_allows_nothing_and_less_is_refused():
+    assert not Agent([QuotaPolicy(0)]).allows("lint")
+    with pytest.raises(ValueError, match="max_calls"):
+        QuotaPolicy(-1)
+    with pytest.raises(ValueError, match="max_calls_per_minute"):
+        RateLimitPolicy(-1)
+
+
+def test_a_reset_gives_back_no_quota():
+    """It counts in a LOG slice: what was tried was tried."""
+    agent = Agent([QuotaPolicy(1)])
+    agent.call("lint")
+    agent.session.reset()
+
+    assert not agent.allows("lint")
+
+
+@given(calls=CALLS, limit=st.integers(0, 5))
+def test_never_more_calls_run_than_the_quota_has(calls: list[tuple[str, bool]], limit: int):
+    agent = Agent([QuotaPolicy(limit), SequentialDependencyPolicy(dependencies=PIPELINE)])
+
+    for name, fail in calls:
+        before = len(agent.ran)
+        result = agent.call(name, fail=fail)
+        if "Quota exceeded" in result.message:
+            assert before == limit
+            assert len(agent.ran) == before
+
+    assert len(agent.ran) <= limit
+
+
+# RateLimitPolicy
+
+
+def test_a_tool_may_run_so_often_within_a_minute():
+    agent = Agent([RateLimitPolicy(max_calls_per_minute=2)])
+
+    assert agent.allows("lint")
+    agent.clock.advance(30)
+    assert not agent.call("lint", fail=True).success
+    agent.clock.advance(30)
+    assert agent.call("lint").message == (
+        "Rate limit exceeded: 2 calls to lint in last minute\n"
+        "Maximum: 2 calls per minute\n"
+        "Wait 60 seconds before retrying"
+    )
+    assert agent.allows("test"), "each tool has its own limit"
+    agent.clock.advance(0.001)
+    assert agent.allows("lint")
+    assert not agent.allows("lint")
+
+
+def test_denied_calls_do_not_extend_the_wait():
+    agent = Agent([RateLimitPolicy(1)])
+    agent.call("lint")
+
+    for _ in range(12):
+        agent.clock.advance(5)
+        assert not agent.allows("lint")
+    agent.clock.advance(5)
+    assert agent.allows("lint")
+
+
+@given(waits=st.lists(st.floats(0, 70, allow_nan=False), max_size=15), limit=st.integers(1, 3))
+def test_no_minute_sees_more_calls_than_allowed(waits: list[float], limit: int):
+    agent = Agent([RateLimitPolicy(limit)])
+    ran: list[float] = []
+
+    for wait in waits:
+        agent.clock.advance(wait)
+        now = agent.clock.time()
+        recent = [moment for moment in ran if moment >= now - 60]
+        assert agent.allows("lint") == (len(recent) < limit)
+        if len(recent) < limit:
+            ran.append(now)
+
+
+# What policies remember
+
+
+def test_memory_follows_snapshot_and_restore():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE), ReadBeforeWritePolicy()])
+    fresh = agent.session.snapshot()
+    agent.call("lint")
+    agent.call("read_file", path="a.txt")
+    known = agent.session.snapshot()
+
+    agent.session.restore(known)
+    assert agent.allows("build")
+    assert agent.allows("write_file", path="a.txt")
+    agent.session.restore(fresh)
+    assert not agent.allows("build")
+    assert not agent.allows("write_file", path="a.txt")
+
+
+def test_reset_clears_what_succeeded():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+    agent.call("lint")
+    agent.session.reset()
+
+    assert agent.session[PolicyState].all() == ()
+    assert not agent.allows("build")
+
+
+def test_each_session_remembers_for_itself():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE), QuotaPolicy(2)])
+    agent.call("lint")
+    agent.call("lint")
+    agent.session = agent.new_session()
+
+    assert not agent.allows("build")
+    assert agent.allows("lint")
+    assert agent.allows("build")
+
+
+def test_memory_is_a_slice_that_can_be_read():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE), ReadBeforeWritePolicy()])
+    agent.call("lint")
+    agent.call("read_file", path="/workspace/a.txt")
+
+    first, second = agent.session[PolicyState].all()
+    assert first == PolicyState("sequential_dependency", frozenset({"lint", "read_file"}))
+    assert (second.policy_name, second.invoked_tools) == ("read_before_write", frozenset())
+    assert [key for _, key in second.invoked_keys] == ["a.txt"]
+
+
+def test_memory_can_be_given():
+    agent = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+    agent.session[PolicyState].seed(
+        PolicyState("sequential_dependency", invoked_tools=frozenset({"test"}))
+    )
+
+    agent.call("lint")
+    agent.call("build")
+    assert agent.allows("deploy")
+
+
+def test_memory_goes_on_in_another_process():
+    policies = [
+        SequentialDependencyPolicy(dependencies=PIPELINE),
+        ReadBeforeWritePolicy(),
+        QuotaPolicy(5),
+        RateLimitPolicy(2),
+    ]
+    agent = Agent(policies)
+    agent.call("lint")
+    agent.call("read_file", path="a.txt")
+    text = agent.session.snapshot().to_json()
+
+    json.loads(text)
+    agent.session = Session.from_snapshot(Snapshot.from_json(text), clock=agent.clock)
+    agent.prompt.render(agent.session)
+    assert agent.allows("build")
+    assert agent.allows("write_file", path="a.txt")
+    assert agent.allows("lint")
+    assert "Quota exceeded: 5/5" in agent.call("lint").message
+
+
+def test_a_call_within_a_call_is_remembered_only_if_both_succeed():
+    policy = SequentialDependencyPolicy(dependencies=PIPELINE)
+
+    def outer(params: Nothing, *, context: ToolContext) -> ToolResult[None]:
+        assert execute_tool(ToolCall("lint"), context=context).success
+        return ToolResult.error("It failed") if params.fail else ToolResult.ok()
+
+    both = Tool[Nothing, None](name="both", description="Do both.", handler=outer)
+    section = MarkdownSection(tools=[*STEPS.values(), both], policies=[policy])
+    agent = Agent(sections=[section])
+
+    agent.call("both", fail=True)
+    assert not agent.allows("build")
+    agent.call("both")
+    assert agent.allows("build")
+
+
+# Policies of one's own, in both forms
+
+
+@dataclass
+class Full:
+    """The canonical form."""
+
+    verdict: Any = field(default_factory=PolicyDecision.allow)
+    name: str = "full"
+    log: list[Any] = field(default_factory=list)
+
+    def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> Any:
+        self.log.append((tool.name, params, context.session.session_id))
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return self.verdict
+
+    def on_result(
+        self, tool: Tool[Any, Any], params: Any, result: Any, *, context: ToolContext
+    ) -> None:
+        self.log.append((tool.name, result.message))
+
+
+class Small:
+    """The Chapter's form."""
+
+    def __init__(self, verdict: Any = None) -> None:
+        self.verdict = verdict
+        self.log: list[Any] = []
+
+    def check(self, tool_name: str, params: object, context: ToolContext) -> str | None:
+        self.log.append((tool_name, params, context.session.session_id))
+        if isinstance(self.verdict, Exception):
+            raise self.verdict
+        return self.verdict
+
+
+@pytest.mark.parametrize("form", [Full, Small])
+def test_both_forms_are_asked_with_what_they_take(form: Callable[[], Any]):
+    policy = form()
+    agent = Agent([policy])
+
+    assert agent.allows("lint")
+
+    assert policy.log[0] == ("lint", Nothing(), agent.session.session_id)
+    assert policy.log[1:] == ([("lint", "done")] if form is Full else [])
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Full(PolicyDecision.deny("Not today")),
+        Full(PolicyDecision(False, "Not today")),
+        Small("Not today"),
+    ],
+)
+def test_both_forms_deny_in_their_own_words(policy: Any):
+    agent = Agent([policy])
+
+    assert agent.call("lint").message == "Not today"
+    assert agent.ran == []
+
+
+@pytest.mark.parametrize("policy", [Full(PolicyDecision(False)), Full(PolicyDecision(False, ""))])
+def test_a_denial_without_a_reason_names_the_policy(policy: Any):
+    assert Agent([policy]).call("lint").message == "Denied by policy 'full'"
+    assert Agent([Small("")]).call("lint").message == "Denied by policy 'Small'"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Full(RuntimeError("the store is down")),
+        Small(RuntimeError("the store is down")),
+        Full(None),
+        Full(True),
+        Full("Not today"),
+        Full(Nothing()),
+        Full(PolicyDecision("yes")),
+        Full(PolicyDecision(1)),
+        Small(True),
+        Small(0),
+        Small(["Not today"]),
+    ],
+)
+def test_a_policy_that_raises_or_answers_nonsense_denies(policy: Any):
+    """Fail closed: a policy that cannot decide does not allow."""
+    agent = Agent([policy])
+
+    assert not agent.allows("lint")
+    assert agent.ran == []
+
+
+def test_a_small_policy_may_answer_in_the_full_form():
+    assert Agent([Small(PolicyDecision.allow())]).allows("lint")
+    assert Agent([Small(PolicyDecision.deny("No"))]).call("lint").message == "No"
+
+
+def test_a_policy_needs_neither_a_name_nor_to_hear_of_results():
+    class OnlyCheck:
+        def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision.deny("") if tool.name == "deploy" else PolicyDecision.allow()
+
+    agent = Agent([OnlyCheck()])
+
+    assert agent.allows("lint")
+    assert agent.call("deploy").message == "Denied by policy 'OnlyCheck'"
+
+
+def test_a_small_policy_may_name_its_parameters_as_it_likes():
+    class Other:
+        def check(self, name: str, args: object, ctx: ToolContext) -> str | None:
+            return None if name == "lint" and ctx.session else "No"
+
+    agent = Agent([Other()])
+
+    assert agent.allows("lint")
+    assert not agent.allows("test")
+
+
+def test_a_full_policy_may_take_its_context_among_others():
+    class Other:
+        def check(self, tool: Any, params: Any, **more: Any) -> PolicyDecision:
+            return PolicyDecision(allowed=tool.name == "lint" and "context" in more)
+
+    agent = Agent([Other()])
+
+    assert agent.allows("lint")
+    assert not agent.allows("test")
+
+
+def test_an_async_check_is_awaited():
+    class Later:
+        async def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision(tool.name == "lint", "Not today")
+
+    class SmallLater:
+        async def check(self, tool_name: str, params: Any, context: ToolContext) -> str | None:
+            return None if tool_name == "lint" else "Not today"
+
+    for policy in (Later(), SmallLater()):
+        agent = Agent([policy])
+        assert agent.allows("lint")
+        assert agent.call("test").message == "Not today"
+
+
+def test_the_sections_policies_are_asked_before_the_prompts_and_the_first_denial_answers():
+    first, second, third = Small(), Small("Second says no"), Small("Third says no")
+    agent = Agent([first, second], prompt_policies=[third])
+
+    assert agent.call("lint").message == "Second says no"
+    assert [len(policy.log) for policy in (first, second, third)] == [1, 1, 0]
+
+
+def test_a_policy_that_fails_on_a_result_fails_the_call():
+    """What a policy could not note must not have happened."""
+
+    class Forgetful(Full):
+        def on_result(self, *args: Any, context: ToolContext) -> None:
+            raise RuntimeError("disk full")
+
+    agent = Agent([Forgetful()])
+
+    assert not agent.call("write_file", path="c.txt").success
+    assert "c.txt" not in files(agent)
+
+
+class NoCheck:
+    name = "no check"
+
+
+class NotCallable:
+    check = "yes"
+
+
+class TooFew:
+    def check(self, tool_name: str) -> str | None: ...
+
+
+class TooMany:
+    def check(self, tool: Any, params: Any, result: Any, *, context: Any) -> Any: ...
+
+
+class WrongResult:
+    def check(self, tool: Any, params: Any, *, context: Any) -> Any: ...
+    def on_result(self, tool: Any, params: Any) -> None: ...
+
+
+class AsyncResult:
+    def check(self, tool: Any, params: Any, *, context: Any) -> Any: ...
+    async def on_result(self, tool: Any, params: Any, result: Any, *, context: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        QuotaPolicy,
+        ReadBeforeWritePolicy,
+        Small,
+        "quota",
+        None,
+        lambda tool_name, params, context: None,
+        NoCheck(),
+        NotCallable(),
+        TooFew(),
+        TooMany(),
+        WrongResult(),
+        AsyncResult(),
+    ],
+)
+def test_what_is_no_policy_is_refused_where_it_is_attached(wrong: Any):
+    """A class instead of an instance, too."""
+    with pytest.raises(TypeError, match="policy"):
+        MarkdownSection(policies=[wrong])
+    with pytest.raises(TypeError, match="policy"):
+        PromptTemplate(policies=[wrong])
+
+
+def test_a_policy_can_be_used_in_several_prompts():
+    policy = SequentialDependencyPolicy(dependencies=PIPELINE)
+    one, other = Agent([policy]), Agent([policy])
+    one.call("lint")
+
+    assert one.allows("build")
+    assert not other.allows("build")
+
+
+def test_policies_that_count_under_one_name_are_refused():
+    with pytest.raises(PromptValidationError, match="both called 'quota'"):
+        Agent([QuotaPolicy(1), QuotaPolicy(2)])
