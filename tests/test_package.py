@@ -43,13 +43,20 @@ def test_the_public_surface_is_listed_sorted_and_complete(name: str):
     module = importlib.import_module(name)
     imported = {
         alias.asname or alias.name
-        for node in ast.parse(Path(str(module.__file__)).read_text()).body
-        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("weakincentives")
         for alias in node.names
     }
 
     assert sorted(module.__all__) == list(module.__all__)
     assert imported == set(module.__all__)
+    assert all(getattr(module, exported) is not None for exported in module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_a_name_that_the_root_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        weakincentives.no_such_name  # noqa: B018
 
 
 def test_the_root_exports_about_a_dozen_names():
@@ -69,7 +76,10 @@ def test_imports_point_upward(name: str):
 
 
 def test_importing_the_package_loads_nothing_heavy():
-    program = "import sys, weakincentives; print([m for m in %r if m in sys.modules])"
+    program = (
+        "import sys, weakincentives as wink; wink.Session, wink.Tool\n"
+        "print([m for m in %r if m in sys.modules])"
+    )
     heavy = ["pydantic", "pydantic_core", "asyncio", "jsonschema"]
 
     done = subprocess.run(
