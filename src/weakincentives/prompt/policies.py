@@ -314,16 +314,11 @@ class AttachedPolicy:
     name: str
     policy: object
     check: Callable[..., Any]
+    """``check(tool, params, context=...)`` gives the verdict in the policy's own form."""
     on_start: Callable[..., None] | None
     on_result: Callable[..., None] | None
     is_async: bool
     is_small: bool
-
-    def ask(self, tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-        """Return the policy's verdict in its own form (or an awaitable of it)."""
-        if self.is_small:
-            return self.check(tool.name, params, context)
-        return self.check(tool, params, context=context)
 
     def denial(self, verdict: object) -> str | None:
         """Return why the call is denied, or None; raise when the verdict makes no sense."""
@@ -369,12 +364,21 @@ def _attach(policy: object) -> AttachedPolicy:
     return AttachedPolicy(
         name=getattr(policy, "name", None) or type(policy).__name__,
         policy=policy,
-        check=check,
+        check=_by_name(check) if is_small else check,
         on_start=on_start,
         on_result=on_result,
         is_async=is_async(check),
         is_small=is_small,
     )
+
+
+def _by_name(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt the small form to how the pipeline asks."""
+
+    def adapted(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
+        return check(tool.name, params, context)
+
+    return adapted
 
 
 def _method(policy: object, name: str) -> Callable[..., Any] | None:

@@ -274,6 +274,10 @@ class ResourceContext(_Lifetime):
         self._builders: dict[tuple[_Lifetime, type[Any]], int] = {}
         self._waiting: dict[int, tuple[_Lifetime, type[Any]]] = {}
 
+    def built(self, kind: type[T]) -> T | None:
+        """Return the singleton for ``kind`` if it has been made, without making anything."""
+        return self._instances.get(kind)
+
     def tool_scope(self, watcher: Watcher | None = None) -> ToolScope:
         """Return what one tool call asks for its resources; use it in a ``with`` block.
 

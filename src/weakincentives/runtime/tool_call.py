@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import (
@@ -270,7 +270,26 @@ async def _pipeline(
     progress = _Progress(call, transaction, clock.monotonic(), clock.time(), call.params)
     signal = CancellationToken()
     try:
-        result = await _perform(progress, offers, context, signal)
+        offer = offers.get(call.name) or _unknown(call, offers)
+        tool = progress.tool = offer.tool
+        params = progress.params = tool.parse(call.params)
+        bound = context.bound_to(transaction.session, transaction.resources, call.id, signal)
+        for policy in offer.policies:
+            try:
+                verdict = policy.check(tool, params, context=bound)
+                reason = None if verdict is ALLOWED else await _denial(policy, verdict)
+            except Exception as error:
+                raise _undecided(policy, error) from error
+            if reason is not None:
+                raise PolicyDenied(reason)
+        _check_limits(bound)
+        _start(progress, offer, params, bound)
+        if tool.timeout is None and bound.deadline is None and not tool.is_async:
+            answer = _call_handler(tool, params, bound)
+        else:
+            answer = await _handle_on_loop(tool, params, bound)
+        result = _succeeded(answer)
+        _accept(progress, offer, params, result, bound)
         result = _completed(progress, result)
         transaction.commit(progress.event)
     except BaseException as error:  # the one place that undoes
@@ -283,40 +302,7 @@ async def _pipeline(
     return result
 
 
-async def _perform(
-    progress: _Progress,
-    offers: Mapping[str, Offer],
-    context: ToolContext,
-    signal: CancellationToken,
-) -> ToolResult[Any]:
-    """Do all that can fail, in order; raise for every failure."""
-    offer = _look_up(progress.call, offers)
-    tool = progress.tool = offer.tool
-    params = progress.params = tool.parse(progress.call.params)
-    transaction = progress.transaction
-    bound = context.bound_to(transaction.session, transaction.resources, progress.call.id, signal)
-    for policy in offer.policies:
-        verdict = _ask(policy, tool, params, bound)
-        if verdict is not ALLOWED:
-            await _judge(policy, verdict)
-    _check_limits(bound)
-    _start(progress, offer, params, bound)
-    if tool.timeout is None and bound.deadline is None and not tool.is_async:
-        try:
-            answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start made sure
-        except StopIteration as error:  # which a coroutine cannot let through
-            raise RuntimeError(f"the handler raised StopIteration: {error}") from error
-    else:
-        answer = await _handle_on_loop(tool, params, bound)
-    result = _succeeded(answer)
-    _accept(progress, offer, params, result, bound)
-    return result
-
-
-def _look_up(call: ToolCall, offers: Mapping[str, Offer]) -> Offer:
-    offer = offers.get(call.name)
-    if offer is not None:
-        return offer
+def _unknown(call: ToolCall, offers: Mapping[str, Offer]) -> NoReturn:
     from difflib import get_close_matches
 
     name = str(call.name)
@@ -326,21 +312,9 @@ def _look_up(call: ToolCall, offers: Mapping[str, Offer]) -> Offer:
     raise ToolNotFound(f"Unknown tool '{name}'. {hint}Available tools: {known}", suggestions=near)
 
 
-def _ask(policy: AttachedPolicy, tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-    try:
-        return policy.ask(tool, params, context)
-    except Exception as error:
-        raise _undecided(policy, error) from error
-
-
-async def _judge(policy: AttachedPolicy, verdict: Any) -> None:
-    """Raise PolicyDenied unless the verdict, awaited where the policy is async, allows the call."""
-    try:
-        reason = policy.denial(await verdict if policy.is_async else verdict)
-    except Exception as error:
-        raise _undecided(policy, error) from error
-    if reason is not None:
-        raise PolicyDenied(reason)
+async def _denial(policy: AttachedPolicy, verdict: Any) -> str | None:
+    """Return why the call is denied, once an async policy has said so; None when it is not."""
+    return policy.denial(await verdict if policy.is_async else verdict)
 
 
 def _undecided(policy: AttachedPolicy, error: Exception) -> PolicyDenied:
@@ -371,6 +345,14 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
         progress.transaction.read_only()
     else:
         progress.transaction.take_snapshots()
+
+
+def _call_handler(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
+    handler: Any = tool.handler
+    try:
+        return handler(params, context=context)
+    except StopIteration as error:  # which a coroutine cannot let through
+        raise RuntimeError(f"the handler raised StopIteration: {error}") from error
 
 
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:

@@ -65,6 +65,7 @@ class Transaction:
     _merged: tuple[tuple[str, Any, object], ...] = ()
     _reads_only = False
     _sealed = False
+    _scope: ToolScope | None = None
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Transaction:
         """What surrounds the call: the context it was made with, not the one it hands out."""
         self.base = session
         self.session = view = session.fork()
-        self._scope = ToolScope(resources, self)
+        self._resources = resources
         self._views: dict[int, object] = {id(session): view, id(view): view}
         self._lock = view.lock
         if parent is not None:
@@ -92,7 +93,31 @@ class Transaction:
         """The call's resources. Made anew each time: a transaction that held it would be a cycle,
         and what a call made is best freed when the call ends, not when the collector comes by.
         """
-        return CallResources(self._scope, self)
+        return CallResources(self)
+
+    @property
+    def scope(self) -> ToolScope:
+        """The lifetime of resources that are the call's own; made when first needed."""
+        if self._scope is None:
+            with self._lock:
+                self._scope = self._scope or ToolScope(self._resources, self)
+        return self._scope
+
+    @property
+    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+        """All that takes part in transactions, under its own name."""
+        return self._resources.snapshotables if self._scope is None else self._scope.snapshotables
+
+    def resource(self, kind: type[T]) -> T:
+        """Return the resource bound for a type: this call's view, where it can fork."""
+        self.check_open()
+        instance = self._resources.built(kind)
+        if instance is None:
+            instance = self.scope.get(kind)
+        return self.view(instance) if _can_fork(instance) else instance
+
+    def is_bound(self, kind: type) -> bool:
+        return kind in self._resources.registry
 
     def view(self, target: T) -> T:
         """Return this call's view of an object, or the object where it takes no part."""
@@ -127,7 +152,7 @@ class Transaction:
         if isinstance(target, Session):
             return f"session {target.session_id}" if target.is_related_to(self.base) else None
         if _can_fork(target):
-            for name, resource in self._scope.snapshotables:
+            for name, resource in self.snapshotables:
                 if resource is target:
                     return name
             if base is not target or (self._parent is not None and self._parent.covers(target)):
@@ -163,7 +188,7 @@ class Transaction:
 
     def take_snapshots(self) -> None:
         """Note the state of every resource that is changed in place."""
-        for name, resource in self._scope.context.snapshotables:
+        for name, resource in self._resources.snapshotables:
             self.built(name, resource)
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
@@ -210,7 +235,8 @@ class Transaction:
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
-        self._scope.close(error)
+        if self._scope is not None:
+            self._scope.close(error)
 
     def check_open(self) -> None:
         """Raise ViewClosed once the call has ended."""
@@ -243,40 +269,30 @@ def _reads_only(call: ToolCall) -> str:
 class CallResources:
     """A call's resources: views where a resource can fork, and nothing once the call has ended."""
 
-    __slots__ = ("_scope", "_transaction")
+    __slots__ = ("transaction",)
 
-    def __init__(self, scope: ToolScope, transaction: Transaction) -> None:
-        self._scope = scope
-        self._transaction = transaction
-
-    @property
-    def transaction(self) -> Transaction:
-        return self._transaction
+    def __init__(self, transaction: Transaction) -> None:
+        self.transaction = transaction
 
     @property
     def context(self) -> ResourceContext:
-        return self._scope.context
+        return self.transaction.scope.context
 
     def get(self, kind: type[T]) -> T:
         """Return the resource bound for a type."""
-        self._transaction.check_open()
-        instance = self._scope.get(kind)
-        return self._transaction.view(instance) if _can_fork(instance) else instance
+        return self.transaction.resource(kind)
 
     def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
-        self._transaction.check_open()
-        instance = self._scope.find(kind)
-        return self._transaction.view(instance) if _can_fork(instance) else instance
+        return self.transaction.resource(kind) if self.transaction.is_bound(kind) else None
 
     @property
     def snapshotables(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(
-            (name, self._transaction.view(resource)) for name, resource in self._scope.snapshotables
-        )
+        view = self.transaction.view
+        return tuple((name, view(resource)) for name, resource in self.transaction.snapshotables)
 
     def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
-        self._scope.watch(watcher)
+        self.transaction.scope.watch(watcher)
         return self.snapshotables
 
 
