@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -172,3 +173,44 @@ class TestDeclarations:
     def test_events_that_are_not_classes_are_refused_at_the_mark(self, on: object) -> None:
         with pytest.raises(TypeError, match="takes a class or a tuple of classes"):
             reducer(on=on)  # type: ignore[arg-type]
+
+
+class TestPlaces:
+    @given(LENGTHS.filter(bool), st.data())
+    def test_another_value_can_be_put_at_any_place(self, length: int, data: st.DataObject) -> None:
+        before = Slice.of(range(length))
+        place = data.draw(st.integers(0, length - 1))
+
+        after = before.put(place, -1)
+
+        expected = list(range(length))
+        expected[place] = -1
+        assert after.all() == tuple(expected)
+        assert [after.at(n) for n in range(length)] == expected
+        assert before.all() == tuple(range(length))
+        assert after.append(9).all() == (*expected, 9)
+
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from(["put", "keep", "back"]), st.integers(0, 120)), max_size=80
+        ),
+        st.integers(0, 100),
+    )
+    def test_upsert_is_right_on_every_branch_of_what_was_rolled_back(
+        self, moves: list[tuple[str, int]], seeded: int
+    ) -> None:
+        """Branches share one table of places; none may see another's."""
+        reduce = upsert_by(lambda pair: pair[0])
+        current: Any = Slice.of((n, "seed") for n in range(seeded))
+        model: dict[int, object] = dict.fromkeys(range(seeded), "seed")
+        kept = [(current, dict(model))]
+        for number, (move, key) in enumerate(moves):
+            if move == "put":
+                current = reduce(current, (key, number))
+                model[key] = number
+            elif move == "keep":
+                kept.append((current, dict(model)))
+            else:
+                current, model = kept[key % len(kept)]
+                model = dict(model)
+            assert current.all() == tuple(model.items())

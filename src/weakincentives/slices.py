@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 __all__ = [
@@ -72,6 +72,34 @@ class Slice(Generic[T]):
             return Slice(self._full, self._tail + (item,), self._length + 1)  # noqa: RUF005
         return Slice((self._full, self._tail), (item,), self._length + 1)
 
+    def at(self, place: int) -> T:
+        """Return the value at a place, counted from the oldest; the newer, the sooner found."""
+        in_tail = place - (self._length - len(self._tail))
+        if in_tail >= 0:
+            return self._tail[in_tail]
+        chunks = islice(self._chunks(), self._chunks_after(place), None)
+        return next(chunks)[place % _CHUNK]
+
+    def put(self, place: int, item: T) -> Slice[T]:
+        """Return this slice with another value at a place; what is older is shared."""
+        in_tail = place - (self._length - len(self._tail))
+        if in_tail >= 0:
+            return Slice(self._full, _with(self._tail, in_tail, item), self._length)
+        rest = self._full
+        newer: list[tuple[T, ...]] = []
+        for _ in range(self._chunks_after(place)):
+            rest, chunk = cast("tuple[_Chunks[T], tuple[T, ...]]", rest)
+            newer.append(chunk)
+        rest, chunk = cast("tuple[_Chunks[T], tuple[T, ...]]", rest)
+        full: _Chunks[T] = (rest, _with(chunk, place % _CHUNK, item))
+        for chunk in reversed(newer):
+            full = (full, chunk)
+        return Slice(full, self._tail, self._length)
+
+    def _chunks_after(self, place: int) -> int:
+        """Return how many full chunks are newer than the one that holds a place."""
+        return (self._length - len(self._tail)) // _CHUNK - 1 - place // _CHUNK
+
     def replace(self, *items: T) -> Slice[T]:
         """Return a slice that holds only these values."""
         return Slice.of(items)
@@ -113,6 +141,27 @@ class Slice(Generic[T]):
         return f"Slice({list(self.all())!r})"
 
 
+def _with(values: tuple[T, ...], place: int, item: T) -> tuple[T, ...]:
+    return (*values[:place], item, *values[place + 1 :])
+
+
+class _Keyed(Slice[T]):
+    """A slice that knows where each key stands, for ``upsert_by``.
+
+    The table is shared by all slices that grew from one another, so one that was rolled back may
+    have left something in it: what the table says is looked at, not believed.
+    """
+
+    __slots__ = ("key", "places")
+
+    def __init__(
+        self, values: Slice[T], key: Callable[[T], object], places: dict[object, int]
+    ) -> None:
+        super().__init__(values._full, values._tail, values._length)
+        self.key = key
+        self.places = places
+
+
 EMPTY: Slice[Any] = Slice(None, (), 0)
 
 Reducer = Callable[[Slice[T], Any], "Slice[T] | Iterable[T]"]
@@ -130,15 +179,26 @@ def replace_latest(current: Slice[T], event: T) -> Slice[T]:
 
 
 def upsert_by(key: Callable[[T], object]) -> Reducer[T]:
-    """Keep one value per key, each at the place where its key first came."""
+    """Keep one value per key, each at the place where its key first came. Keys are hashable."""
+
+    def found(current: Slice[T]) -> dict[object, int]:
+        return {key(item): n for n, item in reversed(list(enumerate(current.all())))}
 
     def upsert(current: Slice[T], event: T) -> Slice[T]:
         wanted = key(event)
-        items = current.all()
-        for index, item in enumerate(items):
-            if key(item) == wanted:
-                return Slice.of((*items[:index], event, *items[index + 1 :]))
-        return current.append(event)
+        if isinstance(current, _Keyed) and current.key is key:
+            places = current.places
+            place = places.get(wanted, -1)
+            if place >= len(current) or (place >= 0 and key(current.at(place)) != wanted):
+                place = found(current).get(wanted, -1)
+        else:
+            places = found(current)
+            place = places.get(wanted, -1)
+        if place < 0:
+            places[wanted] = len(current)
+            return _Keyed(current.append(event), key, places)
+        places[wanted] = place
+        return _Keyed(current.put(place, event), key, places)
 
     return upsert
 

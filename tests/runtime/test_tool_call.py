@@ -1237,6 +1237,29 @@ def test_waiting_in_a_loop_for_a_call_of_that_loop_is_an_error_that_says_what_to
     assert asyncio.run(main()).success
 
 
+def test_a_sync_call_inside_a_loop_waits_for_a_call_of_another_thread():
+    release = threading.Event()
+    inside = threading.Event()
+
+    def body(params: Step, context: ToolContext) -> None:
+        if params.name == "first":
+            inside.set()
+            release.wait(10)
+
+    world = World([make_tool("work", body)])
+    first = threading.Thread(target=lambda: world.call("work", "first"))
+    first.start()
+    assert inside.wait(10)
+
+    async def main() -> Any:
+        threading.Timer(0.05, release.set).start()
+        return world.call("work", "second")
+
+    assert asyncio.run(main()).success
+    first.join()
+    assert world.state()[0] == Plan(("first", "second"))
+
+
 # Ways in
 
 

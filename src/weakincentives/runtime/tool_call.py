@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, NoReturn, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
@@ -45,6 +46,8 @@ _logger = get_logger(__name__)
 
 # A nested call runs in the turn of the call it belongs to.
 _HAS_ITS_TURN = nullcontext()
+# The loop that a call on it runs on, by the gate that the call holds.
+_held_by: dict[Lock, object] = {}
 _NO_RESOURCES = ResourceRegistry.of().open()
 
 
@@ -99,7 +102,7 @@ def _run(call: ToolCall, offers: Mapping[str, Offer], context: ToolContext) -> T
     session, parent = _base(context)
     gate = session.gate
     if gate is not None and gate.locked():
-        _refuse_deadlock()
+        _wait(gate)
     recorded: list[ToolInvoked] = []
     try:
         with gate or _HAS_ITS_TURN:
@@ -139,12 +142,15 @@ async def _arun(
             # Held by another call on this session. Looked at again, not waited for: blocking here
             # would stop the loop that the other call may need to end.
             await asyncio.sleep(0.001)
+        if gate is not None:
+            _held_by[gate] = asyncio.get_running_loop()
         # A task of its own, so that what it sets in its context stays there.
         return await asyncio.create_task(
             _pipeline(call, offers, context, session, parent, recorded)
         )
     finally:
         if held and gate is not None:
+            _held_by.pop(gate, None)
             gate.release()
         _publish(session, recorded)
 
@@ -155,13 +161,20 @@ def _publish(session: Session, recorded: list[ToolInvoked]) -> None:
         session.dispatcher.publish(event)
 
 
-def _refuse_deadlock() -> None:
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
+def _wait(gate: Lock) -> None:
+    """Wait until another call on the session has ended; say so when that takes long."""
+    loop = _held_by.get(gate)
+    if loop is not None and loop is sys.modules["asyncio"]._get_running_loop():
         raise RuntimeError(
             "another call is under way on this session, and waiting for it here would stop the "
-            "event loop it may need: await aexecute_tool(...) or tool.acall(...) instead"
+            "event loop it needs: await aexecute_tool(...) or tool.acall(...) instead"
         )
+    while not gate.acquire(timeout=10):
+        _logger.warning(
+            "still waiting for another call on the same session to end; if that call waits for "
+            "this one, pass its context on: tool(params, context=context)"
+        )
+    gate.release()
 
 
 def _base(context: ToolContext) -> tuple[Session, Transaction | None]:
