@@ -70,6 +70,7 @@ def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _snapshot_rows(results)
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
+    yield from _render_rows(results)
     yield from _start_rows(results)
 
 
@@ -145,6 +146,23 @@ def _dispatch_rows(results: dict) -> Iterator[tuple[str, ...]]:
                 "-",
                 "-",
                 _predecessors(results, rows, "dispatch"),
+            )
+
+
+def _render_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for row in _ours(results, "render", "render"):
+        for name, what in (
+            ("cold", "for the first time"),
+            ("warm", "again"),
+            ("one_changed", "again with one section more or less"),
+        ):
+            yield (
+                f"render {row['sections']} sections, {row['tools']} tools, {what}",
+                _time(row[name]["cpu"]),
+                "-",
+                "-",
+                "-",
+                "",
             )
 
 

@@ -26,6 +26,7 @@ OURS = {
     "snapshot_memory": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
+    "render": ("--quick",),
     "import_time": ("--quick",),
     "size": (),
 }

@@ -26,6 +26,9 @@
     ├── PromptError
     │   ├── PromptValidationError          a template is wrong as it stands
     │   ├── PromptRenderError              a template cannot be rendered with these parameters
+    │   ├── OutputParseError               the model must act: its answer does not fit
+    │   ├── PromptOverrideError            an override cannot be read, written or applied
+    │   │   └── StaleOverride                what it replaces has changed since
     │   └── PromptEvaluationError          the run cannot go on; raised through every caller
     │       ├── DeadlineExceededError
     │       └── BudgetExceededError
@@ -57,11 +60,13 @@ __all__ = [
     "NoSuchFile",
     "NotADirectory",
     "NotAFile",
+    "OutputParseError",
     "ParseError",
     "PathEscapesRoot",
     "PolicyDenied",
     "PromptError",
     "PromptEvaluationError",
+    "PromptOverrideError",
     "PromptRenderError",
     "PromptValidationError",
     "ProviderFailed",
@@ -73,6 +78,7 @@ __all__ = [
     "SessionError",
     "SnapshotError",
     "SnapshotExpired",
+    "StaleOverride",
     "ToolDefinitionError",
     "ToolNotFound",
     "ToolTimeout",
@@ -202,6 +208,37 @@ class PromptValidationError(PromptError):
 
 class PromptRenderError(PromptError):
     """The template cannot be rendered with these parameters."""
+
+
+class PromptOverrideError(PromptError):
+    """Overrides cannot be read, written or applied; ``problems`` has a sentence for each."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.args[0]), *(f"  {problem}" for problem in self.problems)])
+
+
+class StaleOverride(PromptOverrideError):
+    """What an override replaces has changed since it was written."""
+
+
+class OutputParseError(PromptError):
+    """A model's answer does not fit the output type; worded for the model, to try again.
+
+    ``raw`` is the whole answer; ``details`` has one entry per problem, keyed by its path.
+    """
+
+    def __init__(self, message: str, *, raw: str, details: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.raw = raw
+        self.details = dict(details)
+
+    def __str__(self) -> str:
+        lines = [f"  {path or '(top level)'}: {text}" for path, text in self.details.items()]
+        return "\n".join([str(self.args[0]), *lines])
 
 
 class PromptEvaluationError(PromptError):

@@ -348,6 +348,15 @@ def test_what_is_no_section_is_refused_with_its_place():
         PromptTemplate(sections=[MarkdownSection(key="outer", children=["text"])])
 
 
+def test_a_section_that_contains_itself_is_refused():
+    inner = MarkdownSection(key="inner")
+    outer = MarkdownSection(key="outer", children=[inner])
+    inner.children = (outer,)
+
+    with pytest.raises(PromptValidationError, match="in outer/inner: section 'outer' contains it"):
+        PromptTemplate(sections=[outer])
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="colour"):
         MarkdownSection(title="Red", colour="red")

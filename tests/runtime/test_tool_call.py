@@ -1298,6 +1298,29 @@ def test_policies_of_the_prompt_hold_for_a_tool_that_is_called_directly():
     assert work(Step("a"), context=context).message == "never"
 
 
+def test_each_session_has_the_tools_that_it_was_shown():
+    """One prompt, rendered for two sessions, one of which does not see a section."""
+    from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
+
+    for_admins = MarkdownSection(
+        title="Admin",
+        tools=[make_tool("admin", lambda p, c: None)],
+        enabled=lambda session: session.tags.get("role") == "admin",
+    )
+    prompt = Prompt(PromptTemplate(sections=[for_admins])).bind(
+        resources={Filesystem: World().fs, Counter: Counter()}
+    )
+    admin, guest = Session(tags={"role": "admin"}), Session()
+    prompt.render(admin)
+    prompt.render(guest)
+    call = ToolCall("admin", {"name": "a"})
+
+    assert execute_tool(call, session=admin).success
+    assert execute_tool(call, session=guest).failure.code == "TOOL_NOT_FOUND"
+    context = ToolContext(session=admin, prompt=prompt)
+    assert execute_tool(call, context=context).success
+
+
 def test_execute_tool_without_a_prompt_says_what_to_do():
     with pytest.raises(Exception, match=r"prompt\.render\(session\)"):
         execute_tool(ToolCall("work"), session=Session())

@@ -1,6 +1,42 @@
 """What the model is offered: tools, their results, policies, sections and prompts."""
 
+from weakincentives.prompt.completion import (
+    AllOf,
+    AnyOf,
+    CompletionResult,
+    Custom,
+    FilesExist,
+    PlanDone,
+    TaskCompletionChecker,
+    check_completion,
+)
 from weakincentives.prompt.decorator import tool
+from weakincentives.prompt.feedback import (
+    After,
+    CallCountFeedback,
+    DeadlineFeedback,
+    DeadlineNear,
+    EveryCalls,
+    Feedback,
+    FeedbackMoment,
+    FeedbackProvider,
+    FeedbackState,
+    FeedbackTrigger,
+    NoProgress,
+    collect_feedback,
+    with_feedback,
+)
+from weakincentives.prompt.overrides import (
+    ExampleData,
+    ExamplesOverride,
+    PromptDescriptor,
+    PromptOverrides,
+    PromptOverridesStore,
+    SectionOverride,
+    TextOverride,
+    ToolOverride,
+    describe,
+)
 from weakincentives.prompt.policies import (
     PolicyDecision,
     PolicyState,
@@ -12,6 +48,12 @@ from weakincentives.prompt.policies import (
 )
 from weakincentives.prompt.prompt import Prompt, PromptResources, PromptTemplate, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
+from weakincentives.prompt.structured_output import (
+    output_instructions,
+    output_schema,
+    parse_structured_output,
+)
+from weakincentives.prompt.task_examples import TaskExample, TaskExamplesSection, TaskStep
 from weakincentives.prompt.tool import (
     Reach,
     Tool,
@@ -21,12 +63,40 @@ from weakincentives.prompt.tool import (
     Writes,
 )
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
+from weakincentives.prompt.visibility import (
+    SectionVisibility,
+    VisibilityState,
+    expand,
+    set_visibility,
+)
 
 __all__ = [
+    "After",
+    "AllOf",
+    "AnyOf",
+    "CallCountFeedback",
+    "CompletionResult",
+    "Custom",
+    "DeadlineFeedback",
+    "DeadlineNear",
+    "EveryCalls",
+    "ExampleData",
+    "ExamplesOverride",
+    "Feedback",
+    "FeedbackMoment",
+    "FeedbackProvider",
+    "FeedbackState",
+    "FeedbackTrigger",
+    "FilesExist",
     "MarkdownSection",
+    "NoProgress",
+    "PlanDone",
     "PolicyDecision",
     "PolicyState",
     "Prompt",
+    "PromptDescriptor",
+    "PromptOverrides",
+    "PromptOverridesStore",
     "PromptResources",
     "PromptTemplate",
     "QuotaPolicy",
@@ -35,15 +105,33 @@ __all__ = [
     "ReadBeforeWritePolicy",
     "RenderedPrompt",
     "Section",
+    "SectionOverride",
+    "SectionVisibility",
     "SequentialDependencyPolicy",
+    "TaskCompletionChecker",
+    "TaskExample",
+    "TaskExamplesSection",
+    "TaskStep",
+    "TextOverride",
     "Tool",
     "ToolContext",
     "ToolError",
     "ToolExample",
     "ToolHandler",
     "ToolMetadata",
+    "ToolOverride",
     "ToolPolicy",
     "ToolResult",
+    "VisibilityState",
     "Writes",
+    "check_completion",
+    "collect_feedback",
+    "describe",
+    "expand",
+    "output_instructions",
+    "output_schema",
+    "parse_structured_output",
+    "set_visibility",
     "tool",
+    "with_feedback",
 ]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
 from weakincentives.prompt.policies import AttachedPolicy, attach
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.typed import TypedConstructor
+from weakincentives.prompt.visibility import (
+    SectionVisibility,
+    chosen,
+    disclosure_tools,
+    how_to_open,
+)
 from weakincentives.resources import ResourceContext, ResourceRegistry
+from weakincentives.serde import dump
 
 __all__ = ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"]
 
@@ -24,6 +33,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
+    from weakincentives.prompt.overrides import PromptOverrides
     from weakincentives.runtime.session import Session
 
     OutT = TypeVarWithDefault("OutT", default=Any)
@@ -33,7 +43,7 @@ else:
 Resources = Mapping[type[Any], Any] | ResourceRegistry
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Node:
     """A section at its place in the tree."""
 
@@ -73,6 +83,10 @@ class RenderedPrompt:
     text: str
     tools: tuple[Tool[Any, Any], ...]
     offers: Mapping[str, Offer] = field(repr=False, default_factory=dict[str, Offer])
+    summarized: tuple[str, ...] = ()
+    """The paths of the sections that are shown as a summary."""
+    overrides_tag: str = ""
+    """The tag of the overrides in use, if any."""
 
     def __str__(self) -> str:
         return self.text
@@ -100,12 +114,34 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         self.key = key or re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "prompt"
         self.ns = ns or "default"
         self.output_type = output_type
+        self.original: PromptTemplate[OutT] | None = None
+        """Where overrides were applied: the template they were applied to."""
         _check(self.nodes, self.policies)
 
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         (output_type,) = type_args
         return cls(*args, output_type=output_type, **kwargs)
+
+    def with_sections(
+        self, change: Callable[[str, Section[Any]], Section[Any]]
+    ) -> PromptTemplate[OutT]:
+        """Return a copy whose sections are what ``change(path, section)`` gives; same tree."""
+
+        def changed(node: _Node) -> _Node:
+            section = change(node.path, node.section)
+            children = tuple(changed(child) for child in node.children)
+            placed = tuple(child.section for child in children)
+            if any(new is not old for new, old in zip(placed, section.children, strict=True)):
+                section = copy.copy(section)
+                section.children = placed
+            return replace(node, section=section, children=children)
+
+        made = copy.copy(self)
+        made.nodes = tuple(changed(node) for node in self.nodes)
+        made.sections = tuple(node.section for node in made.nodes)
+        made.original = self.original or self
+        return made
 
 
 class PromptResources:
@@ -159,10 +195,14 @@ class PromptResources:
 class Prompt(Generic[OutT]):
     """A template with its parameters and resources."""
 
-    def __init__(self, template: PromptTemplate[OutT]) -> None:
-        self.template = template
+    def __init__(
+        self, template: PromptTemplate[OutT], *, overrides: PromptOverrides | None = None
+    ) -> None:
+        self.template = template if overrides is None else overrides.apply(template)
+        self.overrides = overrides
         self._params: tuple[object, ...] = ()
         self._sections: tuple[Section[Any], ...] = ()
+        self._given: dict[_Node, _Given] = {}
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
@@ -193,11 +233,16 @@ class Prompt(Generic[OutT]):
                 stacklevel=2,
             )
             added = (*added, MarkdownSection(title="Extra tools", tools=extra_tools))
-        bound = Prompt(self.template)
+        bound = copy.copy(self)
         bound._params = (*reversed(params), *self._params)
-        bound._sections = (*self._sections, *added)
+        bound._given = {}
         bound._bound = self._bound.merge({} if resources is None else resources)
-        bound._place_sections()
+        bound._rendered = None
+        if added:
+            bound._sections = (*self._sections, *added)
+            bound._place_sections()
+        else:  # the same tree: what was kept of it serves both
+            bound._resources = PromptResources(self._registry.merge(bound._bound))
         return bound
 
     def _place_sections(self) -> None:
@@ -206,7 +251,9 @@ class Prompt(Generic[OutT]):
         registry = self.template.resources
         for node in _walk(self._nodes):
             registry = registry.merge(node.section.resources)
+        self._registry = registry
         self._resources = PromptResources(registry.merge(self._bound))
+        self._kept = _Kept(self._nodes, self.template.policies)
 
     @property
     def ns(self) -> str:
@@ -231,42 +278,70 @@ class Prompt(Generic[OutT]):
         """The last rendering; rendered now if there is none."""
         return self._rendered or self.render()
 
-    def render(self, session: Session | None = None) -> RenderedPrompt:
+    def render(self, session: Session | None = None, *, examples: bool = False) -> RenderedPrompt:
         """Return the text and tools for a model.
 
-        With a session, that session is told: its calls find the tools of this rendering.
+        With a session, that session is told: its calls find the tools of this rendering. With
+        ``examples``, those of the tools stand in the text, for a provider whose schema has no
+        place for them.
         """
-        enabled = list(self._enabled(self._nodes, "", session))
-        offered = [(tool, node) for _, node, _ in enabled for tool in node.section.tools]
-        _refuse_duplicates(offered)
-        ours = self.template.policies
-        # Those of sections that are not enabled now hear, too: they may be later.
-        every = (*(p for node in _walk(self._nodes) for p in node.section.policies), *ours)
-        listeners = _each_once(p for p in every if p.on_result is not None)
+        shown = list(self._shown(self._nodes, "", session, chosen(session)))
+        kept = self._kept
+        tools, offers = kept.offered(shown)
         self._rendered = rendered = RenderedPrompt(
-            text="\n\n".join(_block(*each, session) for each in enabled),
-            tools=tuple(tool for tool, _ in offered),
-            offers={
-                tool.name: Offer.of(tool, _each_once((*node.section.policies, *ours)), listeners)
-                for tool, node in offered
-            },
+            text="\n\n".join([kept.block(each, session, examples) for each in shown]),
+            tools=tools,
+            offers=offers,
+            summarized=tuple([each.node.path for each in shown if not each.is_open]),
+            overrides_tag="" if self.overrides is None else self.overrides.tag,
         )
         if session is not None:
             session.offer(self, rendered)
         return rendered
 
-    def _enabled(
-        self, nodes: Sequence[_Node], prefix: str, session: Session | None
-    ) -> Iterator[tuple[str, _Node, object]]:
-        """Yield number, section and parameters of all that is enabled, in order."""
+    def section_text(self, path: str, session: Session | None = None) -> str:
+        """Return the section at a path with all that is below it, as if it were open."""
+        choices = chosen(session)
+        for node in _walk(self._nodes):
+            if f"{node.path}/".startswith(f"{path}/") or path.startswith(f"{node.path}/"):
+                choices[node.path] = SectionVisibility.FULL
+        found = [
+            self._kept.block(each, session, False)
+            for each in self._shown(self._nodes, "", session, choices)
+            if f"{each.node.path}/".startswith(f"{path}/")
+        ]
+        if not found:
+            raise PromptRenderError(f"there is no section {path!r}, or it is disabled")
+        return "\n\n".join(found)
+
+    def _shown(
+        self,
+        nodes: Sequence[_Node],
+        prefix: str,
+        session: Session | None,
+        choices: Mapping[str, SectionVisibility],
+    ) -> Iterator[_Shown]:
+        """Yield all that is enabled and not below a summary, in order."""
         count = 0
         for node in nodes:
-            params = self._params_of(node)
-            if node.section.is_enabled(params, session):
-                count += 1
-                number = f"{prefix}{count}."
-                yield number, node, params
-                yield from self._enabled(node.children, number, session)
+            given = self._given.get(node)
+            if given is None:
+                given = self._given[node] = _Given.of(self._params_of(node))
+            params, section = given.params, node.section
+            if not section.is_enabled(params, session):
+                continue
+            count += 1
+            number = f"{prefix}{count}."
+            visibility = choices.get(node.path)
+            if visibility is None:
+                try:
+                    visibility = section.visibility_now(params, session)
+                except PromptRenderError as error:
+                    raise PromptRenderError(f"section {node.path}: {error}") from error
+            is_open = visibility is SectionVisibility.FULL
+            yield _Shown(number, node, given, is_open)
+            if is_open and node.children:
+                yield from self._shown(node.children, number, session, choices)
 
     def _params_of(self, node: _Node) -> object:
         wanted = node.section.params_type
@@ -284,20 +359,174 @@ class Prompt(Generic[OutT]):
         return params
 
 
-def _block(number: str, node: _Node, params: object, session: Session | None) -> str:
-    heading = f"{'#' * min(1 + node.depth, 6)} {number} {node.title}"
-    try:
+# What is kept from one rendering to the next
+
+_SETTLED = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """The parameters that a section gets."""
+
+    params: Any
+    is_settled: bool
+    """Whether nothing can change what they say."""
+
+    @classmethod
+    def of(cls, params: Any) -> _Given:
+        if params is None:
+            return cls(None, True)
+        is_frozen = params.__dataclass_params__.frozen
+        values = (getattr(params, each.name) for each in fields(params))
+        return cls(params, is_frozen and all(map(_is_settled, values)))
+
+
+def _is_settled(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_settled, cast("tuple[object, ...]", value)))
+    return type(value) in _SETTLED
+
+
+class _Shown(NamedTuple):
+    """A section as it stands in one rendering."""
+
+    number: str
+    node: _Node
+    given: _Given
+    is_open: bool
+
+
+class _Block(NamedTuple):
+    """The text of a section, with all that it was made from."""
+
+    number: str
+    params: object
+    is_open: bool
+    with_examples: bool
+    text: str
+
+
+class _Offered(NamedTuple):
+    """The tools of one rendering, with the sections they were taken from."""
+
+    nodes: tuple[_Node, ...]
+    has_summaries: bool
+    tools: tuple[Tool[Any, Any], ...]
+    offers: Mapping[str, Offer]
+
+
+class _Kept:
+    """What a tree of sections keeps of its renderings.
+
+    Shared by prompts that differ in their parameters only, maybe in several threads: so what is
+    kept is looked at and replaced as a whole, never changed.
+    """
+
+    def __init__(self, nodes: Sequence[_Node], ours: tuple[AttachedPolicy, ...]) -> None:
+        self._ours = ours
+        # Those of sections that are not enabled now hear, too: they may be later.
+        every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
+        self._listeners = _each_once(p for p in every if p.on_result is not None)
+        self._blocks: dict[_Node, _Block] = {}
+        self._examples: dict[_Node, str] = {}
+        self._offers: dict[_Node | None, tuple[Offer, ...]] = {}
+        self._offered = _Offered((), False, (), {})
+
+    def offered(
+        self, shown: Sequence[_Shown]
+    ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
+        """Return the tools of all that is open, and those that open the rest."""
+        nodes = tuple([each.node for each in shown if each.is_open and each.node.section.tools])
+        has_summaries = not all(each.is_open for each in shown)
+        last = self._offered
+        if last.nodes != nodes or last.has_summaries != has_summaries:
+            self._offered = last = self._offer(nodes, has_summaries)
+        return last.tools, last.offers
+
+    def _offer(self, nodes: tuple[_Node, ...], has_summaries: bool) -> _Offered:
+        places: tuple[_Node | None, ...] = (*nodes, None) if has_summaries else nodes
+        found = [offer for place in places for offer in self._offers_at(place)]
+        offers = {offer.tool.name: offer for offer in found}
+        if len(offers) < len(found):
+            _refuse_duplicates(
+                (offer.tool, place) for place in places for offer in self._offers_at(place)
+            )
+        return _Offered(nodes, has_summaries, tuple([offer.tool for offer in found]), offers)
+
+    def _offers_at(self, place: _Node | None) -> tuple[Offer, ...]:
+        """Return the offers of a section, or of the tools that open sections."""
+        offers = self._offers.get(place)
+        if offers is None:
+            tools = disclosure_tools() if place is None else place.section.tools
+            own = () if place is None else place.section.policies
+            policies = _each_once((*own, *self._ours))
+            offers = tuple(Offer.of(tool, policies, self._listeners) for tool in tools)
+            self._offers[place] = offers
+        return offers
+
+    def block(self, shown: _Shown, session: Session | None, with_examples: bool) -> str:
+        """Return heading and text of a section."""
+        number, node, given, is_open = shown
+        kept = self._blocks.get(node)
+        if (
+            kept is not None
+            and kept.params is given.params
+            and kept.number == number
+            and kept.is_open is is_open
+            and kept.with_examples is with_examples
+        ):
+            return kept.text
+        heading = f"{'#' * min(1 + node.depth, 6)} {number} {node.title}"
+        try:
+            parts = (heading, *self._parts(shown, session, with_examples))
+        except PromptRenderError as error:
+            raise PromptRenderError(f"section {node.path}: {error}") from error
+        text = "\n\n".join([part for part in parts if part])
+        if given.is_settled and node.section.depends_only_on_params:
+            self._blocks[node] = _Block(number, given.params, is_open, with_examples, text)
+        return text
+
+    def _parts(
+        self, shown: _Shown, session: Session | None, with_examples: bool
+    ) -> tuple[str, ...]:
+        node, params = shown.node, shown.given.params
+        if not shown.is_open:
+            return node.section.summary_text(params), how_to_open(node.path)
         body = node.section.body(params, session)
-    except PromptRenderError as error:
-        raise PromptRenderError(f"section {node.path}: {error}") from error
-    return f"{heading}\n\n{body}" if body else heading
+        if not with_examples:
+            return (body,)
+        examples = self._examples.get(node)
+        if examples is None:
+            examples = self._examples[node] = _examples_text(node.section.tools)
+        return body, examples
 
 
-def _nodes(sections: Sequence[Section[Any]], above: str = "", depth: int = 1) -> tuple[_Node, ...]:
+def _examples_text(tools: Iterable[Tool[Any, Any]]) -> str:
+    """Return the examples of tools as text; empty where there are none."""
+    lines: list[str] = []
+    for tool in tools:
+        for example in tool.examples:
+            given: object = {} if example.input is None else dump(example.input)
+            lines.append(f"- `{tool.name}`: {example.description}")
+            lines.append(f"  - call: `{json.dumps(given, ensure_ascii=False)}`")
+            if example.output is not None:
+                answer = json.dumps(dump(example.output), ensure_ascii=False)
+                lines.append(f"  - result: `{answer}`")
+    return "\n".join(["**Examples**", "", *lines]) if lines else ""
+
+
+# The tree
+
+
+def _nodes(
+    sections: Sequence[Section[Any]], above: str = "", around: tuple[Section[Any], ...] = ()
+) -> tuple[_Node, ...]:
     place = above.rstrip("/") or "the prompt"
     for section in cast("Sequence[object]", sections):
         if not isinstance(section, Section):
             raise PromptValidationError(f"in {place}: {section!r} is not a Section")
+        if section in around:
+            raise PromptValidationError(f"in {place}: section {section.label!r} contains itself")
     explicit = [s.key for s in sections if s.key]
     repeated = sorted({key for key in explicit if explicit.count(key) > 1})
     if repeated:
@@ -314,8 +543,8 @@ def _nodes(sections: Sequence[Section[Any]], above: str = "", depth: int = 1) ->
             taken.add(key)
         path = f"{above}{key}"
         title = section.title or key.replace("-", " ").title()
-        children = _nodes(section.children, f"{path}/", depth + 1)
-        nodes.append(_Node(section, path, depth, title, children))
+        children = _nodes(section.children, f"{path}/", (*around, section))
+        nodes.append(_Node(section, path, len(around) + 1, title, children))
     return tuple(nodes)
 
 
@@ -352,12 +581,13 @@ def _always_offered(nodes: Iterable[_Node]) -> Iterator[tuple[Tool[Any, Any], _N
             yield from _always_offered(node.children)
 
 
-def _refuse_duplicates(offered: Iterable[tuple[Tool[Any, Any], _Node]]) -> None:
+def _refuse_duplicates(offered: Iterable[tuple[Tool[Any, Any], _Node | None]]) -> None:
     seen: dict[str, str] = {}
     for tool, node in offered:
+        where = "the tools that open sections" if node is None else repr(node.path)
         if tool.name in seen:
             raise PromptValidationError(
-                f"two tools are called {tool.name!r}: one in section {seen[tool.name]!r}, "
-                f"one in {node.path!r}"
+                f"two tools are called {tool.name!r}: one in section {seen[tool.name]}, "
+                f"one in {where}"
             )
-        seen[tool.name] = node.path
+        seen[tool.name] = where

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import textwrap
@@ -21,11 +22,12 @@ from typing import (
     get_origin,
 )
 
-from weakincentives.errors import PromptValidationError
+from weakincentives.errors import PromptRenderError, PromptValidationError
 from weakincentives.prompt.policies import attach
 from weakincentives.prompt.signatures import is_async, misfit, show
 from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.typed import TypedConstructor
+from weakincentives.prompt.visibility import SectionVisibility
 from weakincentives.resources import ResourceRegistry
 
 __all__ = ["MarkdownSection", "Section", "SectionOptions"]
@@ -54,6 +56,9 @@ class SectionOptions(TypedDict, Generic[ParamsT], total=False):
     resources: Mapping[type[Any], Any] | ResourceRegistry | None
     default_params: ParamsT | None
     params_type: type[ParamsT] | None
+    accepts_overrides: bool
+    visibility: SectionVisibility | Callable[..., SectionVisibility]
+    summary: str
 
 
 class Section(TypedConstructor, Generic[ParamsT]):
@@ -62,8 +67,15 @@ class Section(TypedConstructor, Generic[ParamsT]):
     _declared_params: Any = None
     """Params of a ``class Mine(Section[Params])``."""
 
+    depends_only_on_params = False
+    """Whether the same params always give the same text, so that it may be kept."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        speaks_for_itself = {"body", "summary_text"} & cls.__dict__.keys()
+        if speaks_for_itself and "depends_only_on_params" not in cls.__dict__:
+            # What a base promises about its text does not hold for another one.
+            cls.depends_only_on_params = False
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin, args = get_origin(base), get_args(base)
             if isinstance(origin, type) and issubclass(origin, Section):
@@ -81,6 +93,9 @@ class Section(TypedConstructor, Generic[ParamsT]):
         resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
         default_params: ParamsT | None = None,
         params_type: type[ParamsT] | None = None,
+        accepts_overrides: bool = True,
+        visibility: SectionVisibility | Callable[..., SectionVisibility] = SectionVisibility.FULL,
+        summary: str = "",
     ) -> None:
         if key and not _KEY.fullmatch(key):
             raise PromptValidationError(
@@ -96,9 +111,21 @@ class Section(TypedConstructor, Generic[ParamsT]):
         self.resources = ResourceRegistry.build({} if resources is None else resources)
         self.enabled = enabled
         self.default_params = default_params
+        self.accepts_overrides = accepts_overrides
+        """Whether the text may be replaced by tag; its tools say so for themselves."""
         self.params_type: Any = params_type or self._declared_params
-        self._ask_enabled = None if enabled is None else _condition(self.label, enabled)
+        self._ask_enabled = None if enabled is None else _asked(self.label, "enabled", enabled)
         self._check_params()
+        self.visibility = visibility
+        """How much the model is shown as long as nothing was chosen in the session."""
+        is_fixed = isinstance(visibility, SectionVisibility)
+        self._ask_visibility = None if is_fixed else _asked(self.label, "visibility", visibility)
+        self.summary = textwrap.dedent(summary).strip()
+        self._summary = _template(self.label, "summary", self.summary, self.params_type)
+        if visibility is not SectionVisibility.FULL and not self.summary:
+            raise PromptValidationError(
+                f"section {self.label!r}: what may be summarized needs a summary=..."
+            )
         for tool in cast("tuple[object, ...]", self.tools):
             if not isinstance(tool, Tool):
                 raise PromptValidationError(
@@ -142,7 +169,23 @@ class Section(TypedConstructor, Generic[ParamsT]):
 
     def is_enabled(self, params: object, session: Session | None) -> bool:
         """Whether it is part of the prompt now; its children and tools go with it."""
-        return self._ask_enabled is None or self._ask_enabled(params, session)
+        return self._ask_enabled is None or bool(self._ask_enabled(params, session))
+
+    def visibility_now(self, params: object, session: Session | None) -> SectionVisibility:
+        """Return how much of it is shown where the session holds no choice."""
+        if self._ask_visibility is None:
+            return cast("SectionVisibility", self.visibility)
+        answer = self._ask_visibility(params, session)
+        try:
+            return SectionVisibility(answer)
+        except ValueError:
+            raise PromptRenderError(
+                f"visibility must return a SectionVisibility, got {answer!r}"
+            ) from None
+
+    def summary_text(self, params: object) -> str:
+        """Return the summary with the parameters in their places."""
+        return _filled(self._summary, params)
 
     def body(self, params: Any, session: Session | None) -> str:
         """Return the text under the heading."""
@@ -155,50 +198,74 @@ class MarkdownSection(Section[ParamsT]):
     >>> section = MarkdownSection(title="Deployment", template="Deploy after testing.")
     """
 
+    depends_only_on_params = True
+
     def __init__(self, *, template: str = "", **options: Unpack[SectionOptions[ParamsT]]) -> None:
         super().__init__(**options)
+        self._set_template(template)
+
+    def with_template(self, template: str) -> MarkdownSection[ParamsT]:
+        """Return a copy with another text, for the same parameters."""
+        copied = copy.copy(self)
+        copied._set_template(template)
+        return copied
+
+    def _set_template(self, template: str) -> None:
         self.template = textwrap.dedent(template).strip()
-        self._template = Template(self.template)
-        if not self._template.is_valid():
-            raise PromptValidationError(
-                f"section {self.label!r}: the template has a '$' that begins no placeholder; "
-                "write '$$' for a dollar sign"
-            )
-        known = [] if self.params_type is None else [f.name for f in fields(self.params_type)]
-        unknown = [f"${name}" for name in self._template.get_identifiers() if name not in known]
-        if unknown:
-            has = (
-                "it has no parameters, write MarkdownSection[Params](...)"
-                if self.params_type is None
-                else f"{show(self.params_type)} has {', '.join(known) or 'no fields'}"
-            )
-            raise PromptValidationError(
-                f"section {self.label!r}: unknown placeholders {', '.join(unknown)}; {has}; "
-                "write '$$' for a dollar sign"
-            )
+        self._template = _template(self.label, "template", self.template, self.params_type)
 
     def body(self, params: Any, session: Session | None) -> str:
-        names = () if params is None else (each.name for each in fields(params))
-        return self._template.substitute({name: getattr(params, name) for name in names})
+        return _filled(self._template, params)
 
 
-def _condition(label: str, enabled: object) -> Callable[[object, Session | None], bool]:
-    """Adapt a function of ``params``, of ``session``, of both, or of nothing."""
-    if not callable(enabled) or is_async(enabled):
+def _template(label: str, what: str, text: str, params_type: Any) -> Template:
+    """Return a text to be filled in; refuse placeholders that nothing will fill."""
+    template = Template(text)
+    if not template.is_valid():
         raise PromptValidationError(
-            f"section {label!r}: enabled takes a plain function, got {enabled!r}"
+            f"section {label!r}: the {what} has a '$' that begins no placeholder; "
+            "write '$$' for a dollar sign"
         )
-    by_place, by_name = _picks(enabled)
-    problem = misfit(enabled, *by_place, **by_name)
+    known = [] if params_type is None else [f.name for f in fields(params_type)]
+    unknown = [f"${name}" for name in template.get_identifiers() if name not in known]
+    if unknown:
+        has = (
+            "it has no parameters, write MarkdownSection[Params](...)"
+            if params_type is None
+            else f"{show(params_type)} has {', '.join(known) or 'no fields'}"
+        )
+        raise PromptValidationError(
+            f"section {label!r}: unknown placeholders {', '.join(unknown)}; {has}; "
+            "write '$$' for a dollar sign"
+        )
+    return template
+
+
+def _filled(template: Template, params: Any) -> str:
+    names = () if params is None else (each.name for each in fields(params))
+    return template.substitute({name: getattr(params, name) for name in names})
+
+
+def _asked(label: str, what: str, function: object) -> Callable[[object, Session | None], object]:
+    """Adapt a function of ``params``, of ``session``, of both, or of nothing."""
+    if not callable(function) or is_async(function):
+        raise PromptValidationError(
+            f"section {label!r}: {what} takes a plain function, got {function!r}"
+        )
+    by_place, by_name = _picks(function)
+    problem = misfit(function, *by_place, **by_name)
     if problem is not None:
         raise PromptValidationError(
-            f"section {label!r}: enabled is called with params and session: {problem}"
+            f"section {label!r}: {what} is called with params and session: {problem}"
         )
 
-    def ask(params: object, session: Session | None) -> bool:
+    if not (by_place or by_name):
+        return lambda params, session: function()
+
+    def ask(params: object, session: Session | None) -> object:
         given = {"params": params, "session": session}
         args = [given[what] for what in by_place]
-        return bool(enabled(*args, **{name: given[what] for name, what in by_name.items()}))
+        return function(*args, **{name: given[what] for name, what in by_name.items()})
 
     return ask
 

@@ -136,6 +136,16 @@ class ToolContext:
         return bound
 
     @property
+    def rendering(self) -> RenderedPrompt | None:
+        """The rendering that the model was shown: its tools are those a call can name."""
+        if self.rendered_prompt is not None:
+            return self.rendered_prompt
+        # The session's own first: the prompt may have been rendered for another one since.
+        if self.prompt is None or self.session.prompt is self.prompt:
+            return self.session.rendered
+        return self.prompt.rendered
+
+    @property
     def filesystem(self) -> Filesystem:
         """The Filesystem resource."""
         return self.resources.get(Filesystem)
@@ -200,6 +210,8 @@ class Tool(TypedConstructor, Generic[P, R]):
     result_type: Any = UNKNOWN
     examples: Sequence[ToolExample[Any, Any]] = ()
     accepts_overrides: bool = True
+    parameter_descriptions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Texts for parameters that take the place of those in their type."""
     reach: Reach | None = None
     writes: Writes = "api"
     timeout: float | None = None
@@ -257,6 +269,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             self._set("input_schema", plain_schema(self.name, self.input_schema))
             validate = raw_validator(self.name, self.parameters)
         self._set("_validate", validate)
+        self._check_parameter_descriptions()
         self._set("title", self.title or self.name)
         self._set("examples", tuple(self.examples))
         for example in self.examples:
@@ -342,6 +355,18 @@ class Tool(TypedConstructor, Generic[P, R]):
                 f"but its contract is ToolResult[{show(self.result_type)}]"
             )
 
+    def _check_parameter_descriptions(self) -> None:
+        if not self.parameter_descriptions:
+            return
+        self._set("parameter_descriptions", dict(self.parameter_descriptions))
+        known = described_parameters(self.parameters)
+        unknown = [name for name in self.parameter_descriptions if name not in known]
+        if unknown:
+            raise ToolDefinitionError(
+                f"tool {self.name!r} has no parameters {', '.join(unknown)} to describe; "
+                f"it has {', '.join(known) or 'none'}"
+            )
+
     def _check_example(self, example: object) -> None:
         if not isinstance(example, ToolExample):
             raise ToolDefinitionError(f"tool {self.name!r}: {example!r} is not a ToolExample")
@@ -367,8 +392,14 @@ class Tool(TypedConstructor, Generic[P, R]):
     def parameters(self) -> dict[str, Any]:
         """The JSON schema of the parameters; it is the caller's to change."""
         if self.input_schema is not None:
-            return copy.deepcopy(dict(self.input_schema))
-        return schema(self.params_type)
+            shown = copy.deepcopy(dict(self.input_schema))
+        else:
+            shown = schema(self.params_type)
+        if self.parameter_descriptions:
+            parameters = described_parameters(shown)
+            for name, text in self.parameter_descriptions.items():
+                parameters.get(name, {})["description"] = text
+        return shown
 
     def definition(self, *, examples: bool = True) -> dict[str, Any]:
         """Return name, description, parameters and examples as a provider-neutral dict."""
@@ -443,6 +474,12 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<tool {self.title}>"
+
+
+def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the parameters of an object schema that can carry a description."""
+    properties = cast("dict[str, Any]", schema.get("properties") or {})
+    return {name: each for name, each in properties.items() if isinstance(each, dict)}
 
 
 def _one_of(params: object, arguments: dict[str, object]) -> object:

@@ -219,12 +219,7 @@ def _context_under_way() -> ToolContext:
 
 
 def _offers(context: ToolContext) -> Mapping[str, Offer]:
-    rendered = context.rendered_prompt
-    if rendered is None:
-        if context.prompt is not None:
-            rendered = context.prompt.rendered
-        else:
-            rendered = context.session.rendered
+    rendered = context.rendering
     return {} if rendered is None else rendered.offers
 
 
