@@ -1,7 +1,8 @@
 """WINK: run an LLM agent's tools as transactions."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
     from weakincentives.call import ToolCall
@@ -37,24 +38,22 @@ __all__ = [
     "tool",
 ]
 
-# Loaded when first asked for: a program pays for what it uses.
-_HOMES = {
-    "call": ["ToolCall"],
-    "deadlines": ["Deadline"],
-    "filesystem": ["Filesystem", "MemoryFilesystem"],
-    "prompt": ["MarkdownSection", "Prompt", "PromptTemplate", "Tool", "ToolContext", "ToolResult",
-               "tool"],
-    "runtime": ["Session", "aexecute_tool", "execute_tool"],
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    for home, names in _HOMES.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "call": ["ToolCall"],
+            "deadlines": ["Deadline"],
+            "filesystem": ["Filesystem", "MemoryFilesystem"],
+            "prompt": [
+                "MarkdownSection",
+                "Prompt",
+                "PromptTemplate",
+                "Tool",
+                "ToolContext",
+                "ToolResult",
+                "tool",
+            ],
+            "runtime": ["Session", "aexecute_tool", "execute_tool"],
+        },
+    )

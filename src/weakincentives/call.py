@@ -36,7 +36,7 @@ def new_call_id() -> str:
     return f"call_{_process}_{next(_count)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: every call makes one, at a third of the cost
 class ToolCall:
     """A request to run one tool, as it came from a model or from code."""
 

@@ -1,74 +1,72 @@
 """What the model is offered: tools, their results, policies, sections and prompts."""
 
-from weakincentives.prompt.completion import (
-    AllOf,
-    AnyOf,
-    CompletionResult,
-    Custom,
-    FilesExist,
-    PlanDone,
-    TaskCompletionChecker,
-    check_completion,
-)
+from typing import TYPE_CHECKING
+
+from weakincentives.lazy import lazy_names
 from weakincentives.prompt.decorator import tool
-from weakincentives.prompt.feedback import (
-    After,
-    CallCountFeedback,
-    DeadlineFeedback,
-    DeadlineNear,
-    EveryCalls,
-    Feedback,
-    FeedbackMoment,
-    FeedbackProvider,
-    FeedbackState,
-    FeedbackTrigger,
-    NoProgress,
-    collect_feedback,
-    with_feedback,
-)
-from weakincentives.prompt.overrides import (
-    ExampleData,
-    ExamplesOverride,
-    PromptDescriptor,
-    PromptOverrides,
-    PromptOverridesStore,
-    SectionOverride,
-    TextOverride,
-    ToolOverride,
-    describe,
-)
-from weakincentives.prompt.policies import (
-    PolicyDecision,
-    PolicyState,
-    QuotaPolicy,
-    RateLimitPolicy,
-    ReadBeforeWritePolicy,
-    SequentialDependencyPolicy,
-    ToolPolicy,
-)
-from weakincentives.prompt.prompt import Prompt, PromptResources, PromptTemplate, RenderedPrompt
-from weakincentives.prompt.section import MarkdownSection, Section
-from weakincentives.prompt.structured_output import (
-    output_instructions,
-    output_schema,
-    parse_structured_output,
-)
-from weakincentives.prompt.task_examples import TaskExample, TaskExamplesSection, TaskStep
-from weakincentives.prompt.tool import (
-    Reach,
-    Tool,
-    ToolContext,
-    ToolExample,
-    ToolHandler,
-    Writes,
-)
+from weakincentives.prompt.tool import Reach, Tool, ToolContext, ToolExample, ToolHandler, Writes
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
-from weakincentives.prompt.visibility import (
-    SectionVisibility,
-    VisibilityState,
-    expand,
-    set_visibility,
-)
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.completion import (
+        AllOf,
+        AnyOf,
+        CompletionResult,
+        Custom,
+        FilesExist,
+        PlanDone,
+        TaskCompletionChecker,
+        check_completion,
+    )
+    from weakincentives.prompt.feedback import (
+        After,
+        CallCountFeedback,
+        DeadlineFeedback,
+        DeadlineNear,
+        EveryCalls,
+        Feedback,
+        FeedbackMoment,
+        FeedbackProvider,
+        FeedbackState,
+        FeedbackTrigger,
+        NoProgress,
+        collect_feedback,
+        with_feedback,
+    )
+    from weakincentives.prompt.overrides import (
+        ExampleData,
+        ExamplesOverride,
+        PromptDescriptor,
+        PromptOverrides,
+        PromptOverridesStore,
+        SectionOverride,
+        TextOverride,
+        ToolOverride,
+        describe,
+    )
+    from weakincentives.prompt.policies import (
+        PolicyDecision,
+        PolicyState,
+        QuotaPolicy,
+        RateLimitPolicy,
+        ReadBeforeWritePolicy,
+        SequentialDependencyPolicy,
+        ToolPolicy,
+    )
+    from weakincentives.prompt.prompt import Prompt, PromptResources, PromptTemplate, RenderedPrompt
+    from weakincentives.prompt.section import MarkdownSection, Section
+    from weakincentives.prompt.structured_output import (
+        output_instructions,
+        output_schema,
+        parse_structured_output,
+    )
+    from weakincentives.prompt.task_examples import TaskExample, TaskExamplesSection, TaskStep
+    from weakincentives.prompt.visibility import (
+        SectionVisibility,
+        VisibilityState,
+        expand,
+        set_visibility,
+    )
 
 __all__ = [
     "After",
@@ -135,3 +133,64 @@ __all__ = [
     "tool",
     "with_feedback",
 ]
+
+if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "completion": [
+                "AllOf",
+                "AnyOf",
+                "CompletionResult",
+                "Custom",
+                "FilesExist",
+                "PlanDone",
+                "TaskCompletionChecker",
+                "check_completion",
+            ],
+            "feedback": [
+                "After",
+                "CallCountFeedback",
+                "DeadlineFeedback",
+                "DeadlineNear",
+                "EveryCalls",
+                "Feedback",
+                "FeedbackMoment",
+                "FeedbackProvider",
+                "FeedbackState",
+                "FeedbackTrigger",
+                "NoProgress",
+                "collect_feedback",
+                "with_feedback",
+            ],
+            "overrides": [
+                "ExampleData",
+                "ExamplesOverride",
+                "PromptDescriptor",
+                "PromptOverrides",
+                "PromptOverridesStore",
+                "SectionOverride",
+                "TextOverride",
+                "ToolOverride",
+                "describe",
+            ],
+            "policies": [
+                "PolicyDecision",
+                "PolicyState",
+                "QuotaPolicy",
+                "RateLimitPolicy",
+                "ReadBeforeWritePolicy",
+                "SequentialDependencyPolicy",
+                "ToolPolicy",
+            ],
+            "prompt": ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"],
+            "section": ["MarkdownSection", "Section"],
+            "structured_output": [
+                "output_instructions",
+                "output_schema",
+                "parse_structured_output",
+            ],
+            "task_examples": ["TaskExample", "TaskExamplesSection", "TaskStep"],
+            "visibility": ["SectionVisibility", "VisibilityState", "expand", "set_visibility"],
+        },
+    )

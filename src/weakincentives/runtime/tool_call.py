@@ -11,11 +11,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NoReturn, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.clock import Clock
 from weakincentives.errors import (
     BudgetExceededError,
     ContractError,
@@ -241,20 +242,23 @@ def _resource_context(context: ToolContext) -> ResourceContext:
 # The pipeline
 
 
-@dataclass(slots=True, eq=False)
 class _Progress:
     """How far a call has come."""
 
-    call: ToolCall
-    transaction: Transaction
-    started: float
-    timestamp: float
-    params: object
+    # Defaults on the class: most calls end without setting all of them.
     tool: Tool[Any, Any] | None = None
     ran: bool = False
     undone: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
     event: ToolInvoked | None = None
+
+    def __init__(self, call: ToolCall, transaction: Transaction, clock: Clock) -> None:
+        self.call = call
+        self.params = call.params
+        self.transaction = transaction
+        self.clock = clock
+        self.started = clock.monotonic()
+        self.timestamp = clock.time()
 
 
 class _Failed(Exception):
@@ -272,10 +276,9 @@ async def _pipeline(
     parent: Transaction | None,
     recorded: list[ToolInvoked],
 ) -> ToolResult[Any]:
-    clock = session.clock
     transaction = Transaction(call, session, _resource_context(context), parent, context)
     transaction_under_way.set(transaction)
-    progress = _Progress(call, transaction, clock.monotonic(), clock.time(), call.params)
+    progress = _Progress(call, transaction, session.clock)
     signal = CancellationToken()
     try:
         offer = offers.get(call.name) or _unknown(call, offers)
@@ -293,7 +296,10 @@ async def _pipeline(
         _check_limits(bound)
         _start(progress, offer, params, bound)
         if tool.timeout is None and bound.deadline is None and not tool.is_async:
-            answer = _call_handler(tool, params, bound)
+            try:
+                answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
+            except StopIteration as error:  # which a coroutine cannot let through
+                raise RuntimeError(f"the handler raised StopIteration: {error}") from error
         else:
             answer = await _handle_on_loop(tool, params, bound)
         result = _succeeded(answer)
@@ -353,14 +359,6 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
         progress.transaction.read_only()
     else:
         progress.transaction.take_snapshots()
-
-
-def _call_handler(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-    handler: Any = tool.handler
-    try:
-        return handler(params, context=context)
-    except StopIteration as error:  # which a coroutine cannot let through
-        raise RuntimeError(f"the handler raised StopIteration: {error}") from error
 
 
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
@@ -428,11 +426,11 @@ def _accept(
     context: ToolContext,
 ) -> None:
     """Let session and policies learn from a success, still inside the transaction."""
-    transaction = progress.transaction
-    transaction.read_write()
+    session = progress.transaction.session
+    session.read_only = None  # that was for the handler; now the runtime notes what it learned
     value: object = result.value
-    if value is not None and transaction.session.handles(type(value)):
-        transaction.session.dispatch(value)
+    if value is not None and session.handles(type(value)):
+        session.dispatch(value)
     for policy in offer.listeners:
         try:
             policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
@@ -445,8 +443,8 @@ def _accept(
 
 def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     """Return the result as it is handed out, and note the record that goes with it."""
-    call, clock = progress.call, progress.transaction.session.clock
-    duration = clock.monotonic() - progress.started
+    call = progress.call
+    duration = progress.clock.monotonic() - progress.started
     completed: ToolResult[Any] = ToolResult(
         result.message,
         result.value,

@@ -182,10 +182,6 @@ class Transaction:
             if hasattr(view, "read_only"):
                 view.read_only = self.session.read_only
 
-    def read_write(self) -> None:
-        """Let the runtime write to the session again, after a handler that only reads."""
-        self.session.read_only = None
-
     def take_snapshots(self) -> None:
         """Note the state of every resource that is changed in place."""
         for name, resource in self._resources.snapshotables:
@@ -247,12 +243,11 @@ class Transaction:
         return f"call {self.call.id} to tool '{self.call.name}' has ended"
 
     def _seal(self) -> None:
+        reason = self._end_reason()
         with self._lock:
             self._sealed = True
-            forks = self._forks
-        reason = self._end_reason()
-        self.session.seal(reason)
-        for _, _, view in forks:
+            self.session.seal(reason)
+        for _, _, view in self._forks:
             _seal_view(view, reason)
 
 
