@@ -63,6 +63,8 @@ class Offer:
     """Asked before a call: those of the tool's section first, then the prompt's."""
     listeners: tuple[AttachedPolicy, ...] = ()
     """Told of a success: every policy of the prompt that wants to know."""
+    counters: tuple[AttachedPolicy, ...] = ()
+    """Those of the policies that are told when a call is about to run."""
     needs_loop: bool = False
 
     @classmethod
@@ -73,7 +75,8 @@ class Offer:
         listeners: tuple[AttachedPolicy, ...] = (),
     ) -> Offer:
         needs_loop = tool.is_async or tool.timeout is not None or any(p.is_async for p in policies)
-        return cls(tool, policies, listeners, needs_loop)
+        counters = tuple(policy for policy in policies if policy.on_start is not None)
+        return cls(tool, policies, listeners, counters, needs_loop)
 
 
 @dataclass(frozen=True, slots=True)

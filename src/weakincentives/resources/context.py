@@ -30,6 +30,7 @@ from weakincentives.resources.registry import (
     ResourceRegistry,
     Scope,
     Snapshotable,
+    can_fork,
 )
 
 __all__ = ["ResourceContext", "ToolScope", "Watcher"]
@@ -268,11 +269,23 @@ class ResourceContext(_Lifetime):
             if isinstance(binding.provider, Ready):
                 self._keep(binding, binding.provider.value, is_new=False)
 
+        # The participants, and those of them that are changed in place: found once for many calls.
+        self._sorted = ((), ())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Which thread makes what, and what a thread waits for.
         self._builders: dict[tuple[_Lifetime, type[Any]], int] = {}
         self._waiting: dict[int, tuple[_Lifetime, type[Any]]] = {}
+
+    @property
+    def in_place(self) -> tuple[tuple[str, Snapshotable], ...]:
+        """Those of the ``snapshotables`` that cannot fork, so that calls change them in place."""
+        participants, in_place = self._sorted
+        if participants is not self._participants:
+            participants = self._participants
+            in_place = tuple(each for each in participants if not can_fork(each[1]))
+            self._sorted = (participants, in_place)
+        return in_place
 
     def built(self, kind: type[T]) -> T | None:
         """Return the singleton for ``kind`` if it has been made, without making anything."""

@@ -53,6 +53,11 @@ class Snapshotable(Protocol):
         ...
 
 
+def can_fork(resource: object) -> bool:
+    """Whether calls get views of a resource; all others are changed in place."""
+    return hasattr(resource, "fork") and hasattr(resource, "merge")
+
+
 class Resolver(Protocol):
     """Gives instances by type: a context, a tool call's scope, or what a provider gets."""
 

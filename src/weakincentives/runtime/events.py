@@ -84,6 +84,8 @@ class Dispatcher:
     def __init__(self) -> None:
         # Replaced, never changed: publishing reads it without a lock.
         self._subscriptions: dict[type, tuple[_Subscription, ...]] = {}
+        # Who hears of an event of a type, found when the first one comes.
+        self._audiences: dict[type, tuple[_Subscription, ...]] = {}
         self._lock = threading.RLock()
 
     def subscribe(
@@ -100,28 +102,36 @@ class Dispatcher:
                 left = tuple(s for s in present if s is not subscription)
                 others = {t: s for t, s in self._subscriptions.items() if t is not event_type}
                 self._subscriptions = {**others, event_type: left} if left else others
+                self._audiences = {}
 
         with self._lock:
             present = self._subscriptions.get(event_type, ())
             self._subscriptions = {**self._subscriptions, event_type: (*present, subscription)}
+            self._audiences = {}
         return unsubscribe
 
     def publish(self, event: object) -> None:
         """Hand the event to its subscribers."""
-        subscriptions = self._subscriptions
-        if not subscriptions:
-            return
-        for event_type in type(event).__mro__:
-            for subscription in subscriptions.get(event_type, ()):
-                try:
-                    subscription.call(event)
-                except Exception:
-                    _logger.exception(
-                        "subscriber %r failed on %s",
-                        subscription.call,
-                        type(event).__name__,
-                        extra=_call_fields(event),
-                    )
+        audience = self._audiences.get(type(event))
+        if audience is None:
+            audience = self._audience_of(type(event))
+        for subscription in audience:
+            try:
+                subscription.call(event)
+            except Exception:
+                _logger.exception(
+                    "subscriber %r failed on %s",
+                    subscription.call,
+                    type(event).__name__,
+                    extra=_call_fields(event),
+                )
+
+    def _audience_of(self, event_type: type) -> tuple[_Subscription, ...]:
+        with self._lock:
+            found = self._subscriptions
+            audience = tuple(s for cls in event_type.__mro__ for s in found.get(cls, ()))
+            self._audiences = {**self._audiences, event_type: audience}
+        return audience
 
 
 @dataclass(frozen=True, slots=True, eq=False)

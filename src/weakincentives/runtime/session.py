@@ -823,7 +823,8 @@ class Session:
         if isinstance(event, _StateReplaced):
             return _Root(event.state, root.log, events)
         state, log = root.state, root.log
-        for route in self._wiring.routes_for(event):
+        wiring = self._wiring
+        for route in wiring.routes.get(type(event)) or wiring.routes_for(event):
             if route.is_log:
                 log = _reduced(log, route, event)
             else:

@@ -349,9 +349,8 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
     tool = offer.tool
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
-    for policy in offer.policies:
-        if policy.on_start is not None:
-            policy.on_start(tool, params, context=context)
+    for policy in offer.counters:
+        policy.on_start(tool, params, context=context)  # type: ignore[misc]  # or it were not here
     progress.ran = True
     if context.heartbeat is not None:
         context.heartbeat.beat()

@@ -16,6 +16,7 @@ from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed
 from weakincentives.logs import get_logger
 from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
 from weakincentives.resources.opening import as_resolver
+from weakincentives.resources.registry import can_fork
 from weakincentives.runtime.session import Session, Snapshot
 
 if TYPE_CHECKING:
@@ -36,10 +37,6 @@ T = TypeVar("T")
 _logger = get_logger(__name__)
 
 
-def _can_fork(resource: object) -> bool:
-    return hasattr(resource, "fork") and hasattr(resource, "merge")
-
-
 def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> list[str]:
     """Restore newest first; one that fails does not keep the others from it. Returns failures."""
     failures: list[str] = []
@@ -58,12 +55,13 @@ class Transaction:
 
     # Defaults on the class: every call makes one, and most calls need none of these.
     settled = False
+    reads_only = False
+    """Whether writes are refused; also in a call that is nested in one that only reads."""
     _parent: Transaction | None = None
     _kept: tuple[object, ...] = ()
     _forks: tuple[tuple[str, Any, Any], ...] = ()
     _tokens: tuple[tuple[str, Any, object], ...] = ()
     _merged: tuple[tuple[str, Any, object], ...] = ()
-    _reads_only = False
     _sealed = False
     _scope: ToolScope | None = None
 
@@ -85,6 +83,7 @@ class Transaction:
         self._lock = view.lock
         if parent is not None:
             self._parent = parent
+            self.reads_only = parent.reads_only
 
     # What a call works on
 
@@ -114,7 +113,7 @@ class Transaction:
         instance = self._resources.built(kind)
         if instance is None:
             instance = self.scope.get(kind)
-        return self.view(instance) if _can_fork(instance) else instance
+        return self.view(instance) if can_fork(instance) else instance
 
     def is_bound(self, kind: type) -> bool:
         return kind in self._resources.registry
@@ -151,7 +150,7 @@ class Transaction:
         """Return what to call an object that takes part by forking; None for all others."""
         if isinstance(target, Session):
             return f"session {target.session_id}" if target.is_related_to(self.base) else None
-        if _can_fork(target):
+        if can_fork(target):
             for name, resource in self.snapshotables:
                 if resource is target:
                     return name
@@ -161,7 +160,7 @@ class Transaction:
 
     def _fork(self, name: str, base: Any) -> Any:
         view = base.fork()
-        if self._reads_only and hasattr(view, "read_only"):
+        if self.reads_only and hasattr(view, "read_only"):
             view.read_only = _reads_only(self.call)
         if self._sealed:
             _seal_view(view, self._end_reason())
@@ -169,14 +168,9 @@ class Transaction:
         self._views[id(base)] = self._views[id(view)] = view
         return view
 
-    @property
-    def reads_only(self) -> bool:
-        """Whether writes are refused; a call that is nested in one that only reads, only reads."""
-        return self._reads_only or (self._parent is not None and self._parent.reads_only)
-
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
-        self._reads_only = True
+        self.reads_only = True
         self.session.read_only = _reads_only(self.call)
         for _, _, view in self._forks:
             if hasattr(view, "read_only"):
@@ -184,12 +178,12 @@ class Transaction:
 
     def take_snapshots(self) -> None:
         """Note the state of every resource that is changed in place."""
-        for name, resource in self._resources.snapshotables:
+        for name, resource in self._resources.in_place:
             self.built(name, resource)
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Note the state of a resource as it is; a new one is seen here before anyone has it."""
-        if not self._reads_only and not _can_fork(instance):
+        if not self.reads_only and not can_fork(instance):
             self._tokens = (*self._tokens, (name, instance, instance.snapshot()))
 
     # How it ends
@@ -222,7 +216,7 @@ class Transaction:
     def restore(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Restore what was changed in place; returns what is undone and what could not be."""
         self._seal()
-        if self._reads_only:
+        if self.reads_only:
             return (), ()
         failures = _restore_all(self._tokens)
         names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
