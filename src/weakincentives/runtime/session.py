@@ -717,7 +717,10 @@ class Session:
 
     def _restorable_after(self, serial: int, limit: float) -> _Restorable:
         before = self._restorable or _Restorable()
-        return _Restorable(before.up_to(serial), min(before.limit, limit))
+        kept = list(before.up_to(serial))
+        if len(kept) == len(before.taken) and before.limit <= limit:
+            return before  # the common case: it goes back to the newest, and loses none
+        return _Restorable(kept, min(before.limit, limit))
 
     def _took(self, snapshot: Snapshot, origin: _Origin) -> bool:
         """Whether the snapshot marks a place among the events of this session or view."""
