@@ -441,3 +441,13 @@ def test_an_unknown_option_is_refused():
         @tool(colour="red")
         def paint() -> None:
             """Paint it."""
+
+
+def test_the_plain_function_can_still_be_called():
+    @tool
+    def shout(text: str) -> str:
+        """Shout."""
+        return text.upper()
+
+    assert shout.function is not None
+    assert shout.function("hey") == "HEY"
