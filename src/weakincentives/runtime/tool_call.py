@@ -67,7 +67,8 @@ def execute_tool(
     The tools are those of the context's prompt, or of ``prompt``, or of the prompt that the
     session last rendered.
     """
-    context = _context(context, session, prompt)
+    if context is None:
+        context = _context(session, prompt)
     return _run(call, _offers(context), context)
 
 
@@ -79,7 +80,8 @@ async def aexecute_tool(
     prompt: Prompt[Any] | None = None,
 ) -> ToolResult[Any]:
     """Run one call on the caller's event loop."""
-    context = _context(context, session, prompt)
+    if context is None:
+        context = _context(session, prompt)
     return await _arun(call, _offers(context), context)
 
 
@@ -194,11 +196,7 @@ def _base(context: ToolContext) -> tuple[Session, Transaction | None]:
 # What surrounds a call
 
 
-def _context(
-    context: ToolContext | None, session: Session | None, prompt: Prompt[Any] | None
-) -> ToolContext:
-    if context is not None:
-        return context
+def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
     prompt = prompt or session.prompt
@@ -293,7 +291,8 @@ async def _pipeline(
                 raise _undecided(policy, error) from error
             if reason is not None:
                 raise PolicyDenied(reason)
-        _check_limits(bound)
+        if bound.deadline is not None or bound.budget_tracker is not None:
+            _check_limits(bound)
         _start(progress, offer, params, bound)
         if tool.timeout is None and bound.deadline is None and not tool.is_async:
             try:
