@@ -327,11 +327,6 @@ class ToolScope(_Lifetime):
         self._watcher = watcher
 
     @property
-    def context(self) -> ResourceContext:
-        """The context that the call's scope lies in."""
-        return self._context
-
-    @property
     def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
         """The context's live instances that take part in transactions, then the call's own."""
         return (*self._context._participants, *self._participants)

@@ -291,8 +291,7 @@ async def _pipeline(
                 raise _undecided(policy, error) from error
             if reason is not None:
                 raise PolicyDenied(reason)
-        if bound.deadline is not None or bound.budget_tracker is not None:
-            _check_limits(bound)
+        _check_limits(bound)
         _start(progress, offer, params, bound)
         if tool.timeout is None and bound.deadline is None and not tool.is_async:
             try:

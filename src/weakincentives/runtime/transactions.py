@@ -37,16 +37,23 @@ T = TypeVar("T")
 _logger = get_logger(__name__)
 
 
-def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> list[str]:
-    """Restore newest first; one that fails does not keep the others from it. Returns failures."""
-    failures: list[str] = []
+def _snapshot_of(resource: Any) -> object:
+    # Ours have a form that takes exactly this object, whatever call is under way.
+    return getattr(resource, "snapshot_here", resource.snapshot)()
+
+
+def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
+    """Restore newest first; one that fails does not keep the others from it.
+
+    Returns the names of those that failed, each with what to say about it.
+    """
+    failures: dict[str, str] = {}
     for name, resource, token in reversed(tokens):
         try:
-            # Ours restore exactly this object, whatever call is under way.
             getattr(resource, "restore_here", resource.restore)(token)
         except Exception as error:
             _logger.exception("restoring %s failed", name)
-            failures.append(f"{name} could not be restored: {error}")
+            failures[name] = f"{name} could not be restored: {error}"
     return failures
 
 
@@ -78,7 +85,7 @@ class Transaction:
         """What surrounds the call: the context it was made with, not the one it hands out."""
         self.base = session
         self.session = view = session.fork()
-        self._resources = resources
+        self.resource_context = resources
         self._views: dict[int, object] = {id(session): view, id(view): view}
         self._lock = view.lock
         if parent is not None:
@@ -99,24 +106,28 @@ class Transaction:
         """The lifetime of resources that are the call's own; made when first needed."""
         if self._scope is None:
             with self._lock:
-                self._scope = self._scope or ToolScope(self._resources, self)
+                self._scope = self._scope or ToolScope(self.resource_context, self)
         return self._scope
 
     @property
     def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
         """All that takes part in transactions, under its own name."""
-        return self._resources.snapshotables if self._scope is None else self._scope.snapshotables
+        return (
+            self.resource_context.snapshotables
+            if self._scope is None
+            else self._scope.snapshotables
+        )
 
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
         self.check_open()
-        instance = self._resources.built(kind)
+        instance = self.resource_context.built(kind)
         if instance is None:
             instance = self.scope.get(kind)
         return self.view(instance) if can_fork(instance) else instance
 
     def is_bound(self, kind: type) -> bool:
-        return kind in self._resources.registry
+        return kind in self.resource_context.registry
 
     def view(self, target: T) -> T:
         """Return this call's view of an object, or the object where it takes no part."""
@@ -178,7 +189,7 @@ class Transaction:
 
     def take_snapshots(self) -> None:
         """Note the state of every resource that is changed in place."""
-        for name, resource in self._resources.in_place:
+        for name, resource in self.resource_context.in_place:
             self.built(name, resource)
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
@@ -192,10 +203,7 @@ class Transaction:
         """Keep everything and add the record, in one step as far as anyone can see."""
         self._seal()
         if self._forks:
-            self._merged = tuple(
-                (name, base, getattr(base, "snapshot_here", base.snapshot)())
-                for name, base, _ in self._forks
-            )
+            self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self._forks)
             for _, base, view in self._forks:
                 base.merge(view)
         self.base.settle(self.session, keep=True, record=record, transaction=self)
@@ -220,8 +228,7 @@ class Transaction:
             return (), ()
         failures = _restore_all(self._tokens)
         names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
-        failed = {failure.split(" could not", 1)[0] for failure in failures}
-        return ("session", *(n for n in names if n not in failed)), tuple(failures)
+        return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
@@ -265,7 +272,7 @@ class CallResources:
 
     @property
     def context(self) -> ResourceContext:
-        return self.transaction.scope.context
+        return self.transaction.resource_context
 
     def get(self, kind: type[T]) -> T:
         """Return the resource bound for a type."""
@@ -298,11 +305,13 @@ class CompositeSnapshot:
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Note a resource's state: as it is now, or right after it was first built."""
         if not any(known is instance for _, known, _ in self._tokens):
-            token = getattr(instance, "snapshot_here", instance.snapshot)()
-            self._tokens.append((name, instance, token))
+            self._tokens.append((name, instance, _snapshot_of(instance)))
 
-    def restore_resources(self) -> list[str]:
-        return _restore_all(self._tokens)
+    def restore_resources(self) -> None:
+        """Restore every resource; one that could not be is an error, once all were tried."""
+        failures = _restore_all(self._tokens)
+        if failures:
+            raise ResourceError("; ".join(failures.values()))
 
 
 def _participants(resources: object) -> Any:
@@ -332,9 +341,7 @@ def restore_snapshot(session: Session, resources: object, snapshot: CompositeSna
     after this one cannot be restored any more.
     """
     session.restore(snapshot.session)
-    failures = snapshot.restore_resources()
-    if failures:
-        raise ResourceError("; ".join(failures))
+    snapshot.restore_resources()
 
 
 @contextmanager
