@@ -154,7 +154,7 @@ def test_an_interrupt_at_any_line_of_an_async_call_leaves_all_or_nothing(scenari
         def run(w: World = world) -> None:
             asyncio.run(aexecute_tool(ToolCall("work", {"name": "a"}), session=w.session))
 
-        reached, error = interrupted_at(line, run, sparing="_arun")
+        reached, error = interrupted_at(line, run, sparing="_ain_turn")
         check(world, scenario, error, line)
         if not reached:
             break

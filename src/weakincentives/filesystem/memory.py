@@ -412,29 +412,38 @@ class MemoryFilesystem:
         view._state = _State(view._base)
         return view
 
+    def check_conflicts(self, view: MemoryFilesystem) -> None:
+        """Raise MergeConflict if something the view depends on has changed here since the fork."""
+        with self._lock, view._lock:
+            self._check_merge(view)
+
     def merge(self, view: MemoryFilesystem) -> None:
         """Bring a view's changes in, all of them or none. A sealed view can be merged.
 
         Raises:
             MergeConflict: Something the view read or changed has changed here since the fork.
         """
-        seen = view._seen
-        if view._parent is not self or seen is None:
-            raise ValueError("only a view that was forked from this filesystem can be merged")
         with self._lock, view._lock:
+            seen = self._check_merge(view)
             changes = view._state
             if changes.written or changes.made:
                 self._check_writable("merge")
-            root, written, made = self._state
-            if root is view._base:
-                root = changes.root
-            else:
-                _check_conflicts(seen, view._base, root)
-                root = _apply(changes, root, self._clock.time())
+            current, written, made = self._state
+            unchanged = current is view._base
+            root = changes.root if unchanged else _apply(changes, current, self._clock.time())
             if self._seen is not None:
                 self._seen.include(seen)
                 written, made = written.update(changes.written), made.update(changes.made)
             self._state = _State(root, written, made)
+
+    def _check_merge(self, view: MemoryFilesystem) -> _Seen:
+        """Return what the view depends on, if all of that is as it was."""
+        seen = view._seen
+        if view._parent is not self or seen is None:
+            raise ValueError("only a view that was forked from this filesystem can be merged")
+        if self._state.root is not view._base:
+            _check_conflicts(seen, view._base, self._state.root)
+        return seen
 
     def seal(self, reason: str) -> None:
         """Refuse every later change with ``ViewClosed`` and log it; reading still works."""

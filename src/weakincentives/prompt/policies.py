@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 _MINUTE = 60.0
 
@@ -105,8 +106,17 @@ class CallTally:
     """Per tool, the moments at which it was called within the last minute."""
 
 
-def _remembered(cls: type[Any], policy_name: str, context: ToolContext) -> Any:
-    for state in context.session.read_slice(cls).all():
+def _ask(cls: type[T], policy_name: str, context: ToolContext, question: Callable[[T], V]) -> V:
+    """Ask about what a policy remembers. Calls that run at the same time depend on the answer
+    alone: the less it tells, the more of them can be kept as they are.
+    """
+    return context.session.select(
+        cls, lambda states: question(_remembered(cls, policy_name, states))
+    )
+
+
+def _remembered(cls: type[Any], policy_name: str, states: Iterable[Any]) -> Any:
+    for state in states:
         if state.policy_name == policy_name:
             return state
     return cls(policy_name)
@@ -116,6 +126,12 @@ def _remember(
     cls: type[T], policy_name: str, context: ToolContext, change: Callable[[T], T]
 ) -> None:
     """Change what a policy remembers; as a function of what it remembers, so that calls merge."""
+    session = context.session
+    if not session.tracks_reads:
+        # Nothing else runs: what is known already need not be noted again.
+        state = _remembered(cls, policy_name, session.read_slice(cls))
+        if change(state) is state:
+            return
 
     def changed(current: Slice[Any]) -> Slice[Any]:
         states = current.all()
@@ -130,6 +146,18 @@ def _remember(
 def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
     """Return a set with one more item, sharing the rest."""
     return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
+
+
+def _with_tool(state: PolicyState, name: str) -> PolicyState:
+    if name in state.invoked_tools:
+        return state
+    return replace(state, invoked_tools=_with(state.invoked_tools, name))
+
+
+def _with_key(state: PolicyState, key: tuple[str, str]) -> PolicyState:
+    if key in state.invoked_keys:
+        return state
+    return replace(state, invoked_keys=_with(state.invoked_keys, key))
 
 
 # The built-in ones
@@ -156,8 +184,11 @@ class SequentialDependencyPolicy:
         needed = self.dependencies.get(tool.name)
         if not needed:
             return ALLOWED
-        done = _remembered(PolicyState, self.name, context).invoked_tools
-        missing = sorted(name for name in needed if name not in done)
+
+        def not_done(state: PolicyState) -> tuple[str, ...]:
+            return tuple(sorted(name for name in needed if name not in state.invoked_tools))
+
+        missing = _ask(PolicyState, self.name, context, not_done)
         if not missing:
             return ALLOWED
         return PolicyDecision.deny(
@@ -168,14 +199,7 @@ class SequentialDependencyPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        if tool.name in _remembered(PolicyState, self.name, context).invoked_tools:
-            return
-        _remember(
-            PolicyState,
-            self.name,
-            context,
-            lambda state: replace(state, invoked_tools=_with(state.invoked_tools, tool.name)),
-        )
+        _remember(PolicyState, self.name, context, lambda state: _with_tool(state, tool.name))
 
 
 @dataclass(frozen=True)
@@ -198,8 +222,8 @@ class ReadBeforeWritePolicy:
             )
         filesystem = context.resources.find(Filesystem)
         try:
-            known = _remembered(PolicyState, self.name, context).invoked_keys
-            if _key(path, filesystem) in known:
+            key = _key(path, filesystem)
+            if _ask(PolicyState, self.name, context, lambda state: key in state.invoked_keys):
                 return ALLOWED
             if filesystem is not None and not filesystem.exists(path):
                 return ALLOWED
@@ -219,14 +243,7 @@ class ReadBeforeWritePolicy:
             key = _key(path, context.resources.find(Filesystem))
         except FilesystemError:
             return  # the tool read it in a way of its own, not from this filesystem
-        if key in _remembered(PolicyState, self.name, context).invoked_keys:
-            return
-        _remember(
-            PolicyState,
-            self.name,
-            context,
-            lambda state: replace(state, invoked_keys=_with(state.invoked_keys, key)),
-        )
+        _remember(PolicyState, self.name, context, lambda state: _with_key(state, key))
 
     def _path(self, params: object) -> str | None:
         if isinstance(params, Mapping):
@@ -253,8 +270,11 @@ class QuotaPolicy:
             raise ValueError(f"max_calls must not be negative, got {self.max_calls}")
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        calls = _remembered(CallTally, self.name, context).calls
-        if calls < self.max_calls:
+        def used_up(tally: CallTally) -> int | None:
+            return tally.calls if tally.calls >= self.max_calls else None
+
+        calls = _ask(CallTally, self.name, context, used_up)
+        if calls is None:
             return ALLOWED
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
 
@@ -278,9 +298,14 @@ class RateLimitPolicy:
             )
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        tally = _remembered(CallTally, self.name, context)
-        calls = len(_last_minute(tally, tool.name, context.session.clock.time()))
-        if calls < self.max_calls_per_minute:
+        now = context.session.clock.time()
+
+        def used_up(tally: CallTally) -> int | None:
+            calls = len(_last_minute(tally, tool.name, now))
+            return calls if calls >= self.max_calls_per_minute else None
+
+        calls = _ask(CallTally, self.name, context, used_up)
+        if calls is None:
             return ALLOWED
         return PolicyDecision.deny(
             f"Rate limit exceeded: {calls} calls to {tool.name} in last minute\n"

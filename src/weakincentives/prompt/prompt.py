@@ -66,6 +66,8 @@ class Offer:
     counters: tuple[AttachedPolicy, ...] = ()
     """Those of the policies that are told when a call is about to run."""
     needs_loop: bool = False
+    may_run_beside: bool = False
+    """Whether a call may run at the same time as others of its turn."""
 
     @classmethod
     def of(
@@ -76,7 +78,13 @@ class Offer:
     ) -> Offer:
         needs_loop = tool.is_async or tool.timeout is not None or any(p.is_async for p in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
-        return cls(tool, policies, listeners, counters, needs_loop)
+        may_run_beside = (
+            tool.reach in ("read", "reversible")
+            and (tool.is_async or tool.concurrent)
+            and tool.writes == "api"  # a scan could not tell whose change it was
+            and tool.handler is not None
+        )
+        return cls(tool, policies, listeners, counters, needs_loop, may_run_beside)
 
 
 @dataclass(frozen=True, slots=True)

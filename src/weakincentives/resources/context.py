@@ -38,6 +38,7 @@ __all__ = ["ResourceContext", "ToolScope", "Watcher"]
 T = TypeVar("T")
 Chain: TypeAlias = tuple[type[Any], ...]
 """The types being made, outermost first: each is needed by the one before it."""
+_InPlace: TypeAlias = tuple[tuple[str, Snapshotable], ...]
 
 _log = logging.getLogger("weakincentives.resources")
 
@@ -269,8 +270,8 @@ class ResourceContext(_Lifetime):
             if isinstance(binding.provider, Ready):
                 self._keep(binding, binding.provider.value, is_new=False)
 
-        # The participants, and those of them that are changed in place: found once for many calls.
-        self._sorted = ((), ())
+        # The participants, and what calls need to know of them: found once for many calls.
+        self._sorted: tuple[Any, _InPlace, tuple[threading.Lock, ...]] = ((), (), ())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Which thread makes what, and what a thread waits for.
@@ -280,12 +281,24 @@ class ResourceContext(_Lifetime):
     @property
     def in_place(self) -> tuple[tuple[str, Snapshotable], ...]:
         """Those of the ``snapshotables`` that cannot fork, so that calls change them in place."""
-        participants, in_place = self._sorted
-        if participants is not self._participants:
-            participants = self._participants
-            in_place = tuple(each for each in participants if not can_fork(each[1]))
-            self._sorted = (participants, in_place)
-        return in_place
+        if self._sorted[0] is not self._participants:
+            self._sort()
+        return self._sorted[1]
+
+    @property
+    def gates(self) -> tuple[threading.Lock, ...]:
+        """The locks of resources that one call at a time can work on, whatever its session."""
+        if self._sorted[0] is not self._participants:
+            self._sort()
+        return self._sorted[2]
+
+    def _sort(self) -> None:
+        participants = self._participants
+        in_place = tuple(each for each in participants if not can_fork(each[1]))
+        found = (getattr(resource, "gate", None) for _, resource in participants)
+        # In one order everywhere, so that no two calls wait for each other.
+        gates = sorted((gate for gate in found if gate is not None), key=id)
+        self._sorted = (participants, in_place, tuple(gates))
 
     def built(self, kind: type[T]) -> T | None:
         """Return the singleton for ``kind`` if it has been made, without making anything."""

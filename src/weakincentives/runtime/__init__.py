@@ -4,7 +4,12 @@ from weakincentives.call import CancellationToken, RunContext, ToolCall, call_un
 from weakincentives.logs import configure_logging
 from weakincentives.runtime.events import Dispatcher, PromptExecuted, PromptRendered, ToolInvoked
 from weakincentives.runtime.session import Session, SliceAccessor, Snapshot
-from weakincentives.runtime.tool_call import aexecute_tool, execute_tool
+from weakincentives.runtime.tool_call import (
+    aexecute_tool,
+    aexecute_tools,
+    execute_tool,
+    execute_tools,
+)
 from weakincentives.runtime.transactions import (
     CompositeSnapshot,
     PendingToolTracker,
@@ -38,11 +43,13 @@ __all__ = [
     "ToolCall",
     "ToolInvoked",
     "aexecute_tool",
+    "aexecute_tools",
     "append_all",
     "call_under_way",
     "configure_logging",
     "create_snapshot",
     "execute_tool",
+    "execute_tools",
     "reducer",
     "replace_latest",
     "restore_snapshot",

@@ -39,6 +39,12 @@ class ToolInvoked:
     call_id: str
     ran: bool = False
     """Whether the handler was started: False for every refusal."""
+    place: int | None = None
+    """The call's place among the calls of its turn; the first is 0."""
+    attempts: int = 1
+    """How often it was taken, because another call of the turn came in its way."""
+    conflicts: tuple[str, ...] = ()
+    """What others had changed when it was taken again: slices by type, files by path."""
 
 
 @slice_policy(SlicePolicy.LOG)

@@ -19,6 +19,7 @@ from weakref import WeakSet, ref
 from weakincentives.call import current_view, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
+    MergeConflict,
     ReadOnlyView,
     ReducerError,
     SessionError,
@@ -45,11 +46,12 @@ if TYPE_CHECKING:
 __all__ = ["Session", "SliceAccessor", "Snapshot"]
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 _logger = get_logger(__name__)
 
 _Slices = Mapping[type, Slice[Any]]
-# The events that made a view what it is, newest first; None outside views.
+# The events that made a view what it is, and what it was told; newest first. None outside views.
 _Events = tuple[Any, object] | None
 
 # Snapshots of a session and of all its views in the order in which they were taken.
@@ -84,18 +86,46 @@ class _SliceChanged:
     change: Callable[[Slice[Any]], Slice[Any]]
 
 
+class _Entry:
+    """What stands among a view's events without being one."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class _StateReplaced:
+class _StateReplaced(_Entry):
     """STATE was set as a whole, by ``restore`` or ``reset``."""
 
     state: _Slices
 
 
 @dataclass(frozen=True, slots=True)
-class _LogPart:
-    """What is left of an event that was rolled back: its effect on LOG slices."""
+class _Observed(_Entry):
+    """A question that a view asked: it merges only where the answer is still the same."""
 
-    event: object
+    slice_type: type
+    query: Callable[[Slice[Any]], object]
+    answer: object
+
+    def check(self, root: _Root) -> None:
+        """Raise MergeConflict when the answer is another one by now."""
+        try:
+            same = _same(self.query(_slice_in(root, self.slice_type)), self.answer)
+        except Exception:  # a predicate that fails on what others put there
+            same = False
+        if not same:
+            name = self.slice_type.__name__
+            raise MergeConflict(f"Changed by another call in the meantime: slice {name}", (name,))
+
+
+@dataclass(frozen=True, slots=True)
+class _RolledBack(_Entry):
+    """What is left of entries that were rolled back in a view."""
+
+    logged: tuple[object, ...]
+    """The events that reach LOG slices: those stay."""
+    entries: tuple[object, ...]
+    """All of them in a view that tracks reads: what they were told must still hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +133,40 @@ class _Child:
     """A child session, kept in a slice so that a failed call takes back those it made."""
 
     session: Session
+
+
+def _slice_in(root: _Root, slice_type: type) -> Slice[Any]:
+    found = root.state.get(slice_type)
+    return found if found is not None else root.log.get(slice_type, EMPTY)
+
+
+def _same(left: object, right: object) -> bool:
+    """Whether two answers are the same to whoever asked."""
+    if left is right:
+        return True
+    ours, theirs = _items(left), _items(right)
+    if ours is not None and theirs is not None:
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return type(left) is type(right) and bool(left == right)
+
+
+def _items(answer: Any) -> tuple[object, ...] | None:
+    if isinstance(answer, Slice):
+        return cast("Slice[object]", answer).all()
+    return cast("tuple[object, ...]", answer) if type(answer) is tuple else None
+
+
+# Questions that are often asked; one function each, so that asking again is seen to be the same.
+def _whole(values: Slice[T]) -> Slice[T]:
+    return values
+
+
+def _latest(values: Slice[T]) -> T | None:
+    return values.latest()
+
+
+def _all(values: Slice[T]) -> tuple[T, ...]:
+    return values.all()
 
 
 def _named(change: object) -> str:
@@ -330,22 +394,30 @@ class SliceAccessor(Generic[T]):
 
     def latest(self) -> T | None:
         """Return the newest value, or None."""
-        return self._session.read_slice(self._type).latest()
+        return self.select(_latest)
 
     def all(self) -> tuple[T, ...]:
         """Return every value, oldest first."""
-        return self._session.read_slice(self._type).all()
+        return self.select(_all)
 
     def where(self, predicate: Callable[[T], bool]) -> tuple[T, ...]:
         """Return the values for which the predicate holds, oldest first."""
-        return self._session.read_slice(self._type).where(predicate)
+        return self.select(lambda values: values.where(predicate))
+
+    def select(self, query: Callable[[Slice[T]], V]) -> V:
+        """Return a pure function of the slice; the less it tells, the more calls can merge.
+
+        A call that runs beside others depends on the answer, not on the whole slice: it is taken
+        again only when the same question has another answer by the time the call is kept.
+        """
+        return self._session.select(self._type, query)
 
     def newest_first(self) -> Iterator[T]:
         """Yield every value, newest first."""
         return self._session.read_slice(self._type).newest_first()
 
     def __len__(self) -> int:
-        return len(self._session.read_slice(self._type))
+        return self.select(len)
 
     def __iter__(self) -> Iterator[T]:
         return iter(self.all())
@@ -417,6 +489,7 @@ class Session:
     _forked_from: _Root | None = None
     _sealed: str | None = None
     _restorable: _Restorable | None = None
+    _tracks_reads = False
     read_only: str | None = None
     """Why writes through this view are refused; None when they are not."""
 
@@ -503,6 +576,11 @@ class Session:
         return self._lock
 
     @property
+    def tracks_reads(self) -> bool:
+        """Whether this is a view that depends on what is read from it."""
+        return self._tracks_reads
+
+    @property
     def gate(self) -> threading.Lock | None:
         """The lock that a call holds while it is under way; None for a view, which has its turn."""
         return None if self._base is not None else self._wiring.gate
@@ -534,14 +612,37 @@ class Session:
 
     def read_slice(self, slice_type: type[T]) -> Slice[T]:
         """Return the slice as it is now; it does not change afterwards."""
+        return self.select(slice_type, _whole)
+
+    def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
+        """Return a pure function of a slice, as ``session[T].select`` does."""
         # As current_view does it, but in place: policies read on every call.
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
-            root = self._root
+            target = self
         else:
-            root = transaction.view(self)._root
+            target = transaction.view(self)
+        if target._tracks_reads:
+            return target._observed(slice_type, query)
+        root = target._root
         found = root.state.get(slice_type)
-        return found if found is not None else root.log.get(slice_type, EMPTY)
+        return query(found if found is not None else root.log.get(slice_type, EMPTY))
+
+    def _observed(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
+        """Answer, and note that this view depends on the answer."""
+        with self._lock:
+            root = self._root
+            answer = query(_slice_in(root, slice_type))
+            newest = None if root.events is None else root.events[1]
+            if not (
+                isinstance(newest, _Observed)
+                and newest.slice_type is slice_type
+                and newest.query is query
+                and newest.answer is answer
+            ):
+                events = (root.events, _Observed(slice_type, query, answer))
+                self._root = _Root(root.state, root.log, events)
+        return answer
 
     def dispatch(self, event: object) -> None:
         """Apply the event to every slice that has a reducer for its type, or to none.
@@ -667,12 +768,8 @@ class Session:
             origin, restorable = snapshot.origin, self._restorable
             if origin is not None and self._took(snapshot, origin):
                 # A savepoint of this view: forget the events since, but for what they logged.
-                events = origin.events
-                for event in self._events_since(events):
-                    kept = self._log_part(event)
-                    if kept is not None:
-                        events = (events, kept)
-                root = _Root(snapshot.state, self._root.log, events)
+                kept = self._left_of(self._events_since(origin.events))
+                root = _Root(snapshot.state, self._root.log, _appended(origin.events, kept))
                 restorable = self._restorable_after(origin.serial, math.inf)
             else:
                 root = self._applied(self._root, _StateReplaced(snapshot.state))
@@ -739,8 +836,11 @@ class Session:
 
     # Views: what a call works on
 
-    def fork(self) -> Session:
-        """Return a private view: it starts as this session is now, and shares nothing since."""
+    def fork(self, *, tracks_reads: bool = True) -> Session:
+        """Return a private view: it starts as this session is now, and shares nothing since.
+
+        A view that tracks what is read from it cannot be merged once that has changed here.
+        """
         view = Session.__new__(Session)
         root = self._root
         view._wiring = self._wiring
@@ -749,16 +849,31 @@ class Session:
         view._base = self
         view._forked_from = root
         view._lock = RLock()
+        if tracks_reads or self._tracks_reads:
+            view._tracks_reads = True
         return view
 
     def merge(self, view: Session) -> None:
-        """Bring in what a view changed, all or nothing. The view goes on from the outcome."""
+        """Bring in what a view changed, all or nothing. The view goes on from the outcome.
+
+        Its events are dispatched again on what is here now, so that appends and whatever else
+        reducers make of events add up.
+
+        Raises:
+            MergeConflict: Something the view was told has changed here since the fork.
+        """
         if view._base is not self:
             raise SessionError("only a view that was forked from this session can be merged")
         with view._lock:
-            if view._root.events is not None:
+            if not all(isinstance(e, _Observed) for e in view._events_since(None)):
                 self._check_writable(view)
             self.settle(view, keep=True)
+
+    def check_conflicts(self, view: Session) -> None:
+        """Raise MergeConflict if something the view was told has changed here since the fork."""
+        with self._lock:
+            if self._root is not view._forked_from:
+                self._replayed(self._root, view)
 
     def settle(
         self,
@@ -784,18 +899,15 @@ class Session:
                 # Nothing else happened since the fork: the view's slices are the outcome.
                 events = root.events
                 if self._base is not None:
-                    for event in view._events_since(None):
-                        events = (events, event)
+                    events = _appended(events, view._events_since(None))
                 if outcome is not root or events is not root.events:
                     root = _Root(outcome.state, outcome.log, events)
             elif keep:
-                for event in view._events_since(None):
-                    root = self._applied(root, event)
+                root = self._replayed(root, view)
             else:
-                for event in view._events_since(None):
-                    root = self._logged(root, event)
+                root = self._forgotten(root, view._events_since(None))
             if record is not None:
-                root = self._applied(root, record) if keep else self._logged(root, record)
+                root = self._applied(root, record) if keep else self._forgotten(root, [record])
             # The commit point. One statement, so that an interrupt finds all or nothing done.
             if transaction is None:
                 self._root, self._restorable, view._root, view._forked_from, view._restorable = (
@@ -820,11 +932,8 @@ class Session:
 
     def _applied(self, root: _Root, event: object) -> _Root:
         """Return what follows from the event, all of it or, by an exception, nothing."""
-        events = None if self._base is None else (root.events, event)
-        if isinstance(event, _LogPart):
-            return self._logged(root, event)
-        if isinstance(event, _StateReplaced):
-            return _Root(event.state, root.log, events)
+        if isinstance(event, _Entry):
+            return self._entry_applied(root, event)
         state, log = root.state, root.log
         wiring = self._wiring
         for route in wiring.routes.get(type(event)) or wiring.routes_for(event):
@@ -832,21 +941,71 @@ class Session:
                 log = _reduced(log, route, event)
             else:
                 state = _reduced(state, route, event)
-        return _Root(state, log, events)
+        return _Root(state, log, None if self._base is None else (root.events, event))
 
-    def _logged(self, root: _Root, event: object) -> _Root:
-        """Return what is left of an event that is rolled back: what it does to LOG slices."""
-        part = self._log_part(event)
-        if part is None:
+    def _entry_applied(self, root: _Root, entry: _Entry) -> _Root:
+        state, log = root.state, root.log
+        if isinstance(entry, _Observed):
+            entry.check(root)
+        elif isinstance(entry, _StateReplaced):
+            state = entry.state
+        elif isinstance(entry, _RolledBack):
+            tried = root
+            for event in entry.entries:
+                tried = self._applied(tried, event)
+            log = self._with_logged(log, entry.logged)
+        return _Root(state, log, None if self._base is None else (root.events, entry))
+
+    def _replayed(self, root: _Root, view: Session) -> _Root:
+        """Return what a view's events make of a state that has changed since the fork."""
+        try:
+            for event in view._events_since(None):
+                root = self._applied(root, event)
+        except ReducerError as error:
+            raise MergeConflict(f"Changed by another call in the meantime: {error}") from error
+        return root
+
+    def _forgotten(self, root: _Root, entries: list[object]) -> _Root:
+        """Return what is left of entries that are rolled back: what they do to LOG slices."""
+        left = self._left_of(entries)
+        if not left:
             return root
         log = root.log
-        for route in self._wiring.routes_for(part.event):
-            if route.is_log:
-                try:
-                    log = _reduced(log, route, part.event)
-                except ReducerError:
-                    _logger.exception("an event that was rolled back is missing from a LOG")
-        return _Root(root.state, log, None if self._base is None else (root.events, part))
+        for each in left:
+            log = self._with_logged(log, each.logged)
+        events = None if self._base is None else _appended(root.events, left)
+        return _Root(root.state, log, events)
+
+    def _left_of(self, entries: list[object]) -> list[_RolledBack]:
+        """Return what stays among a view's events when these entries are rolled back."""
+        # Those that lead were rolled back before anything else: wrapped again they would nest
+        # deeper each time that a savepoint is gone back to.
+        first = next((n for n, e in enumerate(entries) if not isinstance(e, _RolledBack)), None)
+        if first is None:
+            return cast("list[_RolledBack]", entries)
+        leading = cast("list[_RolledBack]", entries[:first])
+        rest = entries[first:]
+        logged = tuple(event for entry in rest for event in self._logged_by(entry))
+        if not logged and not self._tracks_reads:
+            return leading
+        return [*leading, _RolledBack(logged, tuple(rest) if self._tracks_reads else ())]
+
+    def _logged_by(self, entry: object) -> tuple[object, ...]:
+        """Return the events of an entry that reach LOG slices."""
+        if isinstance(entry, _Entry):
+            return entry.logged if isinstance(entry, _RolledBack) else ()
+        is_logged = any(route.is_log for route in self._wiring.routes_for(entry))
+        return (entry,) if is_logged else ()
+
+    def _with_logged(self, log: _Slices, events: Iterable[object]) -> _Slices:
+        for event in events:
+            for route in self._wiring.routes_for(event):
+                if route.is_log:
+                    try:
+                        log = _reduced(log, route, event)
+                    except ReducerError:
+                        _logger.exception("an event that was rolled back is missing from a LOG")
+        return log
 
     def _events_since(self, mark: _Events) -> list[object]:
         found: list[object] = []
@@ -857,14 +1016,11 @@ class Session:
         found.reverse()
         return found
 
-    def _log_part(self, event: object) -> _LogPart | None:
-        if isinstance(event, _LogPart):
-            return event
-        if isinstance(event, _StateReplaced):
-            return None
-        if any(route.is_log for route in self._wiring.routes_for(event)):
-            return _LogPart(event)
-        return None
+
+def _appended(events: _Events, entries: Iterable[object]) -> _Events:
+    for entry in entries:
+        events = (events, entry)
+    return events
 
 
 def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:

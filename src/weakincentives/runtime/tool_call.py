@@ -2,18 +2,19 @@
 
 look up → parse → policies → limits → snapshot → handler → policies told → commit, or roll back;
 recorded either way. It is written once, as a coroutine: a call whose parts are all sync is stepped
-by hand, without an event loop.
+by hand, without an event loop. The calls of one turn that may run together do so on private views,
+and are kept in call order: what comes out is what comes out when they run one after the other.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import replace
 from threading import Lock
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.clock import Clock
@@ -39,14 +40,27 @@ from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResul
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import CallResources, Transaction
+from weakincentives.runtime.transactions import CallResources, Place, Transaction
 
-__all__ = ["acall_tool", "aexecute_tool", "call_tool", "execute_tool"]
+if TYPE_CHECKING:
+    from asyncio import Task
+
+__all__ = [
+    "acall_tool",
+    "aexecute_tool",
+    "aexecute_tools",
+    "call_tool",
+    "execute_tool",
+    "execute_tools",
+]
+
+T = TypeVar("T")
+# Calls that run together, each with its place in the turn.
+_Group = list[tuple[int, ToolCall]]
+_Outcome = tuple[ToolResult[Any] | None, BaseException | None]
 
 _logger = get_logger(__name__)
 
-# A nested call runs in the turn of the call it belongs to.
-_HAS_ITS_TURN = nullcontext()
 # The loop that a call on it runs on, by the gate that the call holds.
 _held_by: dict[Lock, object] = {}
 _NO_RESOURCES = ResourceRegistry.of().open()
@@ -99,21 +113,87 @@ async def acall_tool(
     return await _arun(ToolCall(tool.name, params), _offers_with(tool, context), context)
 
 
-def _run(call: ToolCall, offers: Mapping[str, Offer], context: ToolContext) -> ToolResult[Any]:
+def execute_tools(
+    calls: Iterable[ToolCall],
+    *,
+    context: ToolContext | None = None,
+    session: Session | None = None,
+    prompt: Prompt[Any] | None = None,
+    max_concurrency: int | None = None,
+) -> tuple[ToolResult[Any], ...]:
+    """Run the calls of one model turn and return their results, in call order.
+
+    Neighbours that may run together do: tools with an async handler, or ``concurrent=True``, whose
+    reach is ``read`` or ``reversible``. All others run alone. Either way the outcome is that of
+    running one after the other; a call that came in another's way is taken again at its place.
+
+    A call that raises through (a deadline, an interrupt) ends the turn: the calls before it are
+    kept, those after it are not.
+    """
+    if context is None:
+        context = _context(session, prompt)
+    turn = _Turn(calls, context, max_concurrency)
+    results: list[ToolResult[Any]] = []
+    for group in turn.groups():
+        if len(group) == 1:
+            results.append(_run(*turn.alone(group)))
+        else:
+            results += _run_group(turn, group)
+    return tuple(results)
+
+
+async def aexecute_tools(
+    calls: Iterable[ToolCall],
+    *,
+    context: ToolContext | None = None,
+    session: Session | None = None,
+    prompt: Prompt[Any] | None = None,
+    max_concurrency: int | None = None,
+) -> tuple[ToolResult[Any], ...]:
+    """Run the calls of one model turn on the caller's event loop."""
+    if context is None:
+        context = _context(session, prompt)
+    turn = _Turn(calls, context, max_concurrency)
+    results: list[ToolResult[Any]] = []
+    for group in turn.groups():
+        if len(group) == 1:
+            results.append(await _arun(*turn.alone(group)))
+        else:
+            results += await _arun_group(turn, group)
+    return tuple(results)
+
+
+# Whose turn it is: calls on one session, or on one workspace, run one after the other
+
+
+def _run(
+    call: ToolCall, offers: Mapping[str, Offer], context: ToolContext, place: Place | None = None
+) -> ToolResult[Any]:
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     session, parent = _base(context)
-    gate = session.gate
-    if gate is not None and gate.locked():
-        _wait(gate)
+    gates = _gates(session, context)
     recorded: list[ToolInvoked] = []
+    run = _run_on_loop if needs_loop else _run_here
     try:
-        with gate or _HAS_ITS_TURN:
-            if needs_loop:
-                return _run_on_loop(call, offers, context, session, parent, recorded)
-            return copy_context().run(_step, call, offers, context, session, parent, recorded)
+        return _in_turn(gates, run, call, offers, context, session, parent, recorded, place)
     finally:
         _publish(session, recorded)
+
+
+def _in_turn(gates: tuple[Lock, ...], run: Callable[..., T], *args: Any) -> T:
+    """Run once all gates are ours."""
+    if not gates:
+        return run(*args)
+    gate = gates[0]
+    if gate.locked():
+        _wait(gate)
+    with gate:
+        return run(*args) if len(gates) == 1 else _in_turn(gates[1:], run, *args)
+
+
+def _run_here(*args: Any) -> ToolResult[Any]:
+    return copy_context().run(_step, *args)
 
 
 def _run_on_loop(*args: Any) -> ToolResult[Any]:
@@ -132,30 +212,56 @@ def _step(*args: Any) -> ToolResult[Any]:
 
 
 async def _arun(
-    call: ToolCall, offers: Mapping[str, Offer], context: ToolContext
+    call: ToolCall, offers: Mapping[str, Offer], context: ToolContext, place: Place | None = None
 ) -> ToolResult[Any]:
-    import asyncio
-
     session, parent = _base(context)
-    gate = session.gate
-    held = False
     recorded: list[ToolInvoked] = []
     try:
-        while gate is not None and not (held := gate.acquire(blocking=False)):
-            # Held by another call on this session. Looked at again, not waited for: blocking here
-            # would stop the loop that the other call may need to end.
-            await asyncio.sleep(0.001)
-        if gate is not None:
-            _held_by[gate] = asyncio.get_running_loop()
-        # A task of its own, so that what it sets in its context stays there.
-        return await asyncio.create_task(
-            _pipeline(call, offers, context, session, parent, recorded)
+        gates = _gates(session, context)
+        return await _ain_turn(
+            gates, _pipeline, call, offers, context, session, parent, recorded, place
         )
     finally:
-        if held and gate is not None:
+        _publish(session, recorded)
+
+
+async def _ain_turn(
+    gates: tuple[Lock, ...], run: Callable[..., Coroutine[Any, Any, T]], *args: Any
+) -> T:
+    """Run on the caller's event loop once all gates are ours."""
+    import asyncio
+
+    held: list[Lock] = []
+    try:
+        for gate in gates:
+            while not gate.acquire(blocking=False):
+                # Looked at again, not waited for: blocking here would stop the loop that the call
+                # which holds it may need to end.
+                await asyncio.sleep(0.001)
+            held.append(gate)
+            _held_by[gate] = asyncio.get_running_loop()
+        # A task of its own, so that what it sets in its context stays there.
+        return await asyncio.create_task(run(*args))
+    finally:
+        for gate in reversed(held):
             _held_by.pop(gate, None)
             gate.release()
-        _publish(session, recorded)
+
+
+def _gates(session: Session, context: ToolContext) -> tuple[Lock, ...]:
+    gate = session.gate
+    if gate is None:
+        return ()  # nested: it runs in the turn of the call it belongs to
+    others = _resource_context(context).gates
+    if not others:
+        return (gate,)
+    outer = transaction_under_way.get()
+    if outer is not None and not set(others).isdisjoint(outer.resource_context.gates):
+        raise RuntimeError(
+            "this call works on a workspace that the call under way holds: pass that call's "
+            "context on, as in tool(params, context=context)"
+        )
+    return (gate, *others)
 
 
 def _publish(session: Session, recorded: list[ToolInvoked]) -> None:
@@ -250,8 +356,11 @@ class _Progress:
     not_undone: tuple[str, ...] = ()
     event: ToolInvoked | None = None
 
-    def __init__(self, call: ToolCall, transaction: Transaction, clock: Clock) -> None:
+    def __init__(
+        self, call: ToolCall, transaction: Transaction, clock: Clock, place: Place | None
+    ) -> None:
         self.call = call
+        self.place = place
         self.params = call.params
         self.transaction = transaction
         self.clock = clock
@@ -273,10 +382,12 @@ async def _pipeline(
     session: Session,
     parent: Transaction | None,
     recorded: list[ToolInvoked],
+    place: Place | None = None,
 ) -> ToolResult[Any]:
-    transaction = Transaction(call, session, _resource_context(context), parent, context)
+    transaction = Transaction(call, session, _resource_context(context), parent, context, place)
     transaction_under_way.set(transaction)
-    progress = _Progress(call, transaction, session.clock)
+    progress = _Progress(call, transaction, session.clock, place)
+    beside = place if place is not None and place.beside else None
     signal = CancellationToken()
     try:
         offer = offers.get(call.name) or _unknown(call, offers)
@@ -293,7 +404,7 @@ async def _pipeline(
                 raise PolicyDenied(reason)
         _check_limits(bound)
         _start(progress, offer, params, bound)
-        if tool.timeout is None and bound.deadline is None and not tool.is_async:
+        if not (tool.is_async or tool.timeout or bound.deadline or beside):
             try:
                 answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
             except StopIteration as error:  # which a coroutine cannot let through
@@ -302,9 +413,16 @@ async def _pipeline(
             answer = await _handle_on_loop(tool, params, bound)
         result = _succeeded(answer)
         _accept(progress, offer, params, result, bound)
+        if beside is not None:
+            await _reach(beside)
+            transaction.check_place()
         result = _completed(progress, result)
         transaction.commit(progress.event)
     except BaseException as error:  # the one place that undoes
+        if beside is not None and await _is_outdated(beside, progress, error):
+            progress.event = None
+            transaction.forget()
+            raise _TakeAgain from error
         result = _undo(progress, error)
         signal.cancel(result.message)
         if _raises_through(error):
@@ -355,7 +473,7 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
     if tool.reach == "read" or progress.transaction.reads_only:
         progress.transaction.read_only()
     else:
-        progress.transaction.take_snapshots()
+        progress.transaction.take_snapshots(external=tool.writes == "external")
 
 
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
@@ -435,6 +553,178 @@ def _accept(
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
 
+# The calls of one turn
+
+
+class _Turn:
+    """The calls of one model turn, and what surrounds them."""
+
+    def __init__(
+        self, calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int | None
+    ) -> None:
+        if max_concurrency is not None and max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
+        self.calls = tuple(enumerate(calls))
+        self.context = context
+        # What the model was shown when it made the calls.
+        self.offers = _offers(context)
+        self.max_concurrency = max_concurrency or max(32, 8 * (os.cpu_count() or 1))
+
+    def groups(self) -> Iterator[_Group]:
+        """Yield neighbours that may run together, and every other call by itself."""
+        resources = _resource_context(self.context)
+        group: _Group = []
+        for each in self.calls:
+            offer = self.offers.get(each[1].name)
+            if offer is not None and offer.may_run_beside and self.max_concurrency > 1:
+                group.append(each)
+                continue
+            yield from self._together(group, resources)
+            group = []
+            yield [each]
+        yield from self._together(group, resources)
+
+    def _together(self, group: _Group, resources: ResourceContext) -> Iterator[_Group]:
+        # Asked late: a call before it in the turn may have built such a resource.
+        if resources.in_place:
+            yield from ([each] for each in group)
+        elif group:
+            yield group
+
+    def alone(self, group: _Group) -> tuple[ToolCall, Mapping[str, Offer], ToolContext, Place]:
+        [(number, call)] = group
+        return call, self.offers, self.context, Place(number)
+
+
+def _run_group(turn: _Turn, group: _Group) -> list[ToolResult[Any]]:
+    from weakincentives.runtime.loops import run_blocking
+
+    session, parent = _base(turn.context)
+    gates = _gates(session, turn.context)
+    recorded: list[ToolInvoked] = []
+
+    def together() -> list[ToolResult[Any]]:
+        return run_blocking(lambda: _together(turn, group, session, parent, recorded))
+
+    try:
+        return _in_turn(gates, together)
+    finally:
+        _publish(session, recorded)
+
+
+async def _arun_group(turn: _Turn, group: _Group) -> list[ToolResult[Any]]:
+    session, parent = _base(turn.context)
+    recorded: list[ToolInvoked] = []
+    try:
+        gates = _gates(session, turn.context)
+        return await _ain_turn(gates, _together, turn, group, session, parent, recorded)
+    finally:
+        _publish(session, recorded)
+
+
+async def _together(
+    turn: _Turn,
+    group: _Group,
+    session: Session,
+    parent: Transaction | None,
+    recorded: list[ToolInvoked],
+) -> list[ToolResult[Any]]:
+    """Run calls at the same time and keep them in their order."""
+    import asyncio
+
+    slots = asyncio.Semaphore(turn.max_concurrency)
+    # Each is set when the call before has ended, and the place of the next one is reached.
+    reached = [asyncio.Event() for _ in range(len(group) + 1)]
+    reached[0].set()
+
+    async def take(index: int, call: ToolCall, place: Place) -> _Outcome:
+        async with slots:
+            while True:
+                try:
+                    result = await _pipeline(
+                        call, turn.offers, turn.context, session, parent, recorded, place
+                    )
+                except _TakeAgain:
+                    place.attempts += 1
+                except BaseException as error:
+                    # As a value: an interrupt raised in a task would end the whole loop. The next
+                    # place is not reached: what raises through ends the turn.
+                    return None, error
+                else:
+                    reached[index + 1].set()
+                    return result, None
+
+    tasks = [
+        asyncio.create_task(take(index, call, Place(number, reached[index])))
+        for index, (number, call) in enumerate(group)
+    ]
+    results: list[ToolResult[Any]] = []
+    try:
+        for task in tasks:
+            result, error = await task
+            if error is not None:
+                raise error
+            results.append(cast("ToolResult[Any]", result))
+    except BaseException:
+        await _stop(tasks)
+        raise
+    finally:
+        recorded.sort(key=lambda event: event.place or 0)
+    return results
+
+
+async def _stop(tasks: Iterable[Task[Any]]) -> None:
+    """Cancel what has not ended, and wait until it is rolled back."""
+    import asyncio
+
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError:  # cancelled once more: told to them again, then waited for
+            pending = {task for task in pending if not task.done()}
+
+
+class _TakeAgain(Exception):
+    """The call depends on what an earlier one of its turn has changed."""
+
+
+_MAX_ATTEMPTS = 5
+
+
+async def _reach(place: Place) -> None:
+    """Wait until all calls before this one have ended."""
+    if place.reached is not None:
+        await place.reached.wait()
+
+
+async def _is_outdated(place: Place, progress: _Progress, error: BaseException) -> bool:
+    """Whether the call ends as it does because it ran before its place was reached.
+
+    A failure or refusal counts as well: on the state that an earlier call left, it may succeed.
+    """
+    if not isinstance(error, Exception):
+        return False  # an interrupt is no answer to anything it read
+    await _reach(place)
+    transaction = progress.transaction
+    if place.attempts >= _MAX_ATTEMPTS:
+        return False  # somebody else changes the session all the time: the model is told
+    if transaction.needs_place:
+        found = tuple(name for name, _ in transaction.resource_context.in_place)
+    elif progress.event is not None and isinstance(error, MergeConflict):
+        found = error.paths  # from the commit
+    else:
+        try:
+            transaction.check_conflicts()
+            return False
+        except MergeConflict as conflict:
+            found = conflict.paths
+    place.conflicts = tuple(dict.fromkeys((*place.conflicts, *found)))
+    return True
+
+
 # How a call ends
 
 
@@ -453,7 +743,7 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         ),
         call.id,
     )
-    progress.event = ToolInvoked(
+    event = progress.event = ToolInvoked(
         tool_name=call.name,
         params=progress.params,
         result=completed,
@@ -463,6 +753,10 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         call_id=call.id,
         ran=progress.ran,
     )
+    place = progress.place
+    if place is not None:
+        event.place, event.attempts = place.number, place.attempts
+        event.conflicts = place.conflicts
     return completed
 
 

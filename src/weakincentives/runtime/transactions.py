@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.call import ToolCall
-from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed
+from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
 from weakincentives.logs import get_logger
 from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
 from weakincentives.resources.opening import as_resolver
@@ -20,12 +20,16 @@ from weakincentives.resources.registry import can_fork
 from weakincentives.runtime.session import Session, Snapshot
 
 if TYPE_CHECKING:
+    from asyncio import Event
+
     from weakincentives.prompt.tool import ToolContext
 
 __all__ = [
     "CallResources",
     "CompositeSnapshot",
+    "NeedsItsPlace",
     "PendingToolTracker",
+    "Place",
     "Transaction",
     "create_snapshot",
     "restore_snapshot",
@@ -57,6 +61,24 @@ def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
     return failures
 
 
+class NeedsItsPlace(WinkError):
+    """A call asked for what only one call at a time can have."""
+
+
+class Place:
+    """A call's place among the calls of one turn."""
+
+    __slots__ = ("attempts", "beside", "conflicts", "number", "reached")
+
+    def __init__(self, number: int, reached: Event | None = None) -> None:
+        self.number = number
+        self.reached = reached
+        """Done when all calls before it have ended; None for a call that runs alone."""
+        self.beside = reached is not None
+        self.attempts = 1
+        self.conflicts: tuple[str, ...] = ()
+
+
 class Transaction:
     """What one call changes. Ends once, with ``commit`` or ``roll_back``."""
 
@@ -64,6 +86,13 @@ class Transaction:
     settled = False
     reads_only = False
     """Whether writes are refused; also in a call that is nested in one that only reads."""
+    beside = False
+    """Whether other calls run at the same time: it gets private views, and what it reads counts."""
+    at_place = True
+    """Whether all calls before it in its turn have ended. Until then it must not touch what can
+    only be changed in place."""
+    needs_place = False
+    """Whether it tried to, all the same: it is taken again when its place is reached."""
     _parent: Transaction | None = None
     _kept: tuple[object, ...] = ()
     _forks: tuple[tuple[str, Any, Any], ...] = ()
@@ -79,18 +108,23 @@ class Transaction:
         resources: ResourceContext,
         parent: Transaction | None,
         outer: ToolContext,
+        place: Place | None = None,
     ) -> None:
         self.call = call
         self.context = outer
         """What surrounds the call: the context it was made with, not the one it hands out."""
         self.base = session
-        self.session = view = session.fork()
+        if place is not None and place.beside:
+            self.beside, self.at_place = True, place.attempts > 1
+        self.session = view = session.fork(tracks_reads=self.beside)
         self.resource_context = resources
         self._views: dict[int, object] = {id(session): view, id(view): view}
         self._lock = view.lock
         if parent is not None:
             self._parent = parent
             self.reads_only = parent.reads_only
+            if parent.beside:
+                self.beside, self.at_place = True, self.at_place and parent.at_place
 
     # What a call works on
 
@@ -124,7 +158,26 @@ class Transaction:
         instance = self.resource_context.built(kind)
         if instance is None:
             instance = self.scope.get(kind)
-        return self.view(instance) if can_fork(instance) else instance
+        if can_fork(instance):
+            return self.view(instance)
+        self.check_place(self.resource_context.in_place)
+        return instance
+
+    def check_place(self, in_place: object = None) -> None:
+        """Refuse what leads to something that is changed in place, until its place is reached.
+
+        Any resource may: one that cannot fork may hold another that only snapshots.
+        """
+        if self.at_place or not (self.needs_place or in_place):
+            return
+        here: Transaction | None = self
+        while here is not None and here.beside:
+            here.needs_place = True
+            here = here._parent
+        raise NeedsItsPlace(
+            "a resource that cannot fork is changed in place, so this call cannot run beside "
+            "others; it is taken again at its place"
+        )
 
     def is_bound(self, kind: type) -> bool:
         return kind in self.resource_context.registry
@@ -170,7 +223,8 @@ class Transaction:
         return None
 
     def _fork(self, name: str, base: Any) -> Any:
-        view = base.fork()
+        fork = base.fork if self.beside else getattr(base, "fork_in_place", base.fork)
+        view = fork()
         if self.reads_only and hasattr(view, "read_only"):
             view.read_only = _reads_only(self.call)
         if self._sealed:
@@ -187,17 +241,37 @@ class Transaction:
             if hasattr(view, "read_only"):
                 view.read_only = self.session.read_only
 
-    def take_snapshots(self) -> None:
-        """Note the state of every resource that is changed in place."""
-        for name, resource in self.resource_context.in_place:
-            self.built(name, resource)
+    def take_snapshots(self, *, external: bool = False) -> None:
+        """Note the state of every resource that is changed in place.
+
+        ``external`` tells those that can look for it to expect changes from elsewhere.
+        """
+        if self.at_place:
+            for name, resource in self.resource_context.in_place:
+                self.built(name, resource)
+        if external:
+            for _, resource in self.snapshotables:
+                if hasattr(resource, "expect_external"):
+                    self.view(resource).expect_external()  # type: ignore[attr-defined]
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Note the state of a resource as it is; a new one is seen here before anyone has it."""
-        if not self.reads_only and not can_fork(instance):
+        if can_fork(instance):
+            return
+        if not self.at_place:
+            self.needs_place = True
+        elif not self.reads_only:
             self._tokens = (*self._tokens, (name, instance, instance.snapshot()))
 
     # How it ends
+
+    def check_conflicts(self) -> None:
+        """Raise MergeConflict if the call depends on something that has changed since."""
+        self.base.check_conflicts(self.session)
+        for _, base, view in self._forks:
+            check = getattr(base, "check_conflicts", None)
+            if check is not None:
+                check(view)
 
     def commit(self, record: object) -> None:
         """Keep everything and add the record, in one step as far as anyone can see."""
@@ -208,10 +282,18 @@ class Transaction:
                 base.merge(view)
         self.base.settle(self.session, keep=True, record=record, transaction=self)
 
+    def forget(self) -> None:
+        """Leave nothing behind, not even what was logged: the call is taken again."""
+        self.restore()
+        _restore_all(self._merged)
+        self._discard()
+        self.settled = True
+
     def roll_back(self, record: object) -> None:
         """Take everything back but what was logged, and add the record. May be called again."""
         self._seal()
         _restore_all(self._merged)
+        self._discard()
         for _, base, view in self._forks:
             if isinstance(base, Session):  # a relative of the call's session: it logs, too
                 base.settle(view, keep=False)
@@ -226,9 +308,24 @@ class Transaction:
         self._seal()
         if self.reads_only:
             return (), ()
-        failures = _restore_all(self._tokens)
+        failures = {**_restore_all(self._tokens), **self._discard()}
         names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
         return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
+
+    def _discard(self) -> dict[str, str]:
+        """Undo what views have changed in place; returns by name what could not be undone."""
+        failures: dict[str, str] = {}
+        for name, base, view in reversed(self._forks):
+            discard = getattr(base, "discard", None)
+            if discard is not None:
+                try:
+                    left = discard(view)
+                except Exception as error:
+                    _logger.exception("undoing %s failed", name)
+                    left = (f"{name} could not be restored: {error}",)
+                if left:
+                    failures[name] = "; ".join(left)
+        return failures
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
