@@ -21,6 +21,10 @@ class Clock(Protocol):
         """Seconds that never go back: what durations and deadlines are measured in."""
         ...
 
+    async def sleep(self, seconds: float) -> None:
+        """Wait; between the attempts of a call, for example."""
+        ...
+
 
 class SystemClock:
     """The machine's clock."""
@@ -28,6 +32,11 @@ class SystemClock:
     # The built-in functions themselves: a wrapper would double the cost of asking.
     time = staticmethod(unix_time)
     monotonic = staticmethod(perf_counter)
+
+    async def sleep(self, seconds: float) -> None:
+        import asyncio
+
+        await asyncio.sleep(seconds)
 
 
 class FakeClock:
@@ -55,6 +64,10 @@ class FakeClock:
             raise ValueError(f"a clock does not go back, got {seconds}")
         with self._lock:
             self._now += seconds
+
+    async def sleep(self, seconds: float) -> None:
+        """Move the time forward at once: nobody waits in a test."""
+        self.advance(max(seconds, 0.0))
 
 
 SYSTEM_CLOCK = SystemClock()

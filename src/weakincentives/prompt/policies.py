@@ -47,6 +47,8 @@ class PolicyDecision:
 
     allowed: bool
     reason: str | None = None
+    note: str | None = None
+    """Kept in the call's record, whatever was decided: who approved it, for example."""
 
     @classmethod
     def allow(cls) -> PolicyDecision:
@@ -64,7 +66,8 @@ class ToolPolicy(Protocol):
     """The full form. ``check(tool_name, params, context) -> str | None`` alone works, too.
 
     A policy may also have ``on_start(tool, params, *, context)``: told of every call that it and
-    all others allowed, right before it runs, to count calls whether they succeed or not.
+    all others allowed, right before it runs, to count calls whether they succeed or not. With
+    ``applies_to(tool)`` it says which tools it is ever asked about.
     """
 
     @property
@@ -160,6 +163,11 @@ def _with_key(state: PolicyState, key: tuple[str, str]) -> PolicyState:
     return replace(state, invoked_keys=_with(state.invoked_keys, key))
 
 
+def remember_tool(policy_name: str, tool_name: str, context: ToolContext) -> None:
+    """Note under a policy's name that a tool has succeeded."""
+    _remember(PolicyState, policy_name, context, lambda state: _with_tool(state, tool_name))
+
+
 # The built-in ones
 
 
@@ -199,7 +207,7 @@ class SequentialDependencyPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        _remember(PolicyState, self.name, context, lambda state: _with_tool(state, tool.name))
+        remember_tool(self.name, tool.name, context)
 
 
 @dataclass(frozen=True)
@@ -344,6 +352,9 @@ class AttachedPolicy:
     on_result: Callable[..., None] | None
     is_async: bool
     is_small: bool
+    applies_to: Callable[[Tool[Any, Any]], bool] | None = None
+    asks_a_person: bool = False
+    """Then calls it governs do not run beside others: one that is taken again would ask again."""
 
     def denial(self, verdict: object) -> str | None:
         """Return why the call is denied, or None; raise when the verdict makes no sense."""
@@ -394,6 +405,8 @@ def _attach(policy: object) -> AttachedPolicy:
         on_result=on_result,
         is_async=is_async(check),
         is_small=is_small,
+        applies_to=_method(policy, "applies_to"),
+        asks_a_person=getattr(policy, "asks_a_person", False) is True,
     )
 
 

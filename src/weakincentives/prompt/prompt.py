@@ -68,6 +68,9 @@ class Offer:
     needs_loop: bool = False
     may_run_beside: bool = False
     """Whether a call may run at the same time as others of its turn."""
+    rules: tuple[AttachedPolicy, ...] = ()
+    """The policies before it was asked which apply to it: members of a composed tool have them,
+    too."""
 
     @classmethod
     def of(
@@ -76,15 +79,20 @@ class Offer:
         policies: tuple[AttachedPolicy, ...] = (),
         listeners: tuple[AttachedPolicy, ...] = (),
     ) -> Offer:
-        needs_loop = tool.is_async or tool.timeout is not None or any(p.is_async for p in policies)
+        rules = policies
+        policies = tuple(p for p in rules if p.applies_to is None or p.applies_to(tool))
+        needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
+        members = getattr(tool.handler, "composed_of", ())
         may_run_beside = (
             tool.reach in ("read", "reversible")
             and (tool.is_async or tool.concurrent)
             and tool.writes == "api"  # a scan could not tell whose change it was
             and tool.handler is not None
+            and not any(policy.asks_a_person for policy in policies)
+            and all(cls.of(member, rules).may_run_beside for member in members)
         )
-        return cls(tool, policies, listeners, counters, needs_loop, may_run_beside)
+        return cls(tool, policies, listeners, counters, needs_loop, may_run_beside, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +446,11 @@ class _Kept:
         # Those of sections that are not enabled now hear, too: they may be later.
         every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
         self._listeners = _each_once(p for p in every if p.on_result is not None)
+        tools = [tool for node in _walk(nodes) for tool in node.section.tools]
+        if any(tool.preconditions for tool in tools):
+            from weakincentives.prompt.contracts import dependency_listeners
+
+            self._listeners = (*self._listeners, *dependency_listeners(tools))
         self._blocks: dict[_Node, _Block] = {}
         self._examples: dict[_Node, str] = {}
         self._offers: dict[_Node | None, tuple[Offer, ...]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import replace as dataclass_replace
@@ -46,7 +47,10 @@ from weakincentives.serde.typed import validator_for
 
 if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
+    from weakincentives.prompt.contracts import Effect, Precondition
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
+    from weakincentives.retry import RetryPolicy
+    from weakincentives.runtime.memory import MemoryManager
     from weakincentives.runtime.session import Session
 
 __all__ = ["Reach", "Tool", "ToolContext", "ToolExample", "ToolHandler", "Writes"]
@@ -93,10 +97,13 @@ class ToolContext:
     heartbeat: Heartbeat | None = None
     run_context: RunContext | None = None
     call_id: str = ""
-    memory: object | None = None
+    memory: MemoryManager | None = None
+    """Taken from the resources when not given."""
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     signal: CancellationToken = field(default_factory=CancellationToken)
     """Set when nobody waits for the call any more."""
+    degraded: tuple[str, ...] = ()
+    """What is missing that the tool would rather have: preconditions that are not critical."""
 
     if TYPE_CHECKING:
         # Says what dataclasses cannot: resources are taken in more forms than they are given.
@@ -112,9 +119,10 @@ class ToolContext:
             heartbeat: Heartbeat | None = None,
             run_context: RunContext | None = None,
             call_id: str = "",
-            memory: object | None = None,
+            memory: MemoryManager | None = None,
             config: Mapping[str, object] = ...,
             signal: CancellationToken = ...,
+            degraded: tuple[str, ...] = (),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -124,6 +132,10 @@ class ToolContext:
         object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
+        # Nobody can have bound one without importing it.
+        module = sys.modules.get("weakincentives.runtime.memory")
+        if self.memory is None and module is not None:
+            object.__setattr__(self, "memory", self.resources.find(module.MemoryManager))
 
     def bound_to(
         self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
@@ -153,6 +165,14 @@ class ToolContext:
     @property
     def session_id(self) -> str:
         return self.session.session_id
+
+    @property
+    def idempotency_key(self) -> str:
+        """The same for every attempt of a call, also after a restart: for services that take one.
+
+        It is the call's id, so ids that you choose yourself must be unique.
+        """
+        return self.call_id
 
     @property
     def loop_id(self) -> str:
@@ -218,6 +238,12 @@ class Tool(TypedConstructor, Generic[P, R]):
     """Seconds the handler may take; a sync handler with a timeout runs in a thread."""
     concurrent: bool = False
     """Whether a sync handler may run beside other calls of the same turn."""
+    preconditions: Sequence[Precondition] = ()
+    """What must hold before it runs."""
+    effects: Sequence[Effect] = ()
+    """What follows when it has succeeded."""
+    retry: RetryPolicy | None = None
+    """How often a failed call is tried again; each try starts from the state before the call."""
     title: str = ""
     input_schema: Mapping[str, Any] | None = None
     """The raw JSON schema of a tool made with ``from_schema``."""
@@ -304,6 +330,29 @@ class Tool(TypedConstructor, Generic[P, R]):
             )
         if self.timeout is not None and not self.timeout > 0:
             raise ToolDefinitionError(f"timeout must be positive seconds, got {self.timeout!r}")
+        if self.preconditions or self.effects or self.retry is not None:
+            self._check_protocol()
+
+    def _check_protocol(self) -> None:
+        from weakincentives.prompt.contracts import Effect, Precondition
+        from weakincentives.retry import RetryPolicy
+
+        for name, kind in (("preconditions", Precondition), ("effects", Effect)):
+            self._set(name, tuple(getattr(self, name)))
+            for each in getattr(self, name):
+                if not isinstance(each, kind):
+                    raise ToolDefinitionError(
+                        f"the {name} of tool {self.name!r} must be {kind.__name__}s, got {each!r}"
+                    )
+        if self.retry is None:
+            return
+        if not isinstance(cast("object", self.retry), RetryPolicy):
+            raise ToolDefinitionError(f"retry takes a RetryPolicy, got {self.retry!r}")
+        if self.reach == "irreversible" and self.retry.max_retries:
+            raise ToolDefinitionError(
+                f"tool {self.name!r} is irreversible and cannot be retried: nobody knows whether "
+                "a failed try took effect"
+            )
 
     def _check_handler(self, handler: Callable[..., Any]) -> None:
         if not callable(handler):
@@ -425,6 +474,18 @@ class Tool(TypedConstructor, Generic[P, R]):
     def is_async(self) -> bool:
         """Whether the handler must be awaited."""
         return self.handler is not None and is_async(self.handler)
+
+    @cached_property
+    def needs_loop(self) -> bool:
+        """Whether something about it may have to be waited for."""
+        return (
+            self.is_async
+            or self.timeout is not None
+            or self.retry is not None
+            or any(each.is_async for each in self.preconditions)
+            # What another tool needs is not known here.
+            or any(each.is_async or each.type == "cascade" for each in self.effects)
+        )
 
     def parse(self, arguments: object) -> P:
         """Return the arguments as parameters, or raise InvalidArguments with every problem."""

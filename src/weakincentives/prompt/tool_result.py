@@ -50,6 +50,8 @@ class ToolMetadata:
     """What a failed call's rollback covered: the session, and resources by name."""
     not_undone: tuple[str, ...] = ()
     """What it could not take back, in sentences."""
+    degraded: tuple[str, ...] = ()
+    """What was missing that the tool would rather have had."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,508 @@
+"""Contracts of a tool: what must hold before it runs, and what follows when it has succeeded.
+
+A precondition says whether the call may run, or may run with less than it could have. An effect
+is applied after the handler succeeded: state and memory inside the transaction, notifications and
+cascades once it is committed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import (
+    AttachedPolicy,
+    PolicyDecision,
+    PolicyState,
+    attach,
+    remember_tool,
+)
+from weakincentives.prompt.signatures import is_async
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.tool import Tool, ToolContext
+    from weakincentives.prompt.tool_result import ToolResult
+
+__all__ = [
+    "CascadeEffect",
+    "CustomPrecondition",
+    "DependencyPrecondition",
+    "Effect",
+    "MemoryEffect",
+    "NotificationEffect",
+    "PermissionPrecondition",
+    "Precondition",
+    "PreconditionCheck",
+    "PreconditionResult",
+    "ResourcePrecondition",
+    "StateChangeEffect",
+    "StatePrecondition",
+    "apply_effects",
+    "validate_preconditions",
+]
+
+_logger = get_logger(__name__)
+
+Check = Callable[..., "bool | Awaitable[bool]"]
+"""Called with as many of ``(context, params)`` as it takes."""
+Step = Callable[..., object]
+"""Called with as many of ``(context, result)`` as it takes; may be async."""
+
+
+# Preconditions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precondition:
+    """What must hold before a tool runs."""
+
+    type: ClassVar[str] = "custom"
+
+    description: str
+    """For the model, which is told it when the condition does not hold."""
+    critical: bool = True
+    """Whether the call is refused without it; otherwise it runs with less than it could have."""
+    check: Check | None = None
+
+    def __post_init__(self) -> None:
+        if not self.description.strip():
+            raise ValueError(f"a {self.type} precondition needs a description for the model")
+        if self.check is not None:
+            _arity(self.check, f"the check of precondition {self.description!r}")
+        elif isinstance(self, CustomPrecondition):
+            raise ValueError(f"custom precondition {self.description!r} needs a check")
+
+    @property
+    def is_async(self) -> bool:
+        return self.check is not None and is_async(self.check)
+
+    def holds(self, context: ToolContext, params: object) -> Any:
+        """Return whether it holds, or an awaitable of that."""
+        if self.check is None:
+            return self._default(context)
+        return self.check(*(context, params)[: _arity(self.check)])
+
+    def _default(self, context: ToolContext) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourcePrecondition(Precondition):
+    """A resource is there. Without a check: ``resource`` is a type that is bound."""
+
+    type: ClassVar[str] = "resource"
+
+    resource: str | type
+    availability: Literal["required", "preferred"] = "required"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.availability not in ("required", "preferred"):
+            raise ValueError(
+                f"availability must be 'required' or 'preferred', got {self.availability!r}"
+            )
+        if self.availability == "preferred":
+            object.__setattr__(self, "critical", False)
+        if self.check is None and isinstance(self.resource, str):
+            raise ValueError(
+                f"resource precondition {self.description!r}: name a type to look for, or give "
+                "a check"
+            )
+
+    def _default(self, context: ToolContext) -> bool:
+        return context.resources.find(cast("type[Any]", self.resource)) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePrecondition(Precondition):
+    """Something has the value it should have. Without a check: looked up in the memory."""
+
+    type: ClassVar[str] = "state"
+
+    state: str
+    expected_value: object = True
+    """The value, or a predicate that is asked about it."""
+
+    def _default(self, context: ToolContext) -> bool:
+        memory = cast("Any", context.memory)
+        if memory is None:
+            raise LookupError("no memory is bound: bind a MemoryManager, or give a check")
+        found = next(
+            (value for scope in ("working", "short-term", "long-term")
+             if (value := memory.read(scope, self.state)) is not None),
+            None,
+        )  # fmt: skip
+        if callable(self.expected_value):
+            return bool(self.expected_value(found))
+        return found == self.expected_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermissionPrecondition(Precondition):
+    """A permission was granted to the session."""
+
+    type: ClassVar[str] = "permission"
+
+    permission: str
+
+    def _default(self, context: ToolContext) -> bool:
+        from weakincentives.runtime.memory import Permissions
+
+        permissions = context.resources.find(Permissions)
+        return permissions is not None and permissions.has(context.session_id, self.permission)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependencyPrecondition(Precondition):
+    """Another tool has succeeded in this session, or is offered beside this one."""
+
+    type: ClassVar[str] = "dependency"
+
+    tool: str
+    status: Literal["completed", "available"] = "completed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.status not in ("completed", "available"):
+            raise ValueError(f"status must be 'completed' or 'available', got {self.status!r}")
+
+    def _default(self, context: ToolContext) -> bool:
+        if self.status == "available":
+            rendered = context.rendering
+            return rendered is not None and self.tool in rendered.offers
+        return context.session[PolicyState].select(
+            lambda states: any(
+                s.policy_name == _DEPENDENCIES and self.tool in s.invoked_tools for s in states
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomPrecondition(Precondition):
+    """Whatever its check says."""
+
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreconditionCheck:
+    """How one precondition was found."""
+
+    precondition: Precondition
+    passed: bool
+    error: Exception | None = None
+    """What the check raised; it then counts as failed."""
+
+    def __str__(self) -> str:
+        text = self.precondition.description
+        return text if self.error is None else f"{text} (the check failed: {self.error!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class PreconditionResult:
+    """How all preconditions of a call were found."""
+
+    results: tuple[PreconditionCheck, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(each.passed for each in self.results)
+
+    @property
+    def failed(self) -> tuple[PreconditionCheck, ...]:
+        return tuple(each for each in self.results if not each.passed)
+
+    @property
+    def critical_failed(self) -> bool:
+        return any(each.precondition.critical for each in self.failed)
+
+    @property
+    def can_proceed(self) -> bool:
+        return not self.critical_failed
+
+    @property
+    def degraded_mode(self) -> bool:
+        return self.can_proceed and not self.passed
+
+
+async def validate_preconditions(
+    tool: Tool[Any, Any], context: ToolContext, params: object = None
+) -> PreconditionResult:
+    """Check every precondition of a tool; one that raises counts as failed, and is shown."""
+    results: list[PreconditionCheck] = []
+    for precondition in tool.preconditions:
+        error: Exception | None = None
+        passed = False
+        try:
+            answer = precondition.holds(context, params)
+            passed = bool(await answer if precondition.is_async else answer)
+        except Exception as raised:
+            _logger.warning("the check of %r failed", precondition.description, exc_info=raised)
+            error = raised
+        results.append(PreconditionCheck(precondition, passed, error))
+    return PreconditionResult(tuple(results))
+
+
+# What a dependency needs to be known by
+
+_DEPENDENCIES = "dependency_precondition"
+
+
+def dependency_listeners(tools: Iterable[Tool[Any, Any]]) -> tuple[AttachedPolicy, ...]:
+    """Return what notes the success of tools that others wait for; rolled back with the call."""
+    waited_for = frozenset(
+        each.tool
+        for tool in tools
+        for each in tool.preconditions
+        if isinstance(each, DependencyPrecondition) and each.status == "completed"
+    )
+    return attach([_CompletedTools(waited_for)]) if waited_for else ()
+
+
+@dataclass(frozen=True)
+class _CompletedTools:
+    names: frozenset[str]
+    name: str = _DEPENDENCIES
+
+    def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
+        return PolicyDecision.allow()
+
+    def on_result(
+        self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
+    ) -> None:
+        if tool.name in self.names:
+            remember_tool(self.name, tool.name, context)
+
+
+# Effects
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What follows from a success."""
+
+    type: ClassVar[str] = ""
+    after_commit: ClassVar[bool] = False
+    """Whether it reaches others, and so must wait until nothing can be taken back."""
+
+    description: str = ""
+    reversible: bool = True
+    """Whether ``rollback`` is called when the call fails after all."""
+    apply: Step | None = None
+    """Does it; without one, the fields say what is done."""
+    rollback: Step | None = None
+    """Takes back what no snapshot covers."""
+
+    def __post_init__(self) -> None:
+        for name, step in (("apply", self.apply), ("rollback", self.rollback)):
+            if step is not None:
+                _arity(step, f"{name} of {self.type} effect {self.description!r}")
+
+    @property
+    def is_async(self) -> bool:
+        return any(step is not None and is_async(step) for step in (self.apply, self.rollback))
+
+    @property
+    def can_roll_back(self) -> bool:
+        return self.reversible and self.rollback is not None
+
+    async def run(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        """Apply the effect."""
+        if self.apply is None:
+            self._default(context, result)
+        else:
+            await _call(self.apply, context, result)
+
+    async def take_back(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        """Call the effect's own rollback."""
+        if self.rollback is not None:
+            await _call(self.rollback, context, result)
+
+    def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChangeEffect(Effect):
+    """Changes a value in the working memory."""
+
+    type: ClassVar[str] = "state_change"
+
+    state: str
+    change: Literal["set", "clear", "increment", "decrement"] = "set"
+    value: object = None
+    """The value or the step; a function is asked for it with the result."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.change not in ("set", "clear", "increment", "decrement"):
+            raise ValueError(
+                f"change must be 'set', 'clear', 'increment' or 'decrement', got {self.change!r}"
+            )
+
+    def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        memory = _memory(context, self)
+        value = _value(self.value, result)
+        if self.change == "clear":
+            memory.delete("working", self.state)
+        elif self.change == "set":
+            memory.write("working", self.state, value)
+        else:
+            step = 1 if value is None else value
+            step = step if self.change == "increment" else -step
+            memory.update("working", self.state, lambda old: (old or 0) + step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEffect(Effect):
+    """Writes to the memory."""
+
+    type: ClassVar[str] = "memory"
+
+    scope: Literal["working", "short-term", "long-term"] = "working"
+    operation: Literal["write", "delete", "update"] = "write"
+    key: str
+    value: object = None
+    """The value, or a function of the result; for an update, of the old value and the result."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.operation not in ("write", "delete", "update"):
+            raise ValueError(
+                f"operation must be 'write', 'delete' or 'update', got {self.operation!r}"
+            )
+
+    def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        memory = _memory(context, self)
+        if self.operation == "delete":
+            memory.delete(self.scope, self.key)
+        elif self.operation == "write":
+            memory.write(self.scope, self.key, _value(self.value, result))
+        else:
+            change = self.value
+            memory.update(
+                self.scope,
+                self.key,
+                lambda old: change(old, result) if callable(change) else change,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotificationEffect(Effect):
+    """Tells others, once the call is committed. That cannot be taken back."""
+
+    type: ClassVar[str] = "notification"
+    after_commit: ClassVar[bool] = True
+
+    event: str = ""
+    payload: object = None
+    """What is told, or a function of the result."""
+    reversible: bool = False
+
+    def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        self.emit(context, result)
+
+    def emit(self, context: ToolContext, result: ToolResult[Any]) -> None:
+        """Put the event on the bus."""
+        from weakincentives.runtime.memory import EventBus
+
+        bus = context.resources.find(EventBus)
+        if bus is None:
+            raise LookupError(f"nobody carries the event {self.event!r}: bind an EventBus")
+        bus.emit(self.event, _value(self.payload, result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeEffect(Effect):
+    """Calls another tool, once the call is committed, as a transaction of its own."""
+
+    type: ClassVar[str] = "cascade"
+    after_commit: ClassVar[bool] = True
+
+    trigger_tool: str | Tool[Any, Any]
+    trigger_condition: Callable[[ToolResult[Any]], bool] | None = None
+    arguments: object = field(default_factory=dict[str, object])
+    """The other tool's arguments, or a function of the result."""
+
+
+async def apply_effects(
+    tool: Tool[Any, Any], result: ToolResult[Any], context: ToolContext
+) -> tuple[Effect, ...]:
+    """Apply what belongs inside the transaction; returns the effects that were applied.
+
+    When one fails, those before it are rolled back and the error goes on.
+    """
+    applied: list[Effect] = []
+    try:
+        await apply_each(tool, result, context, applied)
+    except BaseException:
+        await roll_back_effects(applied, result, context)
+        raise
+    return tuple(applied)
+
+
+async def apply_each(
+    tool: Tool[Any, Any], result: ToolResult[Any], context: ToolContext, applied: list[Effect]
+) -> None:
+    """Apply what belongs inside the transaction, noting each: the caller rolls back."""
+    for effect in tool.effects:
+        if not effect.after_commit:
+            await effect.run(context, result)
+            applied.append(effect)
+
+
+async def roll_back_effects(
+    effects: Iterable[Effect], result: ToolResult[Any], context: ToolContext
+) -> tuple[str, ...]:
+    """Call the effects' own rollbacks, the last first; returns what failed, in sentences."""
+    failures: list[str] = []
+    for effect in reversed(tuple(effects)):
+        if effect.can_roll_back:
+            try:
+                await effect.take_back(context, result)
+            except Exception as error:
+                _logger.exception("the rollback of effect %r failed", effect.description)
+                name = effect.description or effect.type
+                failures.append(f"the rollback of effect {name!r} failed: {error}")
+    return tuple(failures)
+
+
+# What both share
+
+
+async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> None:
+    answer = step(*(context, result)[: _arity(step)])
+    if inspect.isawaitable(answer):
+        await answer
+
+
+def _arity(function: Callable[..., Any], what: str = "it") -> int:
+    """Return how many of two arguments a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    count = 0
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return 2
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            count += 1
+            if count > 2 and parameter.default is parameter.empty:
+                raise TypeError(f"{what} takes at most two arguments, got {function!r}")
+    return min(count, 2)
+
+
+def _value(value: object, result: ToolResult[Any]) -> Any:
+    return value(result) if callable(value) else value
+
+
+def _memory(context: ToolContext, effect: Effect) -> Any:
+    if context.memory is None:
+        raise LookupError(
+            f"effect {effect.description or effect.type!r} needs a memory: bind a MemoryManager"
+        )
+    return context.memory

@@ -1,0 +1,431 @@
+"""When a failed call is tried again, how long to wait first, and what kind of failure it was.
+
+Pure: nothing here sleeps, and nothing is imported that a program does not use anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import FrozenInstanceError, dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from weakincentives.errors import ToolTimeout, WorkspaceLocked
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from weakincentives.prompt.tool_result import ToolError
+
+__all__ = [
+    "LOCK",
+    "NETWORK",
+    "RATE_LIMIT",
+    "SERVER_ERROR",
+    "TIMEOUT",
+    "Backoff",
+    "ExponentialBackoff",
+    "FixedBackoff",
+    "JitteredBackoff",
+    "LinearBackoff",
+    "NoBackoff",
+    "RetryPolicies",
+    "RetryPolicy",
+    "code_of",
+]
+
+# What kinds of failure another try may mend.
+TIMEOUT = "TIMEOUT"
+RATE_LIMIT = "RATE_LIMIT"
+NETWORK = "NETWORK"
+SERVER_ERROR = "SERVER_ERROR"
+LOCK = "LOCK"
+
+_LONGEST = sys.float_info.max
+
+
+def _random() -> float:
+    from random import random  # slow to import, and only jitter needs it
+
+    return random()
+
+
+# What is taken on construction
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    total_seconds = getattr(value, "total_seconds", None)  # a timedelta: no need to import it
+    if callable(total_seconds):
+        value = total_seconds()
+    if not 0 <= _number(name, value) <= _LONGEST:  # nor is it NaN
+        raise ValueError(f"{name} is in seconds: from 0 up and finite, got {value!r}")
+    return float(_number(name, value))
+
+
+def _codes(name: str, given: object) -> frozenset[str]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} takes several error codes, as in {{{TIMEOUT!r}}}; got {given!r}")
+    codes = frozenset(cast("Iterable[str]", given))
+    for code in codes:
+        if not isinstance(code, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ValueError(f"{name} takes error codes, which are strings, got {code!r}")
+    return codes
+
+
+def _backoff(name: str, given: Backoff) -> Backoff:
+    if isinstance(given, type) or not callable(getattr(given, "delay", None)):
+        raise ValueError(f"{name} must be a backoff such as NoBackoff(), got {given!r}")
+    return given
+
+
+def _check_attempt(attempt: int) -> None:
+    if attempt < 1:
+        raise ValueError(f"the first retry is attempt 1, got {attempt!r}")
+
+
+class _Frozen:
+    """Makes a dataclass frozen, shown and compared by its fields.
+
+    ``dataclass(frozen=True)`` would generate that for each class: half a millisecond apiece,
+    whenever a program starts that has a tool. For that reason each ``__init__`` is written out,
+    too.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__ or name not in type(self).__annotations__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+# How long to wait. In each, attempt 1 is the first retry.
+
+
+@dataclass(init=False, eq=False, repr=False)
+class NoBackoff(_Frozen):
+    """Try again at once."""
+
+    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
+        """Return the seconds to wait before a retry; the first is attempt 1."""
+        _check_attempt(attempt)
+        return 0.0
+
+
+@dataclass(init=False, eq=False, repr=False)
+class FixedBackoff(_Frozen):
+    """Wait equally long each time."""
+
+    seconds: float
+
+    def __init__(self, delay: float | timedelta) -> None:
+        self.seconds = _seconds("delay", delay)
+
+    def __repr__(self) -> str:
+        return f"FixedBackoff(delay={self.seconds!r})"
+
+    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
+        """Return the seconds to wait before a retry; the first is attempt 1."""
+        _check_attempt(attempt)
+        return self.seconds
+
+
+@dataclass(init=False, eq=False, repr=False)
+class LinearBackoff(_Frozen):
+    """Wait ``base_delay`` first, and ``increment`` longer each time."""
+
+    base_delay: float
+    increment: float
+
+    def __init__(self, base_delay: float | timedelta, increment: float | timedelta) -> None:
+        self.base_delay = _seconds("base_delay", base_delay)
+        self.increment = _seconds("increment", increment)
+
+    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
+        """Return the seconds to wait before a retry; the first is attempt 1."""
+        _check_attempt(attempt)
+        try:
+            return min(self.base_delay + self.increment * (attempt - 1), _LONGEST)
+        except OverflowError:
+            return _LONGEST
+
+
+@dataclass(init=False, eq=False, repr=False)
+class ExponentialBackoff(_Frozen):
+    """Wait ``base_delay`` first, ``multiplier`` times as long each time, never over a maximum."""
+
+    base_delay: float
+    max_delay: float
+    multiplier: float
+
+    def __init__(
+        self, base_delay: float | timedelta, max_delay: float | timedelta, multiplier: float = 2.0
+    ) -> None:
+        self.base_delay = _seconds("base_delay", base_delay)
+        self.max_delay = _seconds("max_delay", max_delay)
+        if not 1 <= _number("multiplier", multiplier) <= _LONGEST:
+            raise ValueError(f"multiplier must be at least 1 and finite, got {multiplier!r}")
+        self.multiplier = float(multiplier)
+
+    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
+        """Return the seconds to wait before a retry; the first is attempt 1."""
+        _check_attempt(attempt)
+        if self.base_delay == 0:
+            return 0.0
+        try:
+            return min(self.base_delay * self.multiplier ** (attempt - 1), self.max_delay)
+        except OverflowError:
+            return self.max_delay
+
+
+@dataclass(init=False, eq=False, repr=False)
+class JitteredBackoff(_Frozen):
+    """Wait up to ``jitter`` (a fraction: 0.1 is ten percent) less or more than ``base`` says.
+
+    Clients that failed together then do not all come back together.
+    """
+
+    base: Backoff
+    jitter: float
+
+    def __init__(self, base: Backoff, jitter: float) -> None:
+        self.base = _backoff("base", base)
+        if not 0 <= _number("jitter", jitter) <= 1:
+            raise ValueError(f"jitter is a fraction from 0 to 1, got {jitter!r}")
+        self.jitter = float(jitter)
+
+    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
+        """Return the seconds to wait before a retry; the first is attempt 1."""
+        base = self.base.delay(attempt, random)
+        return max(0.0, min(base + (random() * 2 - 1) * (base * self.jitter), _LONGEST))
+
+
+Backoff: TypeAlias = NoBackoff | FixedBackoff | LinearBackoff | ExponentialBackoff | JitteredBackoff
+
+
+_AT_ONCE = NoBackoff()
+
+
+# Whether to try again
+
+
+@dataclass(init=False, eq=False, repr=False)
+class RetryPolicy(_Frozen):
+    """How often a failed call is tried again, and the wait between tries."""
+
+    max_retries: int
+    backoff: Backoff
+    retryable_errors: frozenset[str] | None
+    """Error codes worth another try; None means every recoverable one."""
+    non_retryable_errors: frozenset[str]
+    should_retry: Callable[[ToolError, int], bool] | None
+    """Asked first, with the error and how many retries there were; may only say no."""
+
+    def __init__(
+        self,
+        max_retries: int = 0,
+        backoff: Backoff = _AT_ONCE,
+        retryable_errors: Iterable[str] | None = None,
+        non_retryable_errors: Iterable[str] = (),
+        should_retry: Callable[[ToolError, int], bool] | None = None,
+    ) -> None:
+        if type(max_retries) is not int or max_retries < 0:
+            raise ValueError(f"max_retries must be a whole number from 0 up, got {max_retries!r}")
+        if should_retry is not None and not callable(should_retry):
+            raise ValueError(f"should_retry must be a function, got {should_retry!r}")
+        self.max_retries = max_retries
+        self.backoff = _backoff("backoff", backoff)
+        self.retryable_errors = (
+            None if retryable_errors is None else _codes("retryable_errors", retryable_errors)
+        )
+        self.non_retryable_errors = _codes("non_retryable_errors", non_retryable_errors)
+        self.should_retry = should_retry
+
+    def retries(self, error: ToolError, attempt: int) -> bool:
+        """Tell whether a call is tried again.
+
+        Args:
+            error: Why it failed; only ``code`` and ``recoverable`` are looked at here.
+            attempt: How many retries there have been: 0 after the first try.
+        """
+        if attempt >= self.max_retries:
+            return False
+        if self.should_retry is not None and not self.should_retry(error, attempt):
+            return False
+        if self.retryable_errors is not None and error.code not in self.retryable_errors:
+            return False
+        return error.code not in self.non_retryable_errors and error.recoverable
+
+    def delays(self, random: Callable[[], float] = _random) -> Iterator[float]:
+        """Yield the wait before each attempt, starting at zero."""
+        yield 0.0
+        for attempt in range(1, self.max_retries + 1):
+            yield self.backoff.delay(attempt, random)
+
+
+class RetryPolicies:
+    """Policies for common cases."""
+
+    NONE = RetryPolicy()
+    """Fail at once."""
+    QUICK = RetryPolicy(3, FixedBackoff(1.0), {TIMEOUT, RATE_LIMIT, NETWORK})
+    """A second between tries: for failures that pass."""
+    STANDARD = RetryPolicy(
+        3, ExponentialBackoff(1.0, 30.0, 2.0), {TIMEOUT, RATE_LIMIT, NETWORK, SERVER_ERROR}
+    )
+    """One, two, four seconds: for services."""
+    AGGRESSIVE = RetryPolicy(
+        5,
+        JitteredBackoff(ExponentialBackoff(0.5, 60.0, 2.0), 0.1),
+        {TIMEOUT, RATE_LIMIT, NETWORK, SERVER_ERROR, LOCK},
+    )
+    """Five retries, from half a second up: for what must succeed."""
+
+    @staticmethod
+    def CUSTOM(policy: RetryPolicy) -> RetryPolicy:  # noqa: N802  # the Protocol's name
+        """Return the policy: the place to write your own beside the named ones."""
+        if not isinstance(policy, RetryPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
+            raise ValueError(f"CUSTOM takes a RetryPolicy, got {policy!r}")
+        return policy
+
+
+# What kind of failure it was
+
+
+def code_of(error: BaseException) -> str | None:
+    """Return the code of a failure that may pass, or None for every other.
+
+    Knows the standard library's exceptions, those of common HTTP clients if they are loaded, and
+    any exception with an HTTP status. What an exception was raised from counts as well.
+
+    >>> code_of(ConnectionResetError("peer went away"))
+    'NETWORK'
+    >>> code_of(KeyError("x")) is None
+    True
+    """
+    seen: set[int] = set()
+    current: object = error
+    while isinstance(current, Exception) and id(current) not in seen:
+        seen.add(id(current))
+        status = _http_status(current)
+        if status is not None:
+            return _code_of_status(status)
+        code = _code_of_type(current)
+        if code is not None:
+            return code
+        current = current.__cause__ or _attribute(current, "reason")  # as urllib has it
+    return None
+
+
+_STATUS_CODES = {408: TIMEOUT, 423: LOCK, 429: RATE_LIMIT, 504: TIMEOUT}
+
+
+def _http_status(error: Exception) -> int | None:
+    response = _attribute(error, "response")
+    for holder, name in (
+        (error, "status_code"),
+        (error, "status"),
+        (response, "status_code"),
+        (response, "status"),
+        (error, "code"),
+    ):
+        value = _attribute(holder, name)
+        if type(value) is int and 400 <= value < 600:  # a code may also be something else's
+            return value
+    return None
+
+
+def _attribute(holder: object, name: str) -> object:
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # a property of somebody else's class
+        return None
+
+
+def _code_of_status(status: int) -> str | None:
+    return _STATUS_CODES.get(status, SERVER_ERROR if status >= 500 else None)
+
+
+_NETWORK_ERRNOS = {
+    getattr(errno, name)
+    for name in (
+        "EADDRNOTAVAIL", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETRESET", "ENETUNREACH",
+        "ENOTCONN", "EPROTO",
+    )
+    if hasattr(errno, name)
+}  # fmt: skip
+_LOCK_ERRNOS = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK, errno.ENOLCK}
+
+# By module and name, the special before the general; None is for what no second try will mend.
+# A module that is not loaded has raised nothing, so it need not be imported to ask.
+_KNOWN: tuple[tuple[str, str, str | None], ...] = (
+    ("subprocess", "TimeoutExpired", TIMEOUT),
+    ("socket", "gaierror", NETWORK),
+    ("socket", "herror", NETWORK),
+    ("ssl", "SSLError", NETWORK),
+    ("http.client", "InvalidURL", None),
+    ("http.client", "HTTPException", NETWORK),
+    ("urllib.error", "ContentTooShortError", NETWORK),
+    ("httpx", "TimeoutException", TIMEOUT),
+    ("httpx", "UnsupportedProtocol", None),
+    ("httpx", "TransportError", NETWORK),
+    ("requests.exceptions", "Timeout", TIMEOUT),
+    ("requests.exceptions", "ConnectionError", NETWORK),
+    ("requests.exceptions", "ChunkedEncodingError", NETWORK),
+    ("urllib3.exceptions", "TimeoutError", TIMEOUT),
+    ("urllib3.exceptions", "ProtocolError", NETWORK),
+    ("aiohttp", "InvalidURL", None),
+    ("aiohttp", "ClientConnectionError", NETWORK),
+    ("aiohttp", "ClientPayloadError", NETWORK),
+    ("openai", "APITimeoutError", TIMEOUT),
+    ("openai", "APIConnectionError", NETWORK),
+    ("anthropic", "APITimeoutError", TIMEOUT),
+    ("anthropic", "APIConnectionError", NETWORK),
+)
+
+
+def _code_of_type(error: Exception) -> str | None:
+    if isinstance(error, (TimeoutError, ToolTimeout)):
+        return TIMEOUT
+    if isinstance(error, ConnectionError):
+        return NETWORK
+    if isinstance(error, (BlockingIOError, WorkspaceLocked)) or _is_locked_database(error):
+        return LOCK
+    for module, name, code in _KNOWN:
+        kind = _attribute(sys.modules.get(module), name)
+        if isinstance(kind, type) and isinstance(error, kind):
+            return code
+    if isinstance(error, OSError):
+        if error.errno in _NETWORK_ERRNOS:
+            return NETWORK
+        if error.errno in _LOCK_ERRNOS:
+            return LOCK
+    return None
+
+
+def _is_locked_database(error: Exception) -> bool:
+    sqlite = sys.modules.get("sqlite3")
+    if sqlite is None or not isinstance(error, sqlite.OperationalError):
+        return False
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # made by hand, or passed on by a driver
+        return "locked" in str(error)
+    return code & 0xFF in (5, 6)  # SQLITE_BUSY and SQLITE_LOCKED, in all their forms

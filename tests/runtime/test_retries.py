@@ -1,0 +1,253 @@
+"""Retries: each try starts from the state before the call; what was asked is not asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from agents import AddStep, Noted, Plan, Step, World, make_tool, raising
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weakincentives.deadlines import Deadline
+from weakincentives.errors import ToolDefinitionError
+from weakincentives.prompt import PolicyDecision, QuotaPolicy, ToolContext, ToolResult
+from weakincentives.retry import (
+    FixedBackoff,
+    LinearBackoff,
+    NoBackoff,
+    RetryPolicies,
+    RetryPolicy,
+)
+from weakincentives.runtime import Session, ToolCall, aexecute_tool, execute_tool, execute_tools
+from weakincentives.testing import FakeClock
+
+TWICE_MORE = RetryPolicy(max_retries=2, backoff=NoBackoff())
+
+
+def failing(times: int, error: BaseException | ToolResult[Any]) -> Any:
+    """A handler's body that fails so often, and then succeeds."""
+    left = [times]
+
+    def body(params: Step, context: ToolContext) -> Any:
+        if left[0]:
+            left[0] -= 1
+            if isinstance(error, BaseException):
+                raise error
+            return error
+        return None
+
+    return body
+
+
+def world(body: Any, retry: RetryPolicy | None, **options: Any) -> World:
+    return World(
+        [make_tool("work", body, retry=retry, **options)], session=Session(clock=FakeClock())
+    )
+
+
+def test_a_transient_failure_is_tried_again_from_the_state_before_the_call():
+    w = world(failing(2, ConnectionError("reset")), TWICE_MORE)
+
+    result = w.call("work")
+
+    assert result.success
+    assert result.metadata.attempts == 3
+    assert w.state() == (Plan(("a",)), {"a.txt": "written", "journal.txt": "a\n"}, 1)
+
+
+def test_the_log_keeps_what_every_attempt_noted_and_the_call_leaves_one_record():
+    w = world(failing(1, ConnectionError("reset")), TWICE_MORE)
+
+    w.call("work")
+
+    assert w.session[Noted].all() == (Noted("a"), Noted("a"))
+    assert len(w.records) == 1
+
+
+def test_when_all_attempts_fail_the_last_failure_is_the_answer_and_nothing_is_left():
+    w = world(raising(ConnectionError("reset")), TWICE_MORE)
+
+    result = w.call("work")
+
+    assert not result.success
+    assert result.failure is not None
+    assert result.failure.code == "NETWORK"
+    assert result.metadata.attempts == 3
+    assert w.state() == (Plan(), {}, 0)
+
+
+def test_a_failure_that_another_try_cannot_mend_is_not_tried_again():
+    w = world(raising(ZeroDivisionError("bug")), TWICE_MORE)
+
+    assert w.call("work").metadata.attempts == 1
+
+
+def test_a_handlers_own_failure_is_tried_again_when_its_code_is_listed():
+    policy = RetryPolicy(max_retries=3, retryable_errors=frozenset({"BUSY"}))
+    w = world(failing(1, ToolResult.error("later", code="BUSY")), policy)
+
+    assert w.call("work").metadata.attempts == 2
+
+    other = world(failing(1, ToolResult.error("never", code="GONE")), policy)
+    assert other.call("work").metadata.attempts == 1
+
+
+def test_the_waits_follow_the_backoff_by_the_clock_of_the_session():
+    w = world(
+        failing(3, ConnectionError()),
+        RetryPolicy(max_retries=3, backoff=LinearBackoff(base_delay=1.0, increment=0.5)),
+    )
+    before = w.session.clock.time()
+
+    w.call("work")
+
+    assert w.session.clock.time() - before == pytest.approx(1.0 + 1.5 + 2.0)
+
+
+def test_a_deadline_that_would_pass_in_the_wait_ends_the_tries():
+    clock = FakeClock()
+    w = World(
+        [make_tool("work", raising(ConnectionError()), retry=RetryPolicies.QUICK)],
+        session=Session(clock=clock),
+    )
+    context = ToolContext(
+        session=w.session, prompt=w.prompt, deadline=Deadline.after(1.5, clock=clock)
+    )
+
+    result = execute_tool(ToolCall("work", {"name": "a"}), context=context)
+
+    assert result.metadata.attempts == 2
+
+
+def test_policies_are_asked_once_and_the_call_counts_once():
+    asked: list[str] = []
+
+    class Asked:
+        name = "asked"
+
+        def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            asked.append(tool.name)
+            return PolicyDecision.allow()
+
+    w = World(
+        [make_tool("work", failing(2, ConnectionError()), retry=TWICE_MORE)],
+        policies=[Asked(), QuotaPolicy(max_calls=2)],
+        session=Session(clock=FakeClock()),
+    )
+
+    assert w.call("work").success
+    assert w.call("work").success
+    assert "Quota exceeded: 2/2" in w.call("work").message
+    assert asked == ["work"] * 3
+
+
+def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
+    release = threading.Event()
+    late: list[BaseException] = []
+    first = [True]
+
+    def body(params: Step, context: ToolContext) -> None:
+        if first[0]:
+            first[0] = False
+            release.wait(20)
+            try:
+                context.session.dispatch(AddStep("late"))
+            except BaseException as error:
+                late.append(error)
+            done.set()
+
+    done = threading.Event()
+    w = World([make_tool("work", body, retry=TWICE_MORE, timeout=0.2)])
+
+    result = w.call("work")
+    release.set()
+    assert done.wait(20)
+
+    assert result.success
+    assert result.metadata.attempts == 2
+    assert w.session[Plan].latest() == Plan(("a",))
+    assert len(late) == 1
+
+
+def test_a_cancelled_wait_leaves_one_record_and_no_change():
+    w = World(
+        [make_tool("work", raising(ConnectionError()), retry=RetryPolicy(
+            max_retries=1, backoff=FixedBackoff(delay=600.0)))]
+    )  # fmt: skip
+
+    async def cancelled() -> None:
+        call = ToolCall("work", {"name": "a"})
+        task = asyncio.create_task(aexecute_tool(call, session=w.session))
+        while not w.session[Noted].all():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert [record.success for record in w.records] == [False]
+    assert w.state() == (Plan(), {}, 0)
+
+
+def test_the_callers_signal_ends_the_wait():
+    w = World(
+        [make_tool("work", raising(ConnectionError()), retry=RetryPolicy(
+            max_retries=1, backoff=FixedBackoff(delay=600.0)))]
+    )  # fmt: skip
+    context = ToolContext(session=w.session, prompt=w.prompt)
+    threading.Timer(0.2, context.signal.cancel, ["the user left"]).start()
+
+    result = execute_tool(ToolCall("work", {"name": "a"}), context=context)
+
+    assert "the user left" in result.message
+    assert w.state() == (Plan(), {}, 0)
+
+
+def test_a_key_for_services_is_the_same_in_every_attempt():
+    keys: list[str] = []
+
+    def body(params: Step, context: ToolContext) -> None:
+        keys.append(context.idempotency_key)
+        if len(keys) < 3:
+            raise ConnectionError
+
+    w = world(body, TWICE_MORE)
+    execute_tool(ToolCall("work", {"name": "a"}, id="call-7"), session=w.session)
+
+    assert keys == ["call-7"] * 3
+
+
+def test_an_irreversible_tool_cannot_be_retried():
+    with pytest.raises(ToolDefinitionError, match="cannot be retried"):
+        make_tool("work", raising(ConnectionError()), retry=TWICE_MORE, reach="irreversible")
+
+
+def test_calls_of_a_turn_retry_at_their_place():
+    w = World(
+        [
+            make_tool("work", failing(1, ConnectionError()), retry=TWICE_MORE,
+                      reach="reversible", concurrent=True),
+            make_tool("other", lambda p, c: None, reach="reversible", concurrent=True),
+        ],
+        session=Session(clock=FakeClock()),
+    )  # fmt: skip
+    calls = [ToolCall("other", {"name": "x"}), ToolCall("work", {"name": "y"})]
+
+    results = execute_tools(calls, session=w.session)
+
+    assert [result.success for result in results] == [True, True]
+    assert w.session[Plan].latest() == Plan(("x", "y"))
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_a_call_is_tried_as_often_as_its_policy_says(fails: int, max_retries: int):
+    w = world(failing(fails, ConnectionError()), RetryPolicy(max_retries=max_retries))
+
+    result = w.call("work")
+
+    assert result.metadata.attempts == min(fails, max_retries) + 1
+    assert result.success == (fails <= max_retries)
+    assert w.state()[2] == int(result.success)
