@@ -27,6 +27,7 @@ PACKAGES = [
 LAYERS = [
     ["errors", "lazy"],
     ["clock"],
+    ["retry"],
     ["call"],
     ["logs", "deadlines", "budget", "dbc", "slices"],
     ["serde"],
@@ -34,6 +35,7 @@ LAYERS = [
     ["resources"],
     ["prompt"],
     ["runtime"],
+    ["contrib"],
     ["testing"],
 ]
 
@@ -106,6 +108,20 @@ def test_the_picture_shows_what_the_demo_prints():
     assert len(shown) > 20
     for line in shown:
         assert line.strip()[:80] in picture, "run `make picture`"
+
+
+def test_the_example_of_a_turn_sells_no_more_than_there_is():
+    shown = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "turn.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    assert "0. sell         ok sold 8, 2 left\n" in shown
+    assert "2. sell         -- only 2 left   taken 2 times: Stock had changed\n" in shown
+    assert "3. sell         ok sold 2, 0 left" in shown
+    assert "In stock: 0. What the checker found: None." in shown
 
 
 @pytest.mark.heavy

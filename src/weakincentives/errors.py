@@ -4,6 +4,9 @@
 
     WinkError
     ├── ToolValidationError              the model must act: its values are not acceptable
+    │   ├── CommandFailed                  a command that had to succeed did not
+    │   ├── InvalidPattern                 not a pattern to search for (also a ValueError)
+    │   ├── PageNotRead                    a web page could not be had
     │   └── FilesystemError                a path or file operation that cannot be done
     │       ├── PathEscapesRoot              (also a PermissionError)
     │       ├── NoSuchFile                   (also a FileNotFoundError)
@@ -15,7 +18,9 @@
     ├── Refusal                          the call was not admitted; nothing ran
     │   ├── ToolNotFound
     │   ├── InvalidArguments
-    │   └── PolicyDenied
+    │   ├── PolicyDenied
+    │   ├── PreconditionFailed
+    │   └── OutcomeOnRecord                it reaches outside, and was taken before
     ├── ToolTimeout                      the handler took longer than its tool allows
     ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
     ├── ParseError                       data does not fit a type (also a ValueError)
@@ -23,6 +28,8 @@
     ├── ViewClosed                       a write through a call's view after that call ended
     ├── ReadOnlyView                     a write from a tool whose reach is "read"
     ├── MergeConflict                    what a view read or wrote was changed by another
+    ├── WorkspaceLocked                  another process has the directory open
+    ├── MissingExtra                     the operator must install something (also an ImportError)
     ├── PromptError
     │   ├── PromptValidationError          a template is wrong as it stands
     │   ├── PromptRenderError              a template cannot be rendered with these parameters
@@ -52,18 +59,24 @@ __all__ = [
     "BinaryFile",
     "BudgetExceededError",
     "CircularDependency",
+    "CommandFailed",
     "ContractError",
     "DeadlineExceededError",
     "FilesystemError",
     "InvalidArguments",
+    "InvalidPattern",
     "MergeConflict",
+    "MissingExtra",
     "NoSuchFile",
     "NotADirectory",
     "NotAFile",
+    "OutcomeOnRecord",
     "OutputParseError",
+    "PageNotRead",
     "ParseError",
     "PathEscapesRoot",
     "PolicyDenied",
+    "PreconditionFailed",
     "PromptError",
     "PromptEvaluationError",
     "PromptOverrideError",
@@ -87,6 +100,7 @@ __all__ = [
     "ViewClosed",
     "VisibilityExpansionRequired",
     "WinkError",
+    "WorkspaceLocked",
 ]
 
 
@@ -96,6 +110,26 @@ class WinkError(Exception):
 
 class ToolValidationError(WinkError):
     """Raise it in a handler: the model gets the message as it stands."""
+
+
+class CommandFailed(ToolValidationError):
+    """A command that had to succeed did not; ``result`` has what it said. Nothing was kept."""
+
+    def __init__(self, message: str, result: object) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class PageNotRead(ToolValidationError):
+    """A web page could not be had; ``code`` says whether another try may help."""
+
+    def __init__(self, message: str, *, code: str = "SCRAPE_FAILED") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InvalidPattern(ToolValidationError, ValueError):
+    """A regular expression that is wrong, or that might take too long."""
 
 
 class FilesystemError(ToolValidationError):
@@ -158,6 +192,20 @@ class PolicyDenied(Refusal):
     code = "POLICY_DENIED"
 
 
+class PreconditionFailed(Refusal):
+    """Something that must hold before the tool runs does not."""
+
+    code = "PRECONDITION_FAILED"
+
+
+class OutcomeOnRecord(Refusal):
+    """A call that reaches outside is not run twice under one id; ``code`` says how it ended."""
+
+    def __init__(self, message: str, *, code: str, suggestions: Sequence[str] = ()) -> None:
+        super().__init__(message, suggestions=suggestions)
+        self.code = code
+
+
 class ToolTimeout(WinkError):
     """The handler took longer than its tool allows."""
 
@@ -196,6 +244,21 @@ class MergeConflict(WinkError):
     def __init__(self, message: str, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.paths = tuple(paths)
+
+
+class MissingExtra(WinkError, ImportError):
+    """Something that is not part of the core is not installed."""
+
+    def __init__(self, extra: str, package: str) -> None:
+        super().__init__(f"{package} is not installed: run `pip install 'wink-runtime[{extra}]'`")
+
+
+class WorkspaceLocked(WinkError):
+    """Another filesystem has the directory open; ``pid`` is the process, where it is known."""
+
+    def __init__(self, message: str, pid: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
 
 
 class PromptError(WinkError):

@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         expand,
         set_visibility,
     )
+    from weakincentives.runtime.registry import ToolRegistry
 
 __all__ = [
     "After",
@@ -153,6 +154,7 @@ __all__ = [
     "ToolMetadata",
     "ToolOverride",
     "ToolPolicy",
+    "ToolRegistry",
     "ToolResult",
     "VisibilityState",
     "Writes",
@@ -174,6 +176,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            ".runtime.registry": ["ToolRegistry"],
             "approval": ["Approval", "ApprovalPolicy", "ApprovalRequest"],
             "completion": [
                 "AllOf",

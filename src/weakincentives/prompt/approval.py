@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision
@@ -94,11 +94,11 @@ class ApprovalPolicy:
             return ALLOWED
         if self.when is not None and not self.when(tool, params, context):
             return ALLOWED
-        arguments = params if isinstance(params, Mapping) else dump(params)
+        arguments = cast("Mapping[str, Any]", dump(params) or {})
         request = ApprovalRequest(
             tool_name=tool.name,
             description=tool.description,
-            arguments=arguments or {},
+            arguments=arguments,
             reach=tool.reach,
             call_id=context.call_id,
             session_id=context.session_id,

@@ -25,6 +25,7 @@ from weakincentives.prompt.signatures import is_async
 if TYPE_CHECKING:
     from weakincentives.prompt.tool import Tool, ToolContext
     from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.runtime.memory import MemoryManager
 
 __all__ = [
     "CascadeEffect",
@@ -47,9 +48,9 @@ __all__ = [
 _logger = get_logger(__name__)
 
 Check = Callable[..., "bool | Awaitable[bool]"]
-"""Called with as many of ``(context, params)`` as it takes."""
+"""Called with as many of ``(context, params)`` as it must be given."""
 Step = Callable[..., object]
-"""Called with as many of ``(context, result)`` as it takes; may be async."""
+"""Called with as many of ``(context, result)`` as it must be given; may be async."""
 
 
 # Preconditions
@@ -127,7 +128,7 @@ class StatePrecondition(Precondition):
     """The value, or a predicate that is asked about it."""
 
     def _default(self, context: ToolContext) -> bool:
-        memory = cast("Any", context.memory)
+        memory = context.memory
         if memory is None:
             raise LookupError("no memory is bound: bind a MemoryManager, or give a check")
         found = next(
@@ -353,7 +354,11 @@ class StateChangeEffect(Effect):
         else:
             step = 1 if value is None else value
             step = step if self.change == "increment" else -step
-            memory.update("working", self.state, lambda old: (old or 0) + step)
+
+            def changed(old: Any) -> Any:
+                return (old or 0) + step
+
+            memory.update("working", self.state, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,12 +387,11 @@ class MemoryEffect(Effect):
         elif self.operation == "write":
             memory.write(self.scope, self.key, _value(self.value, result))
         else:
-            change = self.value
-            memory.update(
-                self.scope,
-                self.key,
-                lambda old: change(old, result) if callable(change) else change,
-            )
+
+            def changed(old: Any) -> Any:
+                return self.value(old, result) if callable(self.value) else self.value
+
+            memory.update(self.scope, self.key, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,7 +484,7 @@ async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> No
 
 
 def _arity(function: Callable[..., Any], what: str = "it") -> int:
-    """Return how many of two arguments a function takes."""
+    """Return how many of two arguments a function must be given."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -489,18 +493,23 @@ def _arity(function: Callable[..., Any], what: str = "it") -> int:
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
             return 2
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+        is_positional = parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+        # One with a default is its author's own: `lambda context, name=name: ...` in a loop.
+        if is_positional and parameter.default is parameter.empty:
             count += 1
-            if count > 2 and parameter.default is parameter.empty:
-                raise TypeError(f"{what} takes at most two arguments, got {function!r}")
-    return min(count, 2)
+    if count > 2:
+        raise TypeError(f"{what} takes at most two arguments, got {function!r}")
+    return count
 
 
 def _value(value: object, result: ToolResult[Any]) -> Any:
     return value(result) if callable(value) else value
 
 
-def _memory(context: ToolContext, effect: Effect) -> Any:
+def _memory(context: ToolContext, effect: Effect) -> MemoryManager:
     if context.memory is None:
         raise LookupError(
             f"effect {effect.description or effect.type!r} needs a memory: bind a MemoryManager"

@@ -129,12 +129,6 @@ def _remember(
     cls: type[T], policy_name: str, context: ToolContext, change: Callable[[T], T]
 ) -> None:
     """Change what a policy remembers; as a function of what it remembers, so that calls merge."""
-    session = context.session
-    if not session.tracks_reads:
-        # Nothing else runs: what is known already need not be noted again.
-        state = _remembered(cls, policy_name, session.read_slice(cls))
-        if change(state) is state:
-            return
 
     def changed(current: Slice[Any]) -> Slice[Any]:
         states = current.all()
@@ -161,6 +155,17 @@ def _with_key(state: PolicyState, key: tuple[str, str]) -> PolicyState:
     if key in state.invoked_keys:
         return state
     return replace(state, invoked_keys=_with(state.invoked_keys, key))
+
+
+def _is_known(policy_name: str, item: str | tuple[str, str], context: ToolContext) -> bool:
+    """Whether a success need not be noted again. Beside other calls it always must: they may take
+    back, before this one is kept, what is known now.
+    """
+    session = context.session
+    if session.tracks_reads:
+        return False
+    state = _remembered(PolicyState, policy_name, session.read_slice(PolicyState).all())
+    return item in state.invoked_tools or item in state.invoked_keys
 
 
 def remember_tool(policy_name: str, tool_name: str, context: ToolContext) -> None:
@@ -207,7 +212,8 @@ class SequentialDependencyPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        remember_tool(self.name, tool.name, context)
+        if not _is_known(self.name, tool.name, context):
+            remember_tool(self.name, tool.name, context)
 
 
 @dataclass(frozen=True)
@@ -251,7 +257,8 @@ class ReadBeforeWritePolicy:
             key = _key(path, context.resources.find(Filesystem))
         except FilesystemError:
             return  # the tool read it in a way of its own, not from this filesystem
-        _remember(PolicyState, self.name, context, lambda state: _with_key(state, key))
+        if not _is_known(self.name, key, context):
+            _remember(PolicyState, self.name, context, lambda state: _with_key(state, key))
 
     def _path(self, params: object) -> str | None:
         if isinstance(params, Mapping):

@@ -1,6 +1,9 @@
 """What happens when the model calls: sessions, transactions, and the pipeline."""
 
+from typing import TYPE_CHECKING
+
 from weakincentives.call import CancellationToken, RunContext, ToolCall, call_under_way
+from weakincentives.lazy import lazy_names
 from weakincentives.logs import configure_logging
 from weakincentives.runtime.events import Dispatcher, PromptExecuted, PromptRendered, ToolInvoked
 from weakincentives.runtime.session import Session, SliceAccessor, Snapshot
@@ -27,33 +30,86 @@ from weakincentives.slices import (
     upsert_by,
 )
 
+if TYPE_CHECKING:
+    from weakincentives.runtime.compose import (
+        ConditionalBranch,
+        ConditionalOutput,
+        ParallelOutput,
+        SequenceOutput,
+        ToolComposer,
+        conditional,
+        parallel,
+        sequence,
+    )
+    from weakincentives.runtime.memory import (
+        EventBus,
+        MemoryManager,
+        MemoryMatch,
+        MemoryScope,
+        Permissions,
+    )
+    from weakincentives.runtime.registry import ToolRegistry
+
 __all__ = [
     "CancellationToken",
     "CompositeSnapshot",
+    "ConditionalBranch",
+    "ConditionalOutput",
     "Dispatcher",
+    "EventBus",
+    "MemoryManager",
+    "MemoryMatch",
+    "MemoryScope",
+    "ParallelOutput",
     "PendingToolTracker",
+    "Permissions",
     "PromptExecuted",
     "PromptRendered",
     "RunContext",
+    "SequenceOutput",
     "Session",
     "Slice",
     "SliceAccessor",
     "SlicePolicy",
     "Snapshot",
     "ToolCall",
+    "ToolComposer",
     "ToolInvoked",
+    "ToolRegistry",
     "aexecute_tool",
     "aexecute_tools",
     "append_all",
     "call_under_way",
+    "conditional",
     "configure_logging",
     "create_snapshot",
     "execute_tool",
     "execute_tools",
+    "parallel",
     "reducer",
     "replace_latest",
     "restore_snapshot",
+    "sequence",
     "slice_policy",
     "tool_transaction",
     "upsert_by",
 ]
+
+if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "compose": [
+                "ConditionalBranch",
+                "ConditionalOutput",
+                "ParallelOutput",
+                "SequenceOutput",
+                "ToolComposer",
+                "conditional",
+                "parallel",
+                "sequence",
+            ],
+            "registry": ["ToolRegistry"],
+            "memory": ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"],
+        },
+    )

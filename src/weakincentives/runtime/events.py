@@ -39,6 +39,8 @@ class ToolInvoked:
     call_id: str
     ran: bool = False
     """Whether the handler was started: False for every refusal."""
+    notes: tuple[str, ...] = ()
+    """What policies had to say: who approved it, for example."""
     place: int | None = None
     """The call's place among the calls of its turn; the first is 0."""
     attempts: int = 1

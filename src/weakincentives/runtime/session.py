@@ -97,6 +97,10 @@ class _StateReplaced(_Entry):
     """STATE was set as a whole, by ``restore`` or ``reset``."""
 
     state: _Slices
+    snapshot: Snapshot | None = None
+    """What it was restored from, and the session or view that has it in its past: a view merges
+    only where that could still be done."""
+    owner: Session | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +493,8 @@ class Session:
     _forked_from: _Root | None = None
     _sealed: str | None = None
     _restorable: _Restorable | None = None
-    _tracks_reads = False
+    tracks_reads = False
+    """Whether this is a view that depends on what is read from it."""
     read_only: str | None = None
     """Why writes through this view are refused; None when they are not."""
 
@@ -576,11 +581,6 @@ class Session:
         return self._lock
 
     @property
-    def tracks_reads(self) -> bool:
-        """Whether this is a view that depends on what is read from it."""
-        return self._tracks_reads
-
-    @property
     def gate(self) -> threading.Lock | None:
         """The lock that a call holds while it is under way; None for a view, which has its turn."""
         return None if self._base is not None else self._wiring.gate
@@ -612,21 +612,24 @@ class Session:
 
     def read_slice(self, slice_type: type[T]) -> Slice[T]:
         """Return the slice as it is now; it does not change afterwards."""
-        return self.select(slice_type, _whole)
-
-    def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
-        """Return a pure function of a slice, as ``session[T].select`` does."""
         # As current_view does it, but in place: policies read on every call.
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
             target = self
         else:
             target = transaction.view(self)
-        if target._tracks_reads:
-            return target._observed(slice_type, query)
+        if target.tracks_reads:
+            return target._observed(slice_type, _whole)
         root = target._root
         found = root.state.get(slice_type)
-        return query(found if found is not None else root.log.get(slice_type, EMPTY))
+        return found if found is not None else root.log.get(slice_type, EMPTY)
+
+    def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
+        """Return a pure function of a slice, as ``session[T].select`` does."""
+        target = current_view(self)
+        if target.tracks_reads:
+            return target._observed(slice_type, query)
+        return query(target.read_slice(slice_type))
 
     def _observed(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
         """Answer, and note that this view depends on the answer."""
@@ -772,7 +775,8 @@ class Session:
                 root = _Root(snapshot.state, self._root.log, _appended(origin.events, kept))
                 restorable = self._restorable_after(origin.serial, math.inf)
             else:
-                root = self._applied(self._root, _StateReplaced(snapshot.state))
+                replaced = _StateReplaced(snapshot.state, snapshot, self._owner_of(snapshot))
+                root = self._applied(self._root, replaced)
                 if origin is not None:
                     restorable = self._restorable_after(origin.serial, origin.serial)
             self._root, self._restorable = root, restorable
@@ -834,6 +838,13 @@ class Session:
                 return False
         return self._base is not None and self._base._reaches(snapshot, serial)
 
+    def _owner_of(self, snapshot: Snapshot) -> Session | None:
+        """Return that of which this is a view and which can go back to the snapshot itself."""
+        here = self._base
+        while here is not None and not (here._restorable and snapshot in here._restorable.taken):
+            here = here._base
+        return here
+
     # Views: what a call works on
 
     def fork(self, *, tracks_reads: bool = True) -> Session:
@@ -849,8 +860,8 @@ class Session:
         view._base = self
         view._forked_from = root
         view._lock = RLock()
-        if tracks_reads or self._tracks_reads:
-            view._tracks_reads = True
+        if tracks_reads or self.tracks_reads:
+            view.tracks_reads = True
         return view
 
     def merge(self, view: Session) -> None:
@@ -948,6 +959,8 @@ class Session:
         if isinstance(entry, _Observed):
             entry.check(root)
         elif isinstance(entry, _StateReplaced):
+            if entry.snapshot is not None and entry.owner is not None:
+                self._check_replayed(entry.snapshot, entry.owner)
             state = entry.state
         elif isinstance(entry, _RolledBack):
             tried = root
@@ -955,6 +968,17 @@ class Session:
                 tried = self._applied(tried, event)
             log = self._with_logged(log, entry.logged)
         return _Root(state, log, None if self._base is None else (root.events, entry))
+
+    def _check_replayed(self, snapshot: Snapshot, owner: Session) -> None:
+        """Raise MergeConflict where an older snapshot was restored meanwhile."""
+        if not self.is_view_of(owner):
+            return  # it was of a view between the two, and has gone with it
+        try:
+            self._check_restorable(snapshot)
+        except SnapshotExpired as error:
+            raise MergeConflict(
+                f"Changed by another call in the meantime: {error}", (f"snapshot {snapshot.tag!r}",)
+            ) from error
 
     def _replayed(self, root: _Root, view: Session) -> _Root:
         """Return what a view's events make of a state that has changed since the fork."""
@@ -986,9 +1010,9 @@ class Session:
         leading = cast("list[_RolledBack]", entries[:first])
         rest = entries[first:]
         logged = tuple(event for entry in rest for event in self._logged_by(entry))
-        if not logged and not self._tracks_reads:
+        if not logged and not self.tracks_reads:
             return leading
-        return [*leading, _RolledBack(logged, tuple(rest) if self._tracks_reads else ())]
+        return [*leading, _RolledBack(logged, tuple(rest) if self.tracks_reads else ())]
 
     def _logged_by(self, entry: object) -> tuple[object, ...]:
         """Return the events of an entry that reach LOG slices."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -24,26 +26,37 @@ from weakincentives.errors import (
     DeadlineExceededError,
     MergeConflict,
     PolicyDenied,
+    PreconditionFailed,
     PromptEvaluationError,
     Refusal,
     ToolNotFound,
     ToolTimeout,
     ToolValidationError,
+    ViewClosed,
     VisibilityExpansionRequired,
     WinkError,
 )
+from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import ALLOWED, AttachedPolicy
+from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import CallResources, Place, Transaction
+from weakincentives.runtime.transactions import (
+    CallResources,
+    NeedsItsPlace,
+    Place,
+    Transaction,
+)
 
 if TYPE_CHECKING:
     from asyncio import Task
+
+    from weakincentives.prompt.contracts import CascadeEffect, Effect
+    from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
 
 __all__ = [
     "acall_tool",
@@ -57,6 +70,8 @@ __all__ = [
 T = TypeVar("T")
 # Calls that run together, each with its place in the turn.
 _Group = list[tuple[int, ToolCall]]
+# What happened, for subscribers; and what is to be done once nobody waits for the call any more.
+_Recorded = ToolInvoked | Callable[[], object]
 _Outcome = tuple[ToolResult[Any] | None, BaseException | None]
 
 _logger = get_logger(__name__)
@@ -173,27 +188,25 @@ def _run(
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     session, parent = _base(context)
     gates = _gates(session, context)
-    recorded: list[ToolInvoked] = []
-    run = _run_on_loop if needs_loop else _run_here
+    recorded: list[_Recorded] = []
+    args = (call, offers, context, session, parent, recorded, place)
     try:
-        return _in_turn(gates, run, call, offers, context, session, parent, recorded, place)
+        if needs_loop:
+            return _in_turn(gates, _run_on_loop, *args)
+        return _in_turn(gates, copy_context().run, _step, *args)
     finally:
-        _publish(session, recorded)
+        _publish(session, parent, recorded)
 
 
 def _in_turn(gates: tuple[Lock, ...], run: Callable[..., T], *args: Any) -> T:
     """Run once all gates are ours."""
     if not gates:
         return run(*args)
-    gate = gates[0]
+    gate, *others = gates
     if gate.locked():
         _wait(gate)
     with gate:
-        return run(*args) if len(gates) == 1 else _in_turn(gates[1:], run, *args)
-
-
-def _run_here(*args: Any) -> ToolResult[Any]:
-    return copy_context().run(_step, *args)
+        return _in_turn(tuple(others), run, *args) if others else run(*args)
 
 
 def _run_on_loop(*args: Any) -> ToolResult[Any]:
@@ -215,14 +228,14 @@ async def _arun(
     call: ToolCall, offers: Mapping[str, Offer], context: ToolContext, place: Place | None = None
 ) -> ToolResult[Any]:
     session, parent = _base(context)
-    recorded: list[ToolInvoked] = []
+    recorded: list[_Recorded] = []
     try:
         gates = _gates(session, context)
         return await _ain_turn(
             gates, _pipeline, call, offers, context, session, parent, recorded, place
         )
     finally:
-        _publish(session, recorded)
+        _publish(session, parent, recorded)
 
 
 async def _ain_turn(
@@ -264,10 +277,19 @@ def _gates(session: Session, context: ToolContext) -> tuple[Lock, ...]:
     return (gate, *others)
 
 
-def _publish(session: Session, recorded: list[ToolInvoked]) -> None:
+def _publish(session: Session, parent: Transaction | None, recorded: list[_Recorded]) -> None:
     """Tell subscribers, once the call and its turn are over: they may call tools themselves."""
-    for event in recorded:
-        session.dispatcher.publish(event)
+    # Told with the call it is nested in: when that is taken again, this has not happened.
+    if parent is not None and parent.beside and parent.holds(recorded):
+        return
+    for each in recorded:
+        if isinstance(each, ToolInvoked):
+            session.dispatcher.publish(each)
+        else:
+            try:
+                each()
+            except Exception:
+                _logger.exception("what follows a commit failed; the call stays")
 
 
 def _wait(gate: Lock) -> None:
@@ -349,20 +371,35 @@ def _resource_context(context: ToolContext) -> ResourceContext:
 class _Progress:
     """How far a call has come."""
 
+    transaction: Transaction
+    """That of the attempt under way."""
+    bound: ToolContext
+    """What its handler gets."""
+    signal: CancellationToken
     # Defaults on the class: most calls end without setting all of them.
     tool: Tool[Any, Any] | None = None
+    offer: Offer | None = None
+    """Set once the call is admitted: what was asked before is not asked again for a retry."""
     ran: bool = False
+    attempts: int = 1
+    wait: float = 0.0
+    """Seconds to the next attempt."""
+    applied: tuple[Effect, ...] = ()
+    notes: tuple[str, ...] = ()
+    degraded: tuple[str, ...] = ()
     undone: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
+    compensated: bool = False
+    answered: bool = False
+    """Whether the handler itself said that it failed."""
+    ledger: OutcomeLedger | None = None
+    outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
 
-    def __init__(
-        self, call: ToolCall, transaction: Transaction, clock: Clock, place: Place | None
-    ) -> None:
+    def __init__(self, call: ToolCall, clock: Clock, place: Place | None) -> None:
         self.call = call
         self.place = place
         self.params = call.params
-        self.transaction = transaction
         self.clock = clock
         self.started = clock.monotonic()
         self.timestamp = clock.time()
@@ -381,55 +418,85 @@ async def _pipeline(
     context: ToolContext,
     session: Session,
     parent: Transaction | None,
-    recorded: list[ToolInvoked],
+    recorded: list[_Recorded],
     place: Place | None = None,
+    depth: int = 0,
 ) -> ToolResult[Any]:
-    transaction = Transaction(call, session, _resource_context(context), parent, context, place)
-    transaction_under_way.set(transaction)
-    progress = _Progress(call, transaction, session.clock, place)
+    progress = _Progress(call, session.clock, place)
     beside = place if place is not None and place.beside else None
-    signal = CancellationToken()
-    try:
-        offer = offers.get(call.name) or _unknown(call, offers)
-        tool = progress.tool = offer.tool
-        params = progress.params = tool.parse(call.params)
-        bound = context.bound_to(transaction.session, transaction.resources, call.id, signal)
-        for policy in offer.policies:
-            try:
-                verdict = policy.check(tool, params, context=bound)
-                reason = None if verdict is ALLOWED else await _denial(policy, verdict)
-            except Exception as error:
-                raise _undecided(policy, error) from error
-            if reason is not None:
-                raise PolicyDenied(reason)
-        _check_limits(bound)
-        _start(progress, offer, params, bound)
-        if not (tool.is_async or tool.timeout or bound.deadline or beside):
-            try:
-                answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
-            except StopIteration as error:  # which a coroutine cannot let through
-                raise RuntimeError(f"the handler raised StopIteration: {error}") from error
-        else:
-            answer = await _handle_on_loop(tool, params, bound)
-        result = _succeeded(answer)
-        _accept(progress, offer, params, result, bound)
-        if beside is not None:
-            await _reach(beside)
-            transaction.check_place()
-        result = _completed(progress, result)
-        transaction.commit(progress.event)
-    except BaseException as error:  # the one place that undoes
-        if beside is not None and await _is_outdated(beside, progress, error):
-            progress.event = None
-            transaction.forget()
-            raise _TakeAgain from error
-        result = _undo(progress, error)
-        signal.cancel(result.message)
-        if _raises_through(error):
-            raise
-    finally:
-        _end(progress, recorded)
-    return result
+    resources = _resource_context(context)
+    while True:
+        transaction = Transaction(call, session, resources, parent, context, place)
+        transaction_under_way.set(transaction)
+        progress.transaction = transaction
+        progress.signal = CancellationToken()
+        bound = progress.bound = context.bound_to(
+            transaction.session, transaction.resources, call.id, progress.signal
+        )
+        try:
+            if progress.offer is None:
+                offer = offers.get(call.name) or _unknown(call, offers)
+                tool = progress.tool = offer.tool
+                params = progress.params = tool.parse(call.params)
+                for policy in offer.policies:
+                    try:
+                        verdict = policy.check(tool, params, context=bound)
+                        reason = (
+                            None if verdict is ALLOWED else await _denial(progress, policy, verdict)
+                        )
+                    except Exception as error:
+                        raise _undecided(policy, error) from error
+                    if reason is not None:
+                        raise PolicyDenied(reason)
+                if tool.preconditions:
+                    await _check_preconditions(progress, tool, params, bound)
+                _check_limits(bound, depth)
+                _start(progress, offer, params, bound)
+            else:
+                offer, tool, params = progress.offer, progress.offer.tool, progress.params
+                await _pause(progress, context)
+                transaction.take_snapshots(external=tool.writes == "external")
+            if not (tool.is_async or tool.timeout or bound.deadline or beside):
+                try:
+                    answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
+                except StopIteration as error:  # which a coroutine cannot let through
+                    raise RuntimeError(f"the handler raised StopIteration: {error}") from error
+            else:
+                answer = await _handle_on_loop(tool, params, bound)
+            result = _succeeded(answer)
+            if tool.effects:
+                await _apply_effects(progress, tool, result, bound)
+            _accept(progress, offer, params, result, bound)
+            if beside is not None:
+                await _reach(beside)
+                transaction.check_place()
+            if progress.ledger is not None:
+                _note_outcome(progress, "committed", result)
+            result = _completed(progress, result)
+            transaction.commit(progress.event)
+        except BaseException as error:  # the one place that undoes
+            if progress.tool is not None and progress.tool.effects:
+                await _roll_back_effects(progress)
+            if beside is not None and await _is_outdated(beside, progress, error):
+                progress.event = None
+                transaction.forget()
+                progress.signal.cancel("the call is taken again")
+                raise _TakeAgain from error
+            result = _answer(progress, error)
+            if _is_tried_again(progress, result, error):
+                progress.event = None
+                transaction.restore()
+                transaction.roll_back(None)
+                progress.signal.cancel(result.message)
+                continue
+            result = _undo(progress, result)
+            if _raises_through(error):
+                raise
+        finally:
+            _end(progress, recorded)
+        if transaction.after_commit and result.success:
+            await _follow_up(progress, offers, context, recorded, depth)
+        return result
 
 
 def _unknown(call: ToolCall, offers: Mapping[str, Offer]) -> NoReturn:
@@ -442,9 +509,13 @@ def _unknown(call: ToolCall, offers: Mapping[str, Offer]) -> NoReturn:
     raise ToolNotFound(f"Unknown tool '{name}'. {hint}Available tools: {known}", suggestions=near)
 
 
-async def _denial(policy: AttachedPolicy, verdict: Any) -> str | None:
+async def _denial(progress: _Progress, policy: AttachedPolicy, verdict: Any) -> str | None:
     """Return why the call is denied, once an async policy has said so; None when it is not."""
-    return policy.denial(await verdict if policy.is_async else verdict)
+    if policy.is_async:
+        verdict = await verdict
+    if isinstance(verdict, PolicyDecision) and verdict.note is not None:
+        progress.notes = (*progress.notes, f"{policy.name}: {verdict.note}")
+    return policy.denial(verdict)
 
 
 def _undecided(policy: AttachedPolicy, error: Exception) -> PolicyDenied:
@@ -453,7 +524,26 @@ def _undecided(policy: AttachedPolicy, error: Exception) -> PolicyDenied:
     return PolicyDenied(f"Policy '{policy.name}' could not decide and denies the call: {error!r}")
 
 
-def _check_limits(context: ToolContext) -> None:
+async def _check_preconditions(
+    progress: _Progress, tool: Tool[Any, Any], params: object, context: ToolContext
+) -> None:
+    from weakincentives.prompt.contracts import validate_preconditions
+
+    found = await validate_preconditions(tool, context, params)
+    if not found.can_proceed:
+        failed = [str(each) for each in found.failed]
+        raise PreconditionFailed(
+            f"Tool preconditions not met: {'; '.join(failed)}",
+            suggestions=[each.precondition.description for each in found.failed],
+        )
+    progress.degraded = tuple(str(each) for each in found.failed)
+    if progress.degraded:
+        context.__dict__["degraded"] = progress.degraded
+
+
+def _check_limits(context: ToolContext, depth: int) -> None:
+    if depth > _MAX_CASCADE:
+        raise Refusal(f"A cascade of calls goes {_MAX_CASCADE} deep at most; this one goes further")
     if context.deadline is not None:
         context.deadline.check()
     if context.budget_tracker is not None:
@@ -465,9 +555,11 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
     tool = offer.tool
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
+    if tool.reach in ("compensable", "irreversible"):
+        _put_on_record(progress, tool, context)
     for policy in offer.counters:
         policy.on_start(tool, params, context=context)  # type: ignore[misc]  # or it were not here
-    progress.ran = True
+    progress.ran, progress.offer = True, offer
     if context.heartbeat is not None:
         context.heartbeat.beat()
     if tool.reach == "read" or progress.transaction.reads_only:
@@ -476,12 +568,35 @@ def _start(progress: _Progress, offer: Offer, params: object, context: ToolConte
         progress.transaction.take_snapshots(external=tool.writes == "external")
 
 
+def _put_on_record(progress: _Progress, tool: Tool[Any, Any], context: ToolContext) -> None:
+    """Note that a call which reaches outside begins; refuse one that was taken before."""
+    from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
+
+    ledger = context.resources.find(OutcomeLedger)
+    if ledger is None:
+        # Where the files are on disk, so is what must outlive the process.
+        filesystem = context.resources.find(Filesystem)
+        store = getattr(filesystem, "store", None)
+        ledger = None if store is None else OutcomeLedger.at(store / "outcomes.jsonl")
+    if ledger is None:
+        ledger = OutcomeLedger()
+        earlier = context.session[CallOutcome].select(
+            lambda outcomes: next(
+                (o for o in outcomes.newest_first() if o.call_id == progress.call.id), None
+            )
+        )
+        if earlier is not None:
+            ledger.end(earlier)
+    ledger.begin(progress.call.id, tool.name, progress.timestamp)
+    progress.ledger = ledger
+
+
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
     """Run a handler that is async, or that somebody waits for only so long."""
     import asyncio
     from inspect import isawaitable
 
-    from weakincentives.runtime.loops import in_thread
+    from weakincentives.runtime.loops import ends_within, in_thread
 
     handler: Any = tool.handler
 
@@ -494,18 +609,20 @@ async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolCon
             return None, interrupt
 
     if tool.is_async:
-        work: asyncio.Future[Any] = asyncio.ensure_future(shielded())
+        work: asyncio.Future[Any] = asyncio.get_running_loop().create_task(shielded())
     else:
         work = in_thread(lambda: (handler(params, context=context), None))
+    limit = tool.timeout
     remaining = None if context.deadline is None else context.deadline.remaining()
-    limit = min((t for t in (tool.timeout, remaining) if t is not None), default=None)
+    if remaining is not None and (limit is None or remaining < limit):
+        limit = remaining
     try:
-        done, _ = await asyncio.wait({work}, timeout=limit)
+        done = await ends_within(limit, work)
     except asyncio.CancelledError:
         work.cancel()
         if tool.is_async:
             # Let it clean up; its session and files are still its own.
-            await asyncio.wait({work}, timeout=5)
+            await ends_within(5, work)
         raise
     if not done:
         work.cancel()
@@ -533,6 +650,42 @@ def _succeeded(answer: Any) -> ToolResult[Any]:
     return result
 
 
+async def _apply_effects(
+    progress: _Progress, tool: Tool[Any, Any], result: ToolResult[Any], context: ToolContext
+) -> None:
+    """Apply what belongs to the transaction, and note what is to follow its commit."""
+    from weakincentives.prompt.contracts import apply_each
+
+    applied: list[Effect] = []
+    progress.transaction.session.read_only = None  # that was for the handler
+    try:
+        await apply_each(tool, result, context, applied)
+    finally:
+        progress.applied = tuple(applied)
+    later = [effect for effect in tool.effects if effect.after_commit]
+    if later:
+        progress.transaction.after_commit += tuple((effect, result) for effect in later)
+
+
+async def _roll_back_effects(progress: _Progress) -> None:
+    """Call the rollbacks of effects that were applied, before the snapshot is restored.
+
+    A compensable tool's are called however far it came: they take back what its handler did.
+    """
+    from weakincentives.prompt.contracts import roll_back_effects
+
+    transaction, tool = progress.transaction, cast("Tool[Any, Any]", progress.tool)
+    if transaction.settled or not progress.ran:
+        return
+    is_compensable = tool.reach == "compensable"
+    effects = tool.effects if is_compensable else progress.applied
+    result: ToolResult[Any] = ToolResult.error("the call is rolled back")
+    progress.not_undone = await roll_back_effects(effects, result, progress.bound)
+    compensates = any(effect.can_roll_back for effect in effects)
+    progress.compensated = is_compensable and compensates and not progress.not_undone
+    progress.applied = ()
+
+
 def _accept(
     progress: _Progress,
     offer: Offer,
@@ -555,6 +708,8 @@ def _accept(
 
 # The calls of one turn
 
+_MAX_CONCURRENCY = max(32, 8 * (os.cpu_count() or 1))
+
 
 class _Turn:
     """The calls of one model turn, and what surrounds them."""
@@ -568,7 +723,7 @@ class _Turn:
         self.context = context
         # What the model was shown when it made the calls.
         self.offers = _offers(context)
-        self.max_concurrency = max_concurrency or max(32, 8 * (os.cpu_count() or 1))
+        self.max_concurrency = max_concurrency or _MAX_CONCURRENCY
 
     def groups(self) -> Iterator[_Group]:
         """Yield neighbours that may run together, and every other call by itself."""
@@ -601,7 +756,7 @@ def _run_group(turn: _Turn, group: _Group) -> list[ToolResult[Any]]:
 
     session, parent = _base(turn.context)
     gates = _gates(session, turn.context)
-    recorded: list[ToolInvoked] = []
+    recorded: list[_Recorded] = []
 
     def together() -> list[ToolResult[Any]]:
         return run_blocking(lambda: _together(turn, group, session, parent, recorded))
@@ -609,17 +764,17 @@ def _run_group(turn: _Turn, group: _Group) -> list[ToolResult[Any]]:
     try:
         return _in_turn(gates, together)
     finally:
-        _publish(session, recorded)
+        _publish(session, parent, recorded)
 
 
 async def _arun_group(turn: _Turn, group: _Group) -> list[ToolResult[Any]]:
     session, parent = _base(turn.context)
-    recorded: list[ToolInvoked] = []
+    recorded: list[_Recorded] = []
     try:
         gates = _gates(session, turn.context)
         return await _ain_turn(gates, _together, turn, group, session, parent, recorded)
     finally:
-        _publish(session, recorded)
+        _publish(session, parent, recorded)
 
 
 async def _together(
@@ -627,11 +782,13 @@ async def _together(
     group: _Group,
     session: Session,
     parent: Transaction | None,
-    recorded: list[ToolInvoked],
+    recorded: list[_Recorded],
 ) -> list[ToolResult[Any]]:
     """Run calls at the same time and keep them in their order."""
     import asyncio
 
+    # What each call recorded, those nested in it included.
+    records: list[list[_Recorded]] = [[] for _ in group]
     slots = asyncio.Semaphore(turn.max_concurrency)
     # Each is set when the call before has ended, and the place of the next one is reached.
     reached = [asyncio.Event() for _ in range(len(group) + 1)]
@@ -642,7 +799,7 @@ async def _together(
             while True:
                 try:
                     result = await _pipeline(
-                        call, turn.offers, turn.context, session, parent, recorded, place
+                        call, turn.offers, turn.context, session, parent, records[index], place
                     )
                 except _TakeAgain:
                     place.attempts += 1
@@ -669,7 +826,7 @@ async def _together(
         await _stop(tasks)
         raise
     finally:
-        recorded.sort(key=lambda event: event.place or 0)
+        recorded += (event for each in records for event in each)
     return results
 
 
@@ -698,6 +855,7 @@ async def _reach(place: Place) -> None:
     """Wait until all calls before this one have ended."""
     if place.reached is not None:
         await place.reached.wait()
+        place.arrived = True
 
 
 async def _is_outdated(place: Place, progress: _Progress, error: BaseException) -> bool:
@@ -732,14 +890,23 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     """Return the result as it is handed out, and note the record that goes with it."""
     call = progress.call
     duration = progress.clock.monotonic() - progress.started
+    message = result.message
+    if progress.degraded and progress.ran:
+        message = f"{message}\nRan without: {'; '.join(progress.degraded)}".lstrip("\n")
     completed: ToolResult[Any] = ToolResult(
-        result.message,
+        message,
         result.value,
         result.success,
         result.exclude_value_from_context,
         result.failure,
         ToolMetadata(
-            call.name, progress.timestamp, duration, 1, progress.undone, progress.not_undone
+            call.name,
+            progress.timestamp,
+            duration,
+            progress.attempts,
+            progress.undone,
+            progress.not_undone,
+            progress.degraded,
         ),
         call.id,
     )
@@ -753,6 +920,8 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         call_id=call.id,
         ran=progress.ran,
     )
+    if progress.notes:
+        event.notes = progress.notes
     place = progress.place
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
@@ -760,21 +929,131 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     return completed
 
 
-def _undo(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+def _undo(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     """Roll back and record; after the commit point there is nothing to undo."""
     transaction = progress.transaction
     if transaction.settled and progress.event is not None:
         return progress.event.result
-    result = _answer(progress, error)
+    if progress.ledger is not None:
+        _note_outcome(progress, _outcome_of_failure(progress, result), result)
     if progress.ran:
-        progress.undone, progress.not_undone = transaction.restore()
-        reach = None if progress.tool is None else progress.tool.reach
-        if reach in ("compensable", "irreversible"):
+        progress.undone, not_restored = transaction.restore()
+        progress.not_undone = (*progress.not_undone, *not_restored)
+        if progress.ledger is not None and not progress.compensated:
             outside = "what it did outside the session, files and resources"
             progress.not_undone = (*progress.not_undone, outside)
     result = _completed(progress, result)
     transaction.roll_back(progress.event)
+    progress.signal.cancel(result.message)
     return result
+
+
+def _note_outcome(progress: _Progress, outcome: Outcome, result: ToolResult[Any]) -> None:
+    """Put into the session how a call that reaches outside ends; LOG, so it stays either way."""
+    from weakincentives.runtime.ledger import CallOutcome
+
+    noted = CallOutcome(
+        progress.call.id, progress.call.name, outcome, progress.timestamp, result.message
+    )
+    progress.outcome = noted
+    progress.transaction.session.read_only = None
+    with suppress(ViewClosed):  # it was interrupted on its way out, and is noted already
+        progress.transaction.session.dispatch(noted)
+
+
+def _outcome_of_failure(progress: _Progress, result: ToolResult[Any]) -> Outcome:
+    if progress.compensated:
+        return "compensated"
+    # A handler that answers knows that it did nothing; one that broke off may have.
+    return "rolled_back" if progress.answered or not progress.ran else "unknown"
+
+
+# Another try
+
+
+def _is_tried_again(progress: _Progress, result: ToolResult[Any], error: BaseException) -> bool:
+    """Whether the tool's policy wants a failed attempt to be followed by another."""
+    tool, failure = progress.tool, result.failure
+    if tool is None or tool.retry is None or failure is None or not progress.ran:
+        return False
+    if _raises_through(error) or progress.transaction.settled:
+        return False
+    if progress.ledger is not None and not progress.compensated:
+        return False  # nobody knows whether it took effect
+    if not tool.retry.retries(failure, progress.attempts - 1):
+        return False
+    wait = tool.retry.backoff.delay(progress.attempts)
+    deadline = progress.bound.deadline
+    if deadline is not None and deadline.remaining() <= wait:
+        return False  # it would be over before the next attempt begins
+    _logger.info("tool %s failed (%s); tried again in %.3g s", tool.name, failure.code, wait)
+    progress.attempts += 1
+    progress.wait = wait
+    return True
+
+
+async def _pause(progress: _Progress, context: ToolContext) -> None:
+    """Wait for the next attempt; whoever cancels the caller's signal need not wait for it."""
+    until = progress.clock.monotonic() + progress.wait
+    while (left := until - progress.clock.monotonic()) > 0:
+        if context.signal.cancelled:
+            raise ToolTimeout(f"cancelled between attempts: {context.signal.reason}")
+        await progress.clock.sleep(min(left, 0.1))
+
+
+# What follows a commit
+
+_MAX_CASCADE = 8
+
+
+async def _follow_up(
+    progress: _Progress,
+    offers: Mapping[str, Offer],
+    context: ToolContext,
+    recorded: list[_Recorded],
+    depth: int,
+) -> None:
+    """Send notifications and call what is to be called next; a nested call leaves that to the
+    call it belongs to, which may still take everything back.
+    """
+    from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
+
+    transaction = progress.transaction
+    if transaction.parent is not None:
+        transaction.parent.after_commit += transaction.after_commit
+        return
+    transaction_under_way.set(None)
+    for effect, result in transaction.after_commit:
+        try:
+            if isinstance(effect, CascadeEffect) and effect.apply is None:
+                call, found = _cascaded(effect, result, offers)
+                if call is not None:
+                    await _pipeline(
+                        call, found, context, transaction.base, None, recorded, None, depth + 1
+                    )
+            elif isinstance(effect, NotificationEffect) and effect.apply is None:
+                recorded.append(partial(effect.emit, context, result))
+            else:
+                await effect.run(context, result)
+        except Exception:
+            name = effect.description or effect.type
+            _logger.exception("effect %r failed after the commit; the call stays", name)
+
+
+def _cascaded(
+    effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, Offer]
+) -> tuple[ToolCall | None, Mapping[str, Offer]]:
+    if effect.trigger_condition is not None and not effect.trigger_condition(result):
+        return None, offers
+    tool = effect.trigger_tool
+    arguments = effect.arguments
+    params = arguments(result) if callable(arguments) else arguments
+    if isinstance(tool, str):
+        return ToolCall(tool, params), offers
+    known = offers.get(tool.name)
+    if known is not None and known.tool is tool:
+        return ToolCall(tool.name, params), offers
+    return ToolCall(tool.name, params), {**offers, tool.name: Offer.of(tool)}
 
 
 _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
@@ -788,6 +1067,7 @@ _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
 def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     """Return what a failure means for the model."""
     if isinstance(error, _Failed):
+        progress.answered = True
         return _well_formed(progress.call, error.result)
     text = _text(error)
     if isinstance(error, Refusal):
@@ -807,8 +1087,15 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
         _logger.error("tool %s raised a TypeError", progress.call.name, exc_info=error)
         message = f"Tool '{progress.call.name}' failed on a value of the wrong type: {text}"
         return ToolResult.error(message, code="TYPE_ERROR", recoverable=False)
+    if isinstance(error, NeedsItsPlace):  # nested: the call it belongs to is taken again
+        return ToolResult.error(text, code="NEEDS_ITS_PLACE")
     _logger.error("tool %s failed", progress.call.name, exc_info=error)
-    return ToolResult.error(f"Internal error: {text}", code="INTERNAL_ERROR", recoverable=False)
+    from weakincentives.retry import code_of
+
+    code = code_of(error)  # those of the world outside: another try may succeed
+    return ToolResult.error(
+        f"Internal error: {text}", code=code or "INTERNAL_ERROR", recoverable=code is not None
+    )
 
 
 def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:
@@ -831,16 +1118,21 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _end(progress: _Progress, recorded: list[ToolInvoked]) -> None:
+def _end(progress: _Progress, recorded: list[_Recorded]) -> None:
     """Make sure of the end, whatever interrupted it, and hand out the record."""
     transaction = progress.transaction
     error = sys.exc_info()[1]
     if not transaction.settled:
-        _undo(progress, error or RuntimeError("the call did not end"))
+        _undo(progress, _answer(progress, error or RuntimeError("the call did not end")))
     try:
         transaction.close(error)
     except Exception:
         _logger.exception("closing the resources of a call failed")
     finally:
         if progress.event is not None:
+            recorded += transaction.nested
             recorded.append(progress.event)
+            if progress.ledger is not None and progress.outcome is not None:
+                progress.ledger.end(progress.outcome)
+            if transaction.parent is None and transaction.forks and progress.event.success:
+                recorded += transaction.listeners

@@ -7,8 +7,11 @@ below it are the same by hand.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.call import ToolCall
@@ -22,7 +25,10 @@ from weakincentives.runtime.session import Session, Snapshot
 if TYPE_CHECKING:
     from asyncio import Event
 
+    from weakincentives.prompt.contracts import Effect
     from weakincentives.prompt.tool import ToolContext
+    from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.runtime.events import ToolInvoked
 
 __all__ = [
     "CallResources",
@@ -61,6 +67,27 @@ def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
     return failures
 
 
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Hold Ctrl-C back until a step that must not be cut in two is done.
+
+    Python raises it in the main thread only, wherever that is at the moment.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])
+
+
 class NeedsItsPlace(WinkError):
     """A call asked for what only one call at a time can have."""
 
@@ -68,13 +95,14 @@ class NeedsItsPlace(WinkError):
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = ("attempts", "beside", "conflicts", "number", "reached")
+    __slots__ = ("arrived", "attempts", "beside", "conflicts", "number", "reached")
 
     def __init__(self, number: int, reached: Event | None = None) -> None:
         self.number = number
         self.reached = reached
         """Done when all calls before it have ended; None for a call that runs alone."""
         self.beside = reached is not None
+        self.arrived = False
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
@@ -93,13 +121,24 @@ class Transaction:
     only be changed in place."""
     needs_place = False
     """Whether it tried to, all the same: it is taken again when its place is reached."""
-    _parent: Transaction | None = None
+    attempt = 1
+    """How often its call has been taken by now, this time included."""
+    kept = False
+    """Whether it was committed."""
+    nested: tuple[ToolInvoked | Callable[[], object], ...] = ()
+    """In a call beside others, the records of calls nested in it: told to subscribers with its
+    own."""
+    parent: Transaction | None = None
+    """The transaction of the call that this one is nested in."""
     _kept: tuple[object, ...] = ()
-    _forks: tuple[tuple[str, Any, Any], ...] = ()
+    forks: tuple[tuple[str, Any, Any], ...] = ()
+    """What was forked for the call: its name, itself and the call's view of it."""
     _tokens: tuple[tuple[str, Any, object], ...] = ()
     _merged: tuple[tuple[str, Any, object], ...] = ()
     _sealed = False
     _scope: ToolScope | None = None
+    after_commit: tuple[tuple[Effect, ToolResult[Any]], ...] = ()
+    """What is to follow once nothing can be taken back; a nested call leaves it to its parent."""
 
     def __init__(
         self,
@@ -115,13 +154,14 @@ class Transaction:
         """What surrounds the call: the context it was made with, not the one it hands out."""
         self.base = session
         if place is not None and place.beside:
-            self.beside, self.at_place = True, place.attempts > 1
+            self.beside, self.at_place = True, place.arrived
+            self.attempt = place.attempts
         self.session = view = session.fork(tracks_reads=self.beside)
         self.resource_context = resources
         self._views: dict[int, object] = {id(session): view, id(view): view}
         self._lock = view.lock
         if parent is not None:
-            self._parent = parent
+            self.parent = parent
             self.reads_only = parent.reads_only
             if parent.beside:
                 self.beside, self.at_place = True, self.at_place and parent.at_place
@@ -163,6 +203,11 @@ class Transaction:
         self.check_place(self.resource_context.in_place)
         return instance
 
+    @property
+    def lineage(self) -> tuple[Transaction, ...]:
+        """Those it is nested in, the outermost first, and itself."""
+        return (self,) if self.parent is None else (*self.parent.lineage, self)
+
     def check_place(self, in_place: object = None) -> None:
         """Refuse what leads to something that is changed in place, until its place is reached.
 
@@ -173,7 +218,7 @@ class Transaction:
         here: Transaction | None = self
         while here is not None and here.beside:
             here.needs_place = True
-            here = here._parent
+            here = here.parent
         raise NeedsItsPlace(
             "a resource that cannot fork is changed in place, so this call cannot run beside "
             "others; it is taken again at its place"
@@ -191,7 +236,7 @@ class Transaction:
             return self._view(target)
 
     def _view(self, target: T) -> T:
-        base = target if self._parent is None else self._parent.view(target)
+        base = target if self.parent is None else self.parent.view(target)
         view: Any = self._views.get(id(base))
         if view is None:
             if isinstance(target, Session) and self.base.is_view_of(target):
@@ -218,18 +263,25 @@ class Transaction:
             for name, resource in self.snapshotables:
                 if resource is target:
                     return name
-            if base is not target or (self._parent is not None and self._parent.covers(target)):
+            if target is self.context.memory:
+                return type(target).__name__
+            if base is not target or (self.parent is not None and self.parent.covers(target)):
                 return type(target).__name__
         return None
 
     def _fork(self, name: str, base: Any) -> Any:
-        fork = base.fork if self.beside else getattr(base, "fork_in_place", base.fork)
-        view = fork()
+        in_place = None if self.beside else getattr(base, "fork_in_place", None)
+        if in_place is None:
+            return self._adopt(name, base, base.fork())
+        with undisturbed():  # one that nobody knows of could not be undone
+            return self._adopt(name, base, in_place())
+
+    def _adopt(self, name: str, base: Any, view: Any) -> Any:
         if self.reads_only and hasattr(view, "read_only"):
             view.read_only = _reads_only(self.call)
         if self._sealed:
             _seal_view(view, self._end_reason())
-        self._forks = (*self._forks, (name, base, view))
+        self.forks = (*self.forks, (name, base, view))
         self._views[id(base)] = self._views[id(view)] = view
         return view
 
@@ -237,7 +289,7 @@ class Transaction:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
         self.reads_only = True
         self.session.read_only = _reads_only(self.call)
-        for _, _, view in self._forks:
+        for _, _, view in self.forks:
             if hasattr(view, "read_only"):
                 view.read_only = self.session.read_only
 
@@ -263,12 +315,19 @@ class Transaction:
         elif not self.reads_only:
             self._tokens = (*self._tokens, (name, instance, instance.snapshot()))
 
+    def holds(self, records: Sequence[ToolInvoked | Callable[[], object]]) -> bool:
+        """Keep the records of nested calls until this one ends; False once it has ended."""
+        with self._lock:  # calls in threads of its handler may end at the same time
+            if not self._sealed:
+                self.nested = (*self.nested, *records)
+            return not self._sealed
+
     # How it ends
 
     def check_conflicts(self) -> None:
         """Raise MergeConflict if the call depends on something that has changed since."""
         self.base.check_conflicts(self.session)
-        for _, base, view in self._forks:
+        for _, base, view in self.forks:
             check = getattr(base, "check_conflicts", None)
             if check is not None:
                 check(view)
@@ -276,25 +335,32 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Keep everything and add the record, in one step as far as anyone can see."""
         self._seal()
-        if self._forks:
-            self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self._forks)
-            for _, base, view in self._forks:
+        if not self.forks:
+            self.base.settle(self.session, keep=True, record=record, transaction=self)
+            return
+        with undisturbed():
+            self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self.forks)
+            for _, base, view in self.forks:
                 base.merge(view)
-        self.base.settle(self.session, keep=True, record=record, transaction=self)
+            self.base.settle(self.session, keep=True, record=record, transaction=self)
+        self.kept = True
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is taken again."""
         self.restore()
-        _restore_all(self._merged)
-        self._discard()
+        with undisturbed():
+            _restore_all(self._merged)
+            self._discard()
         self.settled = True
 
     def roll_back(self, record: object) -> None:
         """Take everything back but what was logged, and add the record. May be called again."""
         self._seal()
-        _restore_all(self._merged)
-        self._discard()
-        for _, base, view in self._forks:
+        if self.forks:
+            with undisturbed():
+                _restore_all(self._merged)
+                self._discard()
+        for _, base, view in self.forks:
             if isinstance(base, Session):  # a relative of the call's session: it logs, too
                 base.settle(view, keep=False)
         try:
@@ -308,14 +374,15 @@ class Transaction:
         self._seal()
         if self.reads_only:
             return (), ()
-        failures = {**_restore_all(self._tokens), **self._discard()}
-        names = dict.fromkeys(name for name, _, _ in (*self._forks, *self._tokens))
+        with undisturbed():
+            failures = {**_restore_all(self._tokens), **self._discard()}
+        names = dict.fromkeys(name for name, _, _ in (*self.forks, *self._tokens))
         return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
 
     def _discard(self) -> dict[str, str]:
         """Undo what views have changed in place; returns by name what could not be undone."""
         failures: dict[str, str] = {}
-        for name, base, view in reversed(self._forks):
+        for name, base, view in reversed(self.forks):
             discard = getattr(base, "discard", None)
             if discard is not None:
                 try:
@@ -326,6 +393,12 @@ class Transaction:
                 if left:
                     failures[name] = "; ".join(left)
         return failures
+
+    @property
+    def listeners(self) -> tuple[Callable[[], object], ...]:
+        """How to tell resources that wait for it that what was merged into them stays."""
+        tell = (getattr(base, "after_commit", None) for _, base, _ in self.forks)
+        return tuple(each for each in tell if each is not None)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
@@ -345,7 +418,7 @@ class Transaction:
         with self._lock:
             self._sealed = True
             self.session.seal(reason)
-        for _, _, view in self._forks:
+        for _, _, view in self.forks:
             _seal_view(view, reason)
 
 
