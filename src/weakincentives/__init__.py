@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         ToolResult,
         tool,
     )
-    from weakincentives.runtime import Session, aexecute_tool, execute_tool
+    from weakincentives.runtime import Session, ToolRegistry, aexecute_tool, execute_tool
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolContext",
+    "ToolRegistry",
     "ToolResult",
     "aexecute_tool",
     "execute_tool",
@@ -54,6 +55,6 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "ToolResult",
                 "tool",
             ],
-            "runtime": ["Session", "aexecute_tool", "execute_tool"],
+            "runtime": ["Session", "ToolRegistry", "aexecute_tool", "execute_tool"],
         },
     )

@@ -35,6 +35,7 @@ from weakincentives.runtime import (
     execute_tool,
     execute_tools,
 )
+from weakincentives.runtime.compose import sequence
 from weakincentives.runtime.ledger import CallOutcome
 from weakincentives.runtime.memory import EventBus, MemoryManager, Permissions
 from weakincentives.testing import make_context
@@ -428,6 +429,54 @@ def test_a_handler_that_says_it_did_nothing_may_be_called_again():
 
     assert execute_tool(call, session=w.session).message == "server busy"
     assert w.records[-1].ran
+
+
+def charging(log: list[str], fails: Any = None) -> Any:
+    """A compensable tool that notes what it charged, and takes its note back."""
+
+    def charge(params: Step, context: ToolContext) -> None:
+        log.append(context.idempotency_key)
+
+    def refund(context: ToolContext) -> None:
+        if fails is not None:
+            raise fails
+        log.remove(context.idempotency_key)
+
+    return make_tool(
+        "charge", charge, reach="compensable",
+        effects=[StateChangeEffect(state="charge", apply=lambda: None, rollback=refund)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", [None, OSError("refused")])
+def test_a_nested_call_is_compensated_when_the_call_it_belongs_to_fails(fails: Any):
+    log: list[str] = []
+    composed = sequence([charging(log, fails), make_tool("ship", raising(ValueError("sold out")))])
+    w = world(composed)
+
+    call = ToolCall(composed.name, {"name": "a"}, id="order")
+    result = execute_tool(call, session=w.session)
+
+    assert not result.success
+    newest = {outcome.call_id: outcome.outcome for outcome in w.session[CallOutcome].all()}
+    if fails is None:
+        assert log == []
+        assert set(newest.values()) == {"compensated"}
+        assert result.metadata.not_undone == ()
+    else:
+        assert len(log) == 1
+        assert set(newest.values()) == {"unknown"}
+        assert "the rollback of effect 'state_change' failed: refused" in result.metadata.not_undone
+
+
+def test_a_nested_call_that_is_kept_is_not_compensated():
+    log: list[str] = []
+    composed = sequence([charging(log), make_tool("ship", nothing)])
+    w = world(composed)
+
+    execute_tool(ToolCall(composed.name, {"name": "a"}), session=w.session)
+
+    assert len(log) == 1
 
 
 # After the commit

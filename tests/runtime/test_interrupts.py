@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import linecache
+import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +17,7 @@ import pytest
 from agents import Noted, Plan, Step, World, make_tool, raising
 
 import weakincentives
+from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import (
     PolicyDecision,
     QuotaPolicy,
@@ -23,6 +26,7 @@ from weakincentives.prompt import (
 )
 from weakincentives.runtime import ToolCall, aexecute_tool
 
+HEAVY = bool(os.environ.get("WINK_HEAVY"))
 SOURCE = str(Path(weakincentives.__file__).parent)
 
 
@@ -38,20 +42,36 @@ def _leaves_with(code: CodeType, offset: int, line: int) -> bool:
     return offset != min(start for start, _, at in code.co_lines() if at == line)
 
 
+def raise_here() -> None:
+    """Raise where we are. Where signals are held back this is no interrupt that can come, so the
+    function that holds them back is spared."""
+    raise KeyboardInterrupt
+
+
+def signal_here() -> None:
+    """What Ctrl-C does: the interpreter raises as soon as its handler lets it."""
+    signal.raise_signal(signal.SIGINT)
+
+
 def interrupted_at(
-    line: int, run: Callable[[], Any], *, sparing: str = ""
+    line: int,
+    run: Callable[[], Any],
+    *,
+    sparing: str = "",
+    interrupt: Callable[[], None] = raise_here,
 ) -> tuple[bool, BaseException | None]:
     """Run with an interrupt at the nth line of our code; returns whether there was such a line."""
     left = line
+    spared = {sparing, "undisturbed"}
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(SOURCE) or frame.f_code.co_name == sparing:
+        if not frame.f_code.co_filename.startswith(SOURCE) or frame.f_code.co_name in spared:
             return None
         if event == "line" and not _leaves_with(frame.f_code, frame.f_lasti, frame.f_lineno):
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt
+                interrupt()
         return trace
 
     before = sys.gettrace()
@@ -159,3 +179,39 @@ def test_an_interrupt_at_any_line_of_an_async_call_leaves_all_or_nothing(scenari
         if not reached:
             break
     assert line > 100
+
+
+@pytest.mark.parametrize("scenario", ["succeeds", "raises"])
+def test_ctrl_c_at_any_line_of_a_call_on_disk_leaves_all_or_nothing(scenario: str, tmp_path: Path):
+    """Real signals: what changes several files cannot be one assignment, so they are held back."""
+    line = 0
+    step = 1 if HEAVY else 7
+    while True:
+        line += step
+        root = tmp_path / f"w{line}"
+        root.mkdir()
+        (root / "journal.txt").write_text("")
+        (root / "journal.txt").chmod(0o640)
+        body = raising(ValueError("no")) if scenario == "raises" else lambda p, c: None
+        with HostFilesystem(root) as disk:
+            world = World([make_tool("work", body)], fs=disk)
+            reached, error = interrupted_at(
+                line, lambda w=world: w.call("work"), interrupt=signal_here
+            )
+            where = f"interrupted at line {line}: {error!r}"
+            steps = world.state()[0].steps
+            assert steps in ((), ("a",)), where
+            expected = {"journal.txt": "a\n", "a.txt": "written"} if steps else {"journal.txt": ""}
+            found = {path.name: path.read_text() for path in root.iterdir()}
+            assert found == expected, where
+            assert world.counter.value == len(steps), where
+            assert bool(steps) == any(r.success for r in world.records), where
+            assert (root / "journal.txt").stat().st_mode & 0o777 == 0o640, where
+            assert not disk.gate.locked(), where
+            again = world.call("work", "again")
+            assert again.success == (scenario == "succeeds"), where
+        with HostFilesystem(root) as reopened:
+            assert reopened.recovered == (), where
+        if not reached:
+            break
+    assert line > 300

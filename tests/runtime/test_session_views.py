@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from weakincentives import Tool, ToolContext, ToolResult
 from weakincentives.errors import (
     MergeConflict,
     ReadOnlyView,
-    ReducerError,
     SessionError,
     SnapshotExpired,
     ViewClosed,
@@ -568,6 +568,166 @@ class TestSealing:
         with pytest.raises(ViewClosed):
             view.dispatch(Note("late"))
         assert notes(view) == ["slow"]
+
+
+class TestTrackedReads:
+    """A view depends on the answers that it was given, and on nothing else."""
+
+    @pytest.mark.parametrize(
+        "ask",
+        [
+            lambda view: view[Note].latest(),
+            lambda view: view[Note].all(),
+            lambda view: list(view[Note]),
+            lambda view: len(view[Note]),
+            lambda view: view[Note].where(lambda note: note.text == "new"),
+            lambda view: list(view[Note].newest_first()),
+            lambda view: view[Note].select(lambda values: len(values) > 1),
+            lambda view: view.read_slice(Note),
+        ],
+        ids=["latest", "all", "iter", "len", "where", "newest first", "select", "read slice"],
+    )
+    def test_a_view_is_not_merged_once_an_answer_would_be_another(
+        self, session: Session, ask: Callable[[Session], object]
+    ) -> None:
+        session.dispatch(Note("old"))
+        view = session.fork()
+        ask(view)
+        view.dispatch(Line("in the view"))
+        session.dispatch(Note("new"))
+
+        for attempt in (session.check_conflicts, session.merge):
+            with pytest.raises(MergeConflict, match="slice Note") as caught:
+                attempt(view)
+            assert caught.value.paths == ("Note",)
+        assert lines(session) == []
+
+    def test_it_is_merged_where_the_answer_is_the_same(self, session: Session) -> None:
+        session[Note].seed([Note("a"), Note("b")])
+        view = session.fork()
+        assert view[Note].latest() == Note("b")
+        assert len(view[Note]) == 2
+        assert view[Note].where(lambda note: note.text > "a") == (Note("b"),)
+        view.dispatch(Line("in the view"))
+
+        session[Note].seed([Note("A"), Note("b")])  # another slice, but not for these questions
+        session[Count].seed(Count(1))
+        session.check_conflicts(view)
+        session.merge(view)
+
+        assert notes(session) == ["A", "b"]
+        assert lines(session) == ["in the view"]
+
+    def test_what_a_view_wrote_before_it_asked_is_part_of_the_question(
+        self, session: Session
+    ) -> None:
+        view = session.fork()
+        view[Count].seed(Count(5))
+        assert view[Count].latest() == Count(5)
+        session[Count].seed(Count(1))
+
+        session.merge(view)
+
+        assert session[Count].all() == (Count(5),)
+
+    def test_what_merges_by_itself_conflicts_when_it_was_looked_at(self, session: Session) -> None:
+        view = session.fork()
+        view.dispatch(Increment())
+        assert view[Count].latest() == Count(1)
+        session.dispatch(Increment())
+
+        with pytest.raises(MergeConflict):
+            session.merge(view)
+
+    def test_reading_without_changing_is_checked_as_well(self, session: Session) -> None:
+        view = session.fork()
+        notes(view)
+        session.check_conflicts(view)
+        session.dispatch(Note("a"))
+
+        with pytest.raises(MergeConflict):
+            session.check_conflicts(view)
+
+    def test_a_question_that_fails_on_what_others_put_there_is_answered_otherwise(
+        self, session: Session
+    ) -> None:
+        view = session.fork()
+        view[Note].where(lambda note: int(note.text) > 1)
+        session.dispatch(Note("not a number"))
+
+        with pytest.raises(MergeConflict):
+            session.merge(view)
+
+    def test_a_view_that_does_not_track_is_merged_whatever_it_read(self, session: Session) -> None:
+        view = session.fork(tracks_reads=False)
+        assert notes(view) == []
+        view.dispatch(Note("in the view"))
+        session.dispatch(Note("in the session"))
+
+        session.merge(view)
+
+        assert notes(session) == ["in the session", "in the view"]
+        assert not view.tracks_reads
+
+    @pytest.mark.parametrize("keep", [True, False])
+    def test_what_an_inner_view_was_told_counts_for_the_outer_one(
+        self, session: Session, keep: bool
+    ) -> None:
+        outer = session.fork()
+        inner = outer.fork(tracks_reads=False)
+        assert inner.tracks_reads  # it has no choice in a view that does
+        notes(inner)
+        outer.settle(inner, keep=keep)
+        session.dispatch(Note("a"))
+
+        with pytest.raises(MergeConflict):
+            session.merge(outer)
+
+    def test_what_was_read_before_a_savepoint_was_gone_back_to_still_counts(
+        self, session: Session
+    ) -> None:
+        view = session.fork()
+        for _ in range(3):
+            savepoint = view.snapshot()
+            notes(view)
+            view.dispatch(Note("undone"))
+            view.restore(savepoint)
+        session.dispatch(Line("no matter"))
+        session.check_conflicts(view)
+        session.dispatch(Note("a"))
+
+        with pytest.raises(MergeConflict):
+            session.merge(view)
+
+    def test_going_back_to_a_snapshot_of_the_session_needs_it_to_be_usable_still(
+        self, session: Session
+    ) -> None:
+        session.dispatch(Note("a"))
+        old = session.snapshot()
+        session.dispatch(Note("b"))
+        new = session.snapshot(tag="new")
+        view = session.fork()
+        view.restore(new)
+        session.dispatch(Line("no matter"))
+        session.check_conflicts(view)
+        session.restore(old)
+
+        with pytest.raises(MergeConflict) as caught:
+            session.merge(view)
+        assert caught.value.paths == ("snapshot 'new'",)
+
+    def test_asking_the_same_again_costs_no_memory(self, session: Session) -> None:
+        session.dispatch(Note("a"))
+        view = session.fork()
+        tracemalloc.start()
+        try:
+            for _ in range(1000):
+                view[Note].latest()
+            grown, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+        assert grown < 20_000
 
 
 @dataclass(frozen=True)

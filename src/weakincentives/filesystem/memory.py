@@ -436,6 +436,16 @@ class MemoryFilesystem:
                 written, made = written.update(changes.written), made.update(changes.made)
             self._state = _State(root, written, made)
 
+    def discard(self, view: MemoryFilesystem) -> tuple[str, ...]:
+        """Let go of a view that is not merged; returns what could not be undone, which is nothing.
+
+        A view of a view: what it was told still counts, since it may be why it was let go.
+        """
+        with self._lock, view._lock:
+            if self._seen is not None and view._seen is not None:
+                self._seen.include(view._seen)
+        return ()
+
     def _check_merge(self, view: MemoryFilesystem) -> _Seen:
         """Return what the view depends on, if all of that is as it was."""
         seen = view._seen

@@ -170,13 +170,18 @@ class DependencyPrecondition(Precondition):
         if self.status not in ("completed", "available"):
             raise ValueError(f"status must be 'completed' or 'available', got {self.status!r}")
 
+    @property
+    def wire_name(self) -> str:
+        """The tool's name in calls: ``web:scrape`` is called as ``web__scrape``."""
+        return self.tool.replace(":", "__")
+
     def _default(self, context: ToolContext) -> bool:
         if self.status == "available":
             rendered = context.rendering
-            return rendered is not None and self.tool in rendered.offers
+            return rendered is not None and self.wire_name in rendered.offers
         return context.session[PolicyState].select(
             lambda states: any(
-                s.policy_name == _DEPENDENCIES and self.tool in s.invoked_tools for s in states
+                s.policy_name == _DEPENDENCIES and self.wire_name in s.invoked_tools for s in states
             )
         )
 
@@ -255,7 +260,7 @@ _DEPENDENCIES = "dependency_precondition"
 def dependency_listeners(tools: Iterable[Tool[Any, Any]]) -> tuple[AttachedPolicy, ...]:
     """Return what notes the success of tools that others wait for; rolled back with the call."""
     waited_for = frozenset(
-        each.tool
+        each.wire_name
         for tool in tools
         for each in tool.preconditions
         if isinstance(each, DependencyPrecondition) and each.status == "completed"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-__all__ = ["in_thread", "run_blocking"]
+__all__ = ["ends_within", "in_thread", "run_blocking"]
 
 T = TypeVar("T")
 
@@ -82,6 +82,29 @@ class _BackgroundLoop:
             # A handler that was abandoned and ignores its cancellation: reported when it happened.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.loop.close()
+
+
+async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
+    """Wait until the work has ended, however it does; False when that takes longer.
+
+    What ``asyncio.wait`` does for many, for one, at half the cost: every async call comes by here.
+    """
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    work.add_done_callback(wake)
+    timer = None if seconds is None else loop.call_later(seconds, wake)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        work.remove_done_callback(wake)
+    return work.done()
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -748,8 +748,12 @@ class Session:
         target = current_view(self)
         with target._lock:
             # Where nothing has changed there is nothing to refuse: a block that fails in a tool
-            # that only reads ends with its own error.
-            if target._sealed is not None or target._root.state is not snapshot.state:
+            # that only reads ends with its own error. For a savepoint of this very view, that is:
+            # since any other, a call that is kept before this one may have changed something.
+            origin = snapshot.origin
+            unchanged = target._root.state is snapshot.state
+            own = origin is not None and target._took(snapshot, origin)
+            if target._sealed is not None or not (unchanged and own):
                 target._check_writable(snapshot)
             target.restore_here(snapshot)
 

@@ -47,6 +47,7 @@ from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import (
     CallResources,
+    Member,
     NeedsItsPlace,
     Place,
     Transaction,
@@ -193,7 +194,8 @@ def _run(
     try:
         if needs_loop:
             return _in_turn(gates, _run_on_loop, *args)
-        return _in_turn(gates, copy_context().run, _step, *args)
+        here = cast("Callable[..., ToolResult[Any]]", copy_context().run)
+        return _in_turn(gates, here, _step, *args)
     finally:
         _publish(session, parent, recorded)
 
@@ -390,6 +392,9 @@ class _Progress:
     undone: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
     compensated: bool = False
+    """Whether all that it did outside was taken back."""
+    reached_outside: bool = False
+    """Whether something that it did outside was not."""
     answered: bool = False
     """Whether the handler itself said that it failed."""
     ledger: OutcomeLedger | None = None
@@ -475,7 +480,7 @@ async def _pipeline(
             result = _completed(progress, result)
             transaction.commit(progress.event)
         except BaseException as error:  # the one place that undoes
-            if progress.tool is not None and progress.tool.effects:
+            if transaction.members or (progress.tool is not None and progress.tool.effects):
                 await _roll_back_effects(progress)
             if beside is not None and await _is_outdated(beside, progress, error):
                 progress.event = None
@@ -494,7 +499,9 @@ async def _pipeline(
                 raise
         finally:
             _end(progress, recorded)
-        if transaction.after_commit and result.success:
+        if result.success and parent is not None:
+            _hand_over(progress, parent, result)
+        elif result.success and transaction.after_commit:
             await _follow_up(progress, offers, context, recorded, depth)
         return result
 
@@ -670,20 +677,54 @@ async def _apply_effects(
 async def _roll_back_effects(progress: _Progress) -> None:
     """Call the rollbacks of effects that were applied, before the snapshot is restored.
 
-    A compensable tool's are called however far it came: they take back what its handler did.
+    Nested calls that were kept come first, the last of them before the others. A compensable
+    tool's are called however far it came: they take back what its handler did.
     """
     from weakincentives.prompt.contracts import roll_back_effects
 
-    transaction, tool = progress.transaction, cast("Tool[Any, Any]", progress.tool)
-    if transaction.settled or not progress.ran:
+    transaction, tool = progress.transaction, progress.tool
+    if transaction.settled or tool is None or not progress.ran:
         return
+    failures: list[str] = []
+    outside: list[bool] = []  # what was taken back of all that reached outside
+    for member in reversed(transaction.members):
+        bound = progress.bound.bound_to(
+            transaction.session, transaction.resources, member.call.id, progress.signal
+        )
+        left = await roll_back_effects(member.effects, member.result, bound)
+        failures += left
+        if member.ledger is not None:
+            compensated = not left and any(effect.can_roll_back for effect in member.effects)
+            outside.append(compensated)
+            outcome = _outcome(member.call, "compensated" if compensated else "unknown", progress)
+            transaction.session.dispatch(outcome)
+            member.ledger.end(outcome)
     is_compensable = tool.reach == "compensable"
     effects = tool.effects if is_compensable else progress.applied
     result: ToolResult[Any] = ToolResult.error("the call is rolled back")
-    progress.not_undone = await roll_back_effects(effects, result, progress.bound)
-    compensates = any(effect.can_roll_back for effect in effects)
-    progress.compensated = is_compensable and compensates and not progress.not_undone
-    progress.applied = ()
+    left = await roll_back_effects(effects, result, progress.bound)
+    failures += left
+    if tool.effects and progress.ledger is not None:
+        compensates = is_compensable and any(effect.can_roll_back for effect in effects)
+        outside.append(compensates and not left)
+    progress.not_undone = tuple(failures)
+    progress.compensated = bool(outside) and all(outside)
+    progress.reached_outside = bool(outside) and not all(outside)
+    progress.applied, transaction.members = (), ()
+
+
+def _hand_over(progress: _Progress, parent: Transaction, result: ToolResult[Any]) -> None:
+    """Leave to the call that this one is nested in what follows its commit or its failure."""
+    transaction, tool = progress.transaction, cast("Tool[Any, Any]", progress.tool)
+    parent.after_commit += transaction.after_commit
+    effects = tuple(tool.effects)
+    if progress.ledger is not None or any(effect.can_roll_back for effect in effects):
+        # A composite has members instead of effects: they know how to take back what they did.
+        is_composite = bool(transaction.members) and not effects
+        own = () if is_composite else (Member(progress.call, effects, result, progress.ledger),)
+        parent.members += (*transaction.members, *own)
+    else:
+        parent.members += transaction.members
 
 
 def _accept(
@@ -950,20 +991,25 @@ def _undo(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
 
 def _note_outcome(progress: _Progress, outcome: Outcome, result: ToolResult[Any]) -> None:
     """Put into the session how a call that reaches outside ends; LOG, so it stays either way."""
-    from weakincentives.runtime.ledger import CallOutcome
-
-    noted = CallOutcome(
-        progress.call.id, progress.call.name, outcome, progress.timestamp, result.message
-    )
-    progress.outcome = noted
+    noted = progress.outcome = _outcome(progress.call, outcome, progress, result.message)
     progress.transaction.session.read_only = None
     with suppress(ViewClosed):  # it was interrupted on its way out, and is noted already
         progress.transaction.session.dispatch(noted)
 
 
+def _outcome(
+    call: ToolCall, outcome: Outcome, progress: _Progress, message: str = ""
+) -> CallOutcome:
+    from weakincentives.runtime.ledger import CallOutcome
+
+    return CallOutcome(call.id, call.name, outcome, progress.timestamp, message)
+
+
 def _outcome_of_failure(progress: _Progress, result: ToolResult[Any]) -> Outcome:
     if progress.compensated:
         return "compensated"
+    if progress.reached_outside:
+        return "unknown"
     # A handler that answers knows that it did nothing; one that broke off may have.
     return "rolled_back" if progress.answered or not progress.ran else "unknown"
 
@@ -1013,15 +1059,10 @@ async def _follow_up(
     recorded: list[_Recorded],
     depth: int,
 ) -> None:
-    """Send notifications and call what is to be called next; a nested call leaves that to the
-    call it belongs to, which may still take everything back.
-    """
+    """Send notifications and call what is to be called next."""
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
 
     transaction = progress.transaction
-    if transaction.parent is not None:
-        transaction.parent.after_commit += transaction.after_commit
-        return
     transaction_under_way.set(None)
     for effect, result in transaction.after_commit:
         try:

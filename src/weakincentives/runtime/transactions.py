@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool import ToolContext
     from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.events import ToolInvoked
+    from weakincentives.runtime.ledger import OutcomeLedger
 
 __all__ = [
     "CallResources",
     "CompositeSnapshot",
+    "Member",
     "NeedsItsPlace",
     "PendingToolTracker",
     "Place",
@@ -92,6 +95,17 @@ class NeedsItsPlace(WinkError):
     """A call asked for what only one call at a time can have."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A nested call that was kept, and what takes it back when the call it belongs to fails."""
+
+    call: ToolCall
+    effects: tuple[Effect, ...]
+    result: ToolResult[Any]
+    ledger: OutcomeLedger | None
+    """Where it is on record, when it reaches outside."""
+
+
 class Place:
     """A call's place among the calls of one turn."""
 
@@ -123,8 +137,7 @@ class Transaction:
     """Whether it tried to, all the same: it is taken again when its place is reached."""
     attempt = 1
     """How often its call has been taken by now, this time included."""
-    kept = False
-    """Whether it was committed."""
+    committed = False
     nested: tuple[ToolInvoked | Callable[[], object], ...] = ()
     """In a call beside others, the records of calls nested in it: told to subscribers with its
     own."""
@@ -137,6 +150,8 @@ class Transaction:
     _merged: tuple[tuple[str, Any, object], ...] = ()
     _sealed = False
     _scope: ToolScope | None = None
+    members: tuple[Member, ...] = ()
+    """The nested calls that a snapshot alone does not take back, in the order they were made."""
     after_commit: tuple[tuple[Effect, ToolResult[Any]], ...] = ()
     """What is to follow once nothing can be taken back; a nested call leaves it to its parent."""
 
@@ -337,13 +352,14 @@ class Transaction:
         self._seal()
         if not self.forks:
             self.base.settle(self.session, keep=True, record=record, transaction=self)
+            self.committed = True
             return
         with undisturbed():
             self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self.forks)
             for _, base, view in self.forks:
                 base.merge(view)
             self.base.settle(self.session, keep=True, record=record, transaction=self)
-        self.kept = True
+        self.committed = True
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is taken again."""
