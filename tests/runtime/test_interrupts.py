@@ -62,7 +62,7 @@ def interrupted_at(
 ) -> tuple[bool, BaseException | None]:
     """Run with an interrupt at the nth line of our code; returns whether there was such a line."""
     left = line
-    spared = {sparing, "undisturbed"}
+    spared = {sparing, "undisturbed", "note"}
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal left

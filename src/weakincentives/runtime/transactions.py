@@ -7,12 +7,11 @@ below it are the same by hand.
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.call import ToolCall
@@ -47,6 +46,10 @@ __all__ = [
 
 T = TypeVar("T")
 
+# What `signal` is built on, without its enums: those cost a look at the handler's repr each time.
+_signal: Any = import_module("_signal")
+_SIGINT: int = _signal.SIGINT
+
 _logger = get_logger(__name__)
 
 
@@ -71,22 +74,26 @@ def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
 
 
 @contextmanager
-def undisturbed() -> Generator[None]:
+def undisturbed(needed: bool = True) -> Generator[None]:
     """Hold Ctrl-C back until a step that must not be cut in two is done.
 
     Python raises it in the main thread only, wherever that is at the moment.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if is_main else None
+    is_main = needed and threading.current_thread() is threading.main_thread()
+    before: Any = _signal.getsignal(_SIGINT) if is_main else None
     if not callable(before):
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
+    came: list[tuple[int, object]] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append((number, frame))
+
     try:
-        signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+        _signal.signal(_SIGINT, note)
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _signal.signal(_SIGINT, before)
         if came:
             before(*came[-1])
 
@@ -149,6 +156,8 @@ class Transaction:
     _tokens: tuple[tuple[str, Any, object], ...] = ()
     _merged: tuple[tuple[str, Any, object], ...] = ()
     _sealed = False
+    _on_disk = False
+    """Whether what it changes takes several steps to keep or to undo."""
     _scope: ToolScope | None = None
     members: tuple[Member, ...] = ()
     """The nested calls that a snapshot alone does not take back, in the order they were made."""
@@ -285,11 +294,12 @@ class Transaction:
         return None
 
     def _fork(self, name: str, base: Any) -> Any:
-        in_place = None if self.beside else getattr(base, "fork_in_place", None)
+        in_place = getattr(base, "fork_in_place", None)
         if in_place is None:
             return self._adopt(name, base, base.fork())
+        self._on_disk = True
         with undisturbed():  # one that nobody knows of could not be undone
-            return self._adopt(name, base, in_place())
+            return self._adopt(name, base, base.fork() if self.beside else in_place())
 
     def _adopt(self, name: str, base: Any, view: Any) -> Any:
         if self.reads_only and hasattr(view, "read_only"):
@@ -354,7 +364,7 @@ class Transaction:
             self.base.settle(self.session, keep=True, record=record, transaction=self)
             self.committed = True
             return
-        with undisturbed():
+        with undisturbed(self._on_disk):
             self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self.forks)
             for _, base, view in self.forks:
                 base.merge(view)
@@ -364,7 +374,7 @@ class Transaction:
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is taken again."""
         self.restore()
-        with undisturbed():
+        with undisturbed(self._on_disk):
             _restore_all(self._merged)
             self._discard()
         self.settled = True
@@ -373,7 +383,7 @@ class Transaction:
         """Take everything back but what was logged, and add the record. May be called again."""
         self._seal()
         if self.forks:
-            with undisturbed():
+            with undisturbed(self._on_disk):
                 _restore_all(self._merged)
                 self._discard()
         for _, base, view in self.forks:
@@ -390,7 +400,7 @@ class Transaction:
         self._seal()
         if self.reads_only:
             return (), ()
-        with undisturbed():
+        with undisturbed(self._on_disk):
             failures = {**_restore_all(self._tokens), **self._discard()}
         names = dict.fromkeys(name for name, _, _ in (*self.forks, *self._tokens))
         return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
