@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         parallel,
         sequence,
     )
+    from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
     from weakincentives.runtime.memory import (
         EventBus,
         MemoryManager,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.registry import ToolRegistry
 
 __all__ = [
+    "CallOutcome",
     "CancellationToken",
     "CompositeSnapshot",
     "ConditionalBranch",
@@ -60,6 +62,8 @@ __all__ = [
     "MemoryManager",
     "MemoryMatch",
     "MemoryScope",
+    "Outcome",
+    "OutcomeLedger",
     "ParallelOutput",
     "PendingToolTracker",
     "Permissions",
@@ -109,6 +113,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "parallel",
                 "sequence",
             ],
+            "ledger": ["CallOutcome", "Outcome", "OutcomeLedger"],
             "registry": ["ToolRegistry"],
             "memory": ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"],
         },
