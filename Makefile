@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all check lint bench picture clean
+.PHONY: demo test test-all torture check lint bench picture clean
 
 demo: $(READY)  ## Watch calls commit, be denied and roll back. No key, no network.
 	@$(BIN)/python examples/tour.py
@@ -14,6 +14,9 @@ test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 
 test-all: $(READY)  ## Everything: more random examples, packaging, other Pythons.
 	WINK_HEAVY=1 WINK_THOROUGH=1 $(BIN)/python -m pytest
+
+torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names its SEED= to repeat.
+	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
 
 check: lint test  ## What must hold before a commit.
 

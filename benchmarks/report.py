@@ -67,6 +67,7 @@ def conditions(results: dict) -> str:
 
 def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _call_rows(results)
+    yield from _turn_rows(results)
     yield from _snapshot_rows(results)
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
@@ -95,9 +96,29 @@ def _call_rows(results: dict) -> Iterator[tuple[str, ...]]:
         if rows:
             after = f"; after {_counts(rows, 'earlier')} calls" if len(rows) > 1 else ""
             yield _row(f"{what}{after}", rows, None, "")
-    further = _range(results, "further", "cpu", "µs")
-    if further:
-        yield "each further call in one turn, scripted model", "-", "-", "≤ 60 µs", "-", further
+
+
+def _turn_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    peers = _range(results, "further", "cpu", "µs")
+    for row in _ours(results, "turn", "turn further"):
+        limit = 60 if row["kind"] in ("sync", "async") else None
+        yield (
+            f"each further call in one turn, {row['kind']}",
+            f"**{_time(row['cpu'])}** (p10 {_time(row['cpu_p10'])}, wall {_time(row['wall'])})",
+            "-",
+            "-" if limit is None else f"≤ {limit} µs",
+            "-" if limit is None else _holds(row["cpu"], row["cpu_p10"], limit),
+            f"with a scripted model {peers}" if peers and limit is not None else "",
+        )
+    for row in _ours(results, "turn", "turn waiting"):
+        yield (
+            f"a turn of {row['calls']} calls that wait 10 ms each",
+            f"**{_time(row['turn']['wall'])}** wall, {_time(row['turn']['cpu'])} CPU",
+            f"{row['ratio']:g} x `asyncio.gather`",
+            "≤ 1.3 x",
+            _holds(row["ratio"], row["ratio_p10"], 1.3),
+            "",
+        )
 
 
 def _direct_calls(results: dict) -> str:

@@ -23,6 +23,7 @@ RESULTS = env.BENCHMARKS / "results.json"
 
 OURS = {
     "tool_call": ("--quick",),
+    "turn": ("--quick",),
     "snapshot_memory": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),

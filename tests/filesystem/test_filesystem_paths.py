@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trees import KINDS, filesystem
 
 from weakincentives.errors import FilesystemError, PathEscapesRoot
-from weakincentives.filesystem import MemoryFilesystem
 
 PIECES = st.sampled_from(
     ["a", "b.txt", "..", ".", "", "/", "/workspace", "workspace", "\\", "..\\", "é", "\0", "\ud800"]
@@ -27,16 +27,16 @@ PATHS = st.lists(PIECES, max_size=8).map("/".join) | st.text(max_size=30)
         "a.txt/",
     ],
 )
-def test_every_spelling_reaches_the_one_file(path):
-    fs = MemoryFilesystem({"a.txt": "one"})
+def test_every_spelling_reaches_the_one_file(make, path):
+    fs = make({"a.txt": "one"})
 
     assert fs.normalize(path) == "a.txt"
     assert fs.read(path) == "one"
 
 
 @pytest.mark.parametrize("path", ["", ".", "/workspace", "/workspace/", "x/..", "./."])
-def test_root_has_one_spelling_too(path):
-    fs = MemoryFilesystem(["a.txt"])
+def test_root_has_one_spelling_too(make, path):
+    fs = make(["a.txt"])
 
     assert fs.normalize(path) == "."
     assert [entry.path for entry in fs.list(path)] == ["a.txt"]
@@ -46,8 +46,8 @@ def test_root_has_one_spelling_too(path):
     "path",
     ["..", "../a", "a/../../b", "/", "/etc/passwd", "/workspace/../etc", "/workspaces/a", "/../a"],
 )
-def test_path_outside_the_root_is_refused_and_says_where_to_look(path):
-    fs = MemoryFilesystem()
+def test_path_outside_the_root_is_refused_and_says_where_to_look(make, path):
+    fs = make()
 
     with pytest.raises(PathEscapesRoot, match="below /workspace") as refusal:
         fs.write(path, "x")
@@ -66,8 +66,8 @@ def test_path_outside_the_root_is_refused_and_says_where_to_look(path):
         ("/".join(["ab"] * 2000), "4096 bytes"),
     ],
 )
-def test_path_that_no_filesystem_could_hold_is_refused(path, why):
-    fs = MemoryFilesystem()
+def test_path_that_no_filesystem_could_hold_is_refused(make, path, why):
+    fs = make()
 
     with pytest.raises(FilesystemError, match=why) as refusal:
         fs.write(path, "x")
@@ -77,61 +77,63 @@ def test_path_that_no_filesystem_could_hold_is_refused(path, why):
     assert len(message) < 400
 
 
-def test_longest_name_is_accepted():
-    fs = MemoryFilesystem()
+def test_longest_name_is_accepted(make):
+    fs = make()
 
     fs.write("é" * 127 + "x", "fits")
 
     assert fs.read("é" * 127 + "x") == "fits"
 
 
-def test_backslash_is_an_ordinary_character():
-    fs = MemoryFilesystem({"a\\..\\b": "x"})
+def test_backslash_is_an_ordinary_character(make):
+    fs = make({"a\\..\\b": "x"})
 
     assert [entry.path for entry in fs.list()] == ["a\\..\\b"]
 
 
-def test_prefix_can_be_chosen():
-    fs = MemoryFilesystem({"/srv/data/a": "x"}, root="/srv/data")
+def test_prefix_can_be_chosen(make):
+    fs = make({"/srv/data/a": "x"}, root="/srv/data")
 
     assert fs.read("a") == "x"
     with pytest.raises(PathEscapesRoot, match="/srv/data"):
         fs.read("/workspace/a")
 
 
-def test_prefix_can_be_the_slash():
-    fs = MemoryFilesystem({"/etc/passwd": "x"}, root="/")
+def test_prefix_can_be_the_slash(make):
+    fs = make({"/etc/passwd": "x"}, root="/")
 
     assert fs.read("etc/passwd") == "x"
 
 
 @pytest.mark.parametrize("root", ["", "workspace", "/a/../..", "/a\0"])
-def test_prefix_must_be_absolute(root):
+def test_prefix_must_be_absolute(make, root):
     with pytest.raises(ValueError, match="root"):
-        MemoryFilesystem(root=root)
+        make(root=root)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(PATHS)
-def test_paths_never_escape_and_normalising_again_changes_nothing(path):
-    fs = MemoryFilesystem()
-    try:
-        normal = fs.normalize(path)
-    except FilesystemError:
-        return
+def test_paths_never_escape_and_normalising_again_changes_nothing(kind, path):
+    with filesystem(kind) as fs:
+        try:
+            normal = fs.normalize(path)
+        except FilesystemError:
+            return
 
-    assert fs.normalize(normal) == normal
-    assert fs.normalize(f"/workspace/{normal}") == normal
-    assert not normal.startswith("/")
-    assert normal == "." or not {"", ".", ".."} & set(normal.split("/"))
+        assert fs.normalize(normal) == normal
+        assert fs.normalize(f"/workspace/{normal}") == normal
+        assert not normal.startswith("/")
+        assert normal == "." or not {"", ".", ".."} & set(normal.split("/"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(PATHS, st.text(alphabet="x", max_size=3))
-def test_whatever_is_written_is_found_where_it_was_put(path, content):
-    fs = MemoryFilesystem()
-    try:
-        fs.write(path, content)
-    except FilesystemError:
-        assert fs.list() == ()
-    else:
-        assert fs.glob("**") == (fs.normalize(path),)
-        assert fs.read(path) == content
+def test_whatever_is_written_is_found_where_it_was_put(kind, path, content):
+    with filesystem(kind) as fs:
+        try:
+            fs.write(path, content)
+        except FilesystemError:
+            assert fs.list() == ()
+        else:
+            assert fs.glob("**") == (fs.normalize(path),)
+            assert fs.read(path) == content

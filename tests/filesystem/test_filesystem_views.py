@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from trees import filesystem
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import FakeClock
@@ -48,8 +49,8 @@ def tree(fs):
 
 
 @pytest.fixture
-def fs():
-    return MemoryFilesystem({"a.txt": "a", "b.txt": "b", "dir/c.txt": "c"})
+def fs(make):
+    return make({"a.txt": "a", "b.txt": "b", "dir/c.txt": "c"})
 
 
 # What a view sees
@@ -65,14 +66,13 @@ def test_view_and_parent_do_not_see_each_other(fs):
     assert (view.read("a.txt"), view.read("b.txt")) == ("view", "b")
 
 
-def test_view_keeps_prefix_and_clock():
-    fs = MemoryFilesystem({"/srv/a": "x"}, root="/srv", clock=FakeClock(5.0))
+def test_view_keeps_the_prefix(make):
+    view = make({"/srv/a": "x"}, root="/srv").fork()
 
-    view = fs.fork()
     view.write("/srv/b", "y")
 
     assert view.read("/srv/a") == "x"
-    assert view.stat("b").modified == 5.0
+    assert view.read("b") == "y"
 
 
 def test_view_tells_what_it_touched_and_wrote(fs):
@@ -287,6 +287,21 @@ def test_change_taken_back_is_no_conflict(fs):
     assert fs.read("b.txt") == "mine"
 
 
+def test_conflicts_can_be_asked_for_before_merging(fs):
+    view = fs.fork()
+    view.read("a.txt")
+    view.write("b.txt", "mine")
+
+    fs.check_conflicts(view)
+    assert fs.read("b.txt") == "b"
+
+    fs.write("a.txt", "new")
+    with pytest.raises(MergeConflict, match=r"a\.txt"):
+        fs.check_conflicts(view)
+    with pytest.raises(ValueError, match="forked from this"):
+        fs.check_conflicts(view.fork())
+
+
 def test_view_that_changed_nothing_conflicts_when_what_it_read_is_stale(fs):
     view = fs.fork()
     view.read("a.txt")
@@ -308,9 +323,9 @@ def test_second_of_two_views_that_changed_one_file_conflicts(fs):
     assert fs.read("a.txt") == "a1"
 
 
-def test_only_an_own_view_can_be_merged(fs):
+def test_only_an_own_view_can_be_merged(make, fs):
     view = fs.fork()
-    for stranger in (MemoryFilesystem(), MemoryFilesystem().fork(), view.fork(), fs):
+    for stranger in (make(), make().fork(), view.fork(), fs):
         with pytest.raises(ValueError, match="forked from this"):
             fs.merge(stranger)
 
@@ -503,10 +518,10 @@ def test_runtime_can_undo_on_a_sealed_view(fs):
     assert view.read("a.txt") == "a"
 
 
-def test_nothing_slips_past_the_seal():
+def test_nothing_slips_past_the_seal(make):
     """A thread that writes all the time changes nothing once seal() has returned."""
     for _ in range(30):
-        view = MemoryFilesystem().fork()
+        view = make().fork()
         started, refused = threading.Event(), []
 
         def work(view=view, started=started, refused=refused):
@@ -781,31 +796,43 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
-@given(
-    start=st.lists(WRITING, max_size=5),
-    ours=st.lists(OPERATIONS, min_size=1, max_size=4),
-    theirs=st.lists(CHANGING, min_size=1, max_size=2),
-    undone=st.integers(0, 3),
-)
-def test_merge_equals_running_one_after_the_other_or_conflicts(start, ours, theirs, undone):
-    """Every result the view saw, and the outcome, are those of running it after the others."""
-    fs = MemoryFilesystem(clock=FakeClock())
-    for operation in start:
-        outcome(APPLY, fs, operation)
-    view = fs.fork()
-    seen = run_and_undo(view, ours, undone)
-    for operation in theirs:
-        outcome(APPLY, fs, operation)
-    before, serial = tree(fs), fs.fork()
+PROGRAMS = {
+    "start": st.lists(WRITING, max_size=5),
+    "ours": st.lists(OPERATIONS, min_size=1, max_size=4),
+    "theirs": st.lists(CHANGING, min_size=1, max_size=2),
+    "undone": st.integers(0, 3),
+}
 
-    try:
-        fs.merge(view)
-    except MergeConflict:
-        assert tree(fs) == before
-    else:
-        assert run_and_undo(serial, ours, undone) == seen
-        assert tree(fs) == tree(serial)
+
+@settings(max_examples=1000)
+@given(**PROGRAMS)
+def test_merge_equals_running_one_after_the_other_or_conflicts(start, ours, theirs, undone):
+    check_merge("memory", start, ours, theirs, undone)
+
+
+@given(**PROGRAMS)
+def test_merge_on_disk_equals_running_one_after_the_other_or_conflicts(start, ours, theirs, undone):
+    check_merge("host", start, ours, theirs, undone)
+
+
+def check_merge(kind, start, ours, theirs, undone):
+    """Every result the view saw, and the outcome, are those of running it after the others."""
+    with filesystem(kind) as fs:
+        for operation in start:
+            outcome(APPLY, fs, operation)
+        view = fs.fork()
+        seen = run_and_undo(view, ours, undone)
+        for operation in theirs:
+            outcome(APPLY, fs, operation)
+        before, serial = tree(fs), fs.fork()
+
+        try:
+            fs.merge(view)
+        except MergeConflict:
+            assert tree(fs) == before
+        else:
+            assert run_and_undo(serial, ours, undone) == seen
+            assert tree(fs) == tree(serial)
 
 
 def run_and_undo(fs, operations, undone):

@@ -1,6 +1,33 @@
 """Files a tool may read and change, and that can be put back as they were."""
 
+from typing import TYPE_CHECKING
+
 from weakincentives.filesystem.memory import MemoryFilesystem
 from weakincentives.filesystem.protocol import FileStat, Filesystem, GrepMatch
+from weakincentives.lazy import lazy_names
 
-__all__ = ["FileStat", "Filesystem", "GrepMatch", "MemoryFilesystem"]
+if TYPE_CHECKING:
+    from weakincentives.filesystem.commands import CommandResult, engines
+    from weakincentives.filesystem.history import Committed
+    from weakincentives.filesystem.host import HostFilesystem
+
+__all__ = [
+    "CommandResult",
+    "Committed",
+    "FileStat",
+    "Filesystem",
+    "GrepMatch",
+    "HostFilesystem",
+    "MemoryFilesystem",
+    "engines",
+]
+
+# A program that works in memory does not load what a directory takes.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "commands": ["CommandResult", "engines"],
+        "history": ["Committed"],
+        "host": ["HostFilesystem"],
+    },
+)

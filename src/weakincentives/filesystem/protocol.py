@@ -47,9 +47,11 @@ class FileStat:
     """What is known about a file or directory without reading it."""
 
     path: str
-    kind: Literal["file", "directory"]
+    kind: Literal["file", "directory", "link", "other"]
+    """On disk also ``"link"``, a symbolic link that leads nowhere or out of the root, and
+    ``"other"``, such as a pipe."""
     size: int
-    """Bytes of a file; 0 for a directory."""
+    """Bytes of a file; 0 for anything else."""
     modified: float
     """Seconds since the epoch. A directory is modified when an entry comes or goes."""
     readonly: bool
@@ -182,6 +184,10 @@ class Filesystem(Protocol):
 
     def fork(self) -> Self:
         """Return a private view: it starts as this is now, and neither sees the other's changes."""
+        ...
+
+    def check_conflicts(self, view: Self) -> None:
+        """Raise MergeConflict if something the view depends on has changed here since the fork."""
         ...
 
     def merge(self, view: Self) -> None:

@@ -1,0 +1,499 @@
+"""A directory tree that nothing leads out of: every call works on directory descriptors.
+
+No path with a symbolic link in it is ever handed to the kernel. Links are read here, name by name,
+and what they lead to is opened afresh, so one that is planted between check and use is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from weakincentives.errors import FilesystemError, PathEscapesRoot
+from weakincentives.filesystem.protocol import Parts, join_path, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Held", "Ident", "Tree", "ident_of", "supported", "write_all", "xattrs_of"]
+
+MAX_LINKS = 40
+CHUNK = 1 << 20
+
+# Missing on some systems; the module must still load there.
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_PATH = getattr(os, "O_PATH", 0)
+
+_OPEN_DIRECTORY = os.O_RDONLY | _DIRECTORY | _NOFOLLOW | _CLOEXEC
+_OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
+
+# What the kernel says when a link, or something that is not a directory, is on the way.
+BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+
+
+class Ident(NamedTuple):
+    """Tells one state of a file from another without reading it."""
+
+    ino: int
+    size: int
+    mtime_ns: int
+
+
+def ident_of(status: os.stat_result) -> Ident:
+    return Ident(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def supported() -> bool:
+    """Tell whether this system has calls relative to directory descriptors."""
+    return {os.open, os.stat, os.rename, os.unlink, os.link, os.utime} <= os.supports_dir_fd
+
+
+class Held:
+    """An open directory descriptor for a ``with`` block, closed at its end."""
+
+    __slots__ = ("_close", "fd")
+
+    def __init__(self, fd: int, close: bool) -> None:
+        self.fd = fd
+        self._close = close
+
+    def __enter__(self) -> int:
+        return self.fd
+
+    def __exit__(self, *_: object) -> None:
+        if self._close:
+            os.close(self.fd)
+
+
+class Tree:
+    """The files below one directory. Paths are name by name; errors are the system's own.
+
+    ``ELOOP`` or ``ENOTDIR`` from any method means that the path is not canonical (any more):
+    :meth:`resolve` finds the one that is.
+    """
+
+    def __init__(self, root: Path, *, openat2: bool = True) -> None:
+        self.path = Path(os.path.realpath(root))
+        self._spellings = {self.path.parts[1:], Path(os.path.abspath(root)).parts[1:]}
+        self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+        self.device = os.fstat(self.fd).st_dev
+        self._openat2 = _find_openat2() if openat2 else None
+
+    def close(self) -> None:
+        """Give the root's descriptor back."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    # Opening
+
+    def directory(self, parts: Parts) -> Held:
+        """Return a directory's descriptor, to be held in a ``with`` block."""
+        return Held(self.fd, False) if not parts else Held(self._open(parts, _OPEN_DIRECTORY), True)
+
+    def listing(self, parts: Parts) -> Held:
+        """Return a new descriptor of a directory, to read its names with.
+
+        How far it is read belongs to the descriptor: others must not read with the same one.
+        """
+        return Held(self._open(parts, _OPEN_DIRECTORY), True)
+
+    def parent(self, parts: Parts) -> Held:
+        """Return the descriptor of the directory that holds the last name of a path."""
+        return self.directory(parts[:-1])
+
+    def open_file(self, parts: Parts) -> int:
+        """Return a new descriptor for reading; the caller looks at what was opened."""
+        return self._open(parts, _OPEN_FILE)
+
+    def _open(self, parts: Parts, flags: int) -> int:
+        if len(parts) == 1:
+            return os.open(parts[0], flags, dir_fd=self.fd)
+        if self._openat2 is not None and parts:
+            fd = self._openat2(self.fd, os.fsencode("/".join(parts)), flags)
+            if fd >= 0:
+                return fd
+            if fd not in (-errno.EAGAIN, -errno.EACCES):
+                raise OSError(-fd, os.strerror(-fd), join_path(parts))
+        return self._walk_open(parts, flags)
+
+    def _walk_open(self, parts: Parts, flags: int) -> int:
+        above = self.fd
+        try:
+            for name in parts[:-1]:
+                below = _open_on_the_way(name, above)
+                if above != self.fd:
+                    os.close(above)
+                above = below
+            return os.open(parts[-1] if parts else ".", flags, dir_fd=above)
+        finally:
+            if above != self.fd:
+                os.close(above)
+
+    # Looking
+
+    def status(self, parts: Parts) -> os.stat_result | None:
+        """Return what is at a path, a link itself and not what it leads to; None for nothing."""
+        if not parts:
+            return os.fstat(self.fd)
+        try:
+            with self.parent(parts) as fd:
+                return os.stat(parts[-1], dir_fd=fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def link_target(self, parts: Parts) -> str:
+        """Return the text of a symbolic link."""
+        with self.parent(parts) as fd:
+            return os.readlink(parts[-1], dir_fd=fd)
+
+    def read(self, parts: Parts) -> tuple[bytes, os.stat_result]:
+        """Return a regular file's bytes and status; others raise EISDIR, or EINVAL unread."""
+        fd = self.open_file(parts)
+        try:
+            status = os.fstat(fd)
+            check_regular(status, parts)
+            return read_all(fd, status.st_size), status
+        finally:
+            os.close(fd)
+
+    def names(self, parts: Parts) -> list[str]:
+        """Return the names in a directory, in no order."""
+        with self.listing(parts) as fd:
+            return os.listdir(fd)
+
+    def scan(self, parts: Parts) -> list[tuple[str, os.stat_result]]:
+        """Return name and status of everything in a directory; what vanishes is left out."""
+        with self.listing(parts) as fd:
+            found: list[tuple[str, os.stat_result]] = []
+            for name in os.listdir(fd):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((name, os.stat(name, dir_fd=fd, follow_symlinks=False)))
+            return found
+
+    def kinds(self, parts: Parts) -> list[tuple[str, int]]:
+        """Return name and file type (as ``S_IFMT`` gives it) of everything in a directory.
+
+        Costs no status per name where the directory itself knows the types.
+        """
+        with self.listing(parts) as fd, os.scandir(fd) as entries:
+            return [(entry.name, _type_of(entry)) for entry in entries]
+
+    # Resolving
+
+    def resolve(
+        self, parts: Parts, *, follow: bool = True, seen: set[Parts] | None = None
+    ) -> Parts:
+        """Return the canonical path: links followed, as long as they stay below the root.
+
+        With ``follow=False`` a link that is the last name stands for itself. What is missing is
+        returned as it is. ``seen`` takes the paths of the links on the way.
+        """
+        return resolve(parts, self.link_target, self.below_root, follow=follow, seen=seen)
+
+    def below_root(self, target: str) -> list[str] | None:
+        """Return the names that an absolute path has below the root; None for one outside."""
+        names = [name for name in target.split("/") if name and name != "."]
+        for spelling in self._spellings:
+            if tuple(names[: len(spelling)]) == spelling:
+                return names[len(spelling) :]
+        return None
+
+    # Changing
+
+    def chmod(self, parts: Parts, mode: int) -> None:
+        """Set the permission bits of a file or directory, never through a link."""
+        with self.parent(parts) as above:
+            chmod_at(above, parts[-1] if parts else ".", mode)
+
+    def remove_all(self, parts: Parts) -> None:
+        """Remove whatever is at a path; nothing there is fine."""
+        with contextlib.suppress(FileNotFoundError), self.parent(parts) as fd:
+            status = os.stat(parts[-1], dir_fd=fd, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                os.unlink(parts[-1], dir_fd=fd)
+                return
+        if status_is_directory(self, parts):
+            self._remove_directory(parts)
+
+    def _remove_directory(self, top: Parts) -> None:
+        # Not recursive: a directory may be nested deeper than Python's stack.
+        pending = [top]
+        while pending:
+            parts = pending[-1]
+            inner = [(*parts, name) for name, kind in self.kinds(parts) if kind == stat.S_IFDIR]
+            if inner:
+                pending.extend(inner)
+                continue
+            try:
+                self._empty(parts)
+            except PermissionError:
+                self.chmod(parts, 0o700)
+                self._empty(parts)
+            try:
+                self._remove_empty(parts)
+            except PermissionError:
+                if parts == top:
+                    raise
+                self.chmod(parts[:-1], 0o700)
+                self._remove_empty(parts)
+            pending.pop()
+
+    def _remove_empty(self, parts: Parts) -> None:
+        with self.parent(parts) as fd:
+            os.rmdir(parts[-1], dir_fd=fd)
+
+    def _empty(self, parts: Parts) -> None:
+        with self.listing(parts) as fd:
+            for name in os.listdir(fd):
+                os.unlink(name, dir_fd=fd)
+
+    def walk(self, top: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
+        """Yield path and status of a path and all that is below it, directories first."""
+        status = self.status(top)
+        if status is None:
+            return
+        yield top, status
+        pending = [top] if stat.S_ISDIR(status.st_mode) else []
+        while pending:
+            parts = pending.pop()
+            for name, status in self.scan(parts):
+                yield (*parts, name), status
+                if stat.S_ISDIR(status.st_mode):
+                    pending.append((*parts, name))
+
+
+def resolve(
+    parts: Parts,
+    link_target: Callable[[Parts], str],
+    below_root: Callable[[str], list[str] | None],
+    *,
+    follow: bool = True,
+    seen: set[Parts] | None = None,
+) -> Parts:
+    """Return the canonical path, given how to read a link and where absolute ones lead."""
+    done: list[str] = []
+    todo = list(reversed(parts))
+    links = 0
+    while todo:
+        name = todo.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            if not done:
+                raise escapes(parts)
+            done.pop()
+            continue
+        here = (*done, name)
+        target = None if not follow and not todo else _target(here, link_target)
+        if target is None:
+            done.append(name)
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise FilesystemError(
+                f"{shown(join_path(parts))} leads through too many symbolic links, or in a"
+                " circle. Use the path of the file itself"
+            )
+        if seen is not None:
+            seen.add(here)
+        names: list[str] | None = target.split("/")
+        if target.startswith("/"):
+            names = below_root(target)
+            done.clear()
+        if names is None:
+            raise escapes(parts)
+        todo.extend(reversed(names))
+    return tuple(done)
+
+
+def _target(parts: Parts, link_target: Callable[[Parts], str]) -> str | None:
+    """Return the text of a link; None for anything else, and for nothing."""
+    try:
+        return link_target(parts)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def status_is_directory(tree: Tree, parts: Parts) -> bool:
+    status = tree.status(parts)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def check_regular(status: os.stat_result, parts: Parts) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), join_path(parts))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
+
+
+def read_all(fd: int, size: int) -> bytes:
+    """Return all that is left to read, in one call where the size is as expected."""
+    data = os.read(fd, size + 1)
+    if len(data) <= size and (len(data) == size or not data):
+        return data
+    chunks = [data]
+    while data := os.read(fd, CHUNK):
+        chunks.append(data)
+    return b"".join(chunks)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it, however many calls that takes."""
+    written = os.write(fd, data)
+    if written != len(data):
+        view = memoryview(data)
+        while written < len(data):
+            written += os.write(fd, view[written:])
+
+
+def chmod_at(above: int, name: str, mode: int) -> None:
+    """Set permission bits by directory descriptor and name, never through a link."""
+    try:
+        fd = os.open(name, _OPEN_FILE, dir_fd=above)
+    except PermissionError:
+        if not _PATH:
+            raise
+        # Not even readable, but ours: the descriptor's own name leads to exactly this file.
+        fd = os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)
+        try:
+            os.chmod(f"/proc/self/fd/{fd}", mode)
+        finally:
+            os.close(fd)
+        return
+    try:
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
+
+
+if hasattr(os, "listxattr"):
+
+    def xattrs_of(target: int | str) -> tuple[tuple[str, bytes], ...]:
+        """Return the extended attributes of an open file, or of a path that is not followed."""
+        follow = isinstance(target, int)
+        try:
+            names = os.listxattr(target, follow_symlinks=follow)
+        except OSError as error:
+            if error.errno in _NO_XATTRS:
+                return ()
+            raise
+        if not names:
+            return ()
+        return tuple((n, os.getxattr(target, n, follow_symlinks=follow)) for n in sorted(names))
+
+    def set_xattrs(target: int | str, wanted: tuple[tuple[str, bytes], ...]) -> None:
+        """Make the extended attributes exactly these, as far as the process may."""
+        present = dict(xattrs_of(target))
+        follow = isinstance(target, int)
+        for name, value in wanted:
+            if present.pop(name, None) != value:
+                with contextlib.suppress(PermissionError):
+                    os.setxattr(target, name, value, follow_symlinks=follow)
+        for name in present:
+            with contextlib.suppress(PermissionError):
+                os.removexattr(target, name, follow_symlinks=follow)
+
+else:
+
+    def xattrs_of(target: int | str) -> tuple[tuple[str, bytes], ...]:
+        """Return nothing: this system's Python has no calls for extended attributes."""
+        return ()
+
+    def set_xattrs(target: int | str, wanted: tuple[tuple[str, bytes], ...]) -> None:
+        """Do nothing: this system's Python has no calls for extended attributes."""
+
+
+_NO_XATTRS = frozenset(
+    getattr(errno, name) for name in ("ENOTSUP", "EOPNOTSUPP", "ENOSYS") if hasattr(errno, name)
+)
+
+
+def escapes(parts: Parts) -> PathEscapesRoot:
+    return PathEscapesRoot(
+        f"{shown(join_path(parts))} leads outside the root through a symbolic link. Use a path"
+        " that stays below the root"
+    )
+
+
+def _open_on_the_way(name: str, above: int) -> int:
+    try:
+        return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
+    except PermissionError:
+        if not _PATH:
+            raise
+        # A directory that may be passed through but not listed.
+        return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
+
+
+def _type_of(entry: os.DirEntry[str]) -> int:
+    if entry.is_symlink():
+        return stat.S_IFLNK
+    if entry.is_dir(follow_symlinks=False):
+        return stat.S_IFDIR
+    return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+
+
+_opener: list[Callable[[int, bytes, int], int] | None] = []
+
+
+def _find_openat2() -> Callable[[int, bytes, int], int] | None:
+    """Return the system call that opens a path without following any link, where there is one."""
+    if not _opener:
+        _opener.append(_load_openat2())
+    return _opener[0]
+
+
+def _load_openat2() -> Callable[[int, bytes, int], int] | None:
+    if os.uname().sysname != "Linux":
+        return None
+    import ctypes
+
+    class OpenHow(ctypes.Structure):
+        _fields_ = (
+            ("flags", ctypes.c_uint64),
+            ("mode", ctypes.c_uint64),
+            ("resolve", ctypes.c_uint64),
+        )
+
+    no_magiclinks, no_symlinks, beneath = 0x02, 0x04, 0x08
+    number = 437  # openat2; one number for every architecture that Python knows but Alpha
+    resolve = no_magiclinks | no_symlinks | beneath
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    syscall.restype = ctypes.c_long
+    syscall.argtypes = [
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+    ]
+    hows = {flags: OpenHow(flags, 0, resolve) for flags in (_OPEN_DIRECTORY, _OPEN_FILE)}
+    refs = {flags: (how, ctypes.addressof(how)) for flags, how in hows.items()}
+    size = ctypes.sizeof(OpenHow)
+
+    def openat2(directory: int, path: bytes, flags: int) -> int:
+        """Return a descriptor, or a negative error number."""
+        fd = syscall(number, directory, path, refs[flags][1], size)
+        return fd if fd >= 0 else -ctypes.get_errno()
+
+    root = os.open("/", _OPEN_DIRECTORY)
+    probe = openat2(root, b".", _OPEN_DIRECTORY)
+    os.close(root)
+    if probe < 0:  # an older kernel, or a filter that does not know the call
+        return None
+    os.close(probe)
+    return openat2

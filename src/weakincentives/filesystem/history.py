@@ -1,0 +1,340 @@
+"""What committed calls changed: for each path what was there before, up to a limit in bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weakincentives.call import ToolCall
+from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.filesystem.confined import Ident, Tree
+from weakincentives.filesystem.protocol import Parts, join_path
+from weakincentives.filesystem.records import Journal, Record, read_journal
+from weakincentives.filesystem.store import Entry, Store, copy_exactly, digest_of, entry_at
+
+__all__ = ["Committed", "Delta", "History"]
+
+logger = logging.getLogger("weakincentives.filesystem")
+
+DEFAULT_LIMIT = 256 << 20
+MAX_ENTRIES = 10_000
+
+_CHANGES = ("put", "gone", "edit", "moved", "moved over", "made", "attributes", "found")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A call that changed files, and was kept."""
+
+    serial: int
+    """Its place in the history of the workspace; the first is 1."""
+    call_id: str
+    tool: str
+    """Empty for changes that were made outside of any call."""
+    time: float
+    """Seconds since the epoch."""
+    paths: tuple[str, ...]
+    """What it changed, sorted; a directory stands for all that is in it."""
+    size: int
+    """Bytes that are kept only so that it can be undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A committed call with its changes, in order; each says what was there before."""
+
+    committed: Committed
+    records: tuple[Record, ...]
+    after: Mapping[Parts, Ident | None]
+    """What was at each path when it was committed."""
+
+
+class History:
+    """The committed calls of a workspace, the oldest forgotten when they take too much space."""
+
+    def __init__(
+        self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.store = store
+        self.journal = Journal(store)
+        self.needed: Callable[[], int | None] = lambda: None
+        """Tells the place that everything after is still to be kept, whatever the limit."""
+        self.unfinished: Callable[[], object] | None = None
+        """What is still to be done about an earlier transaction before another can begin."""
+        self._limit = limit
+        self._clock = clock
+        self._path = store.path / "history"
+        self._sizes: dict[int, int] | None = None
+        self._last = 0
+
+    # Looking
+
+    @property
+    def last(self) -> int:
+        """The newest place; 0 before the first."""
+        self._known()
+        return self._last
+
+    def serials(self) -> list[int]:
+        """Return the places that are still known, oldest first."""
+        return sorted(self._known())
+
+    def read(self, serial: int) -> Delta:
+        """Return what a call changed."""
+        records, _ = read_journal(self._file(serial))
+        meta = records[-1].commit or {}
+        before = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
+        changes = tuple(
+            replace(record, before=before.get(index, record.before))
+            for index, record in enumerate(records[:-1])
+        )
+        paths = {join_path(record.path) for record in changes if record.op in _CHANGES}
+        paths |= {join_path(r.origin) for r in changes if r.origin is not None}
+        committed = Committed(
+            serial=serial,
+            call_id=meta["call"],
+            tool=meta["tool"],
+            time=meta["time"],
+            paths=tuple(sorted(paths)),
+            size=self._known()[serial],
+        )
+        after = {
+            tuple(path.split("/")) if path else (): None if ident is None else Ident(*ident)
+            for path, ident in meta["after"]
+        }
+        return Delta(committed, changes, after)
+
+    def trees(self, serial: int) -> Path:
+        """Return where the directories are that a call took away."""
+        return self._path / f"{serial:012d}.trees"
+
+    def copy_tree(self, serial: int, kept: str, tree: Tree, name: str) -> None:
+        """Make a copy of a directory that a call took away."""
+        trees = Tree(self.trees(serial))
+        try:
+            copy_exactly(trees, (kept,), tree, (name,))
+        finally:
+            trees.close()
+
+    def after(self, serial: int) -> list[int]:
+        """Return the places after one, newest first."""
+        return [known for known in reversed(self.serials()) if known > serial]
+
+    # Adding
+
+    def add(
+        self,
+        records: Sequence[Record],
+        call: ToolCall | None,
+        after: Mapping[Parts, Ident | None],
+    ) -> int | None:
+        """Commit: from here on the changes stay. Returns their place, or None if there are none."""
+        if not any(record.op in _CHANGES for record in records):
+            self.journal.cut(0)
+            return None
+        if self._limit <= 0 and self.needed() is None:
+            self._prune()
+            self.journal.cut(0)  # nobody can ever ask for it: forgetting how to undo is to commit
+            return None
+        serial = self.last + 1
+        entries, size = self._entries(records)
+        meta = {
+            "serial": serial,
+            "call": f"direct_{serial}" if call is None else call.id,
+            "tool": "" if call is None else call.name,
+            "time": self._clock.time(),
+            "entries": entries,
+            "after": [["/".join(parts), ident] for parts, ident in after.items()],
+            "size": size,
+        }
+        commit = Record(op="commit", commit=meta)
+        self.journal.append(commit)
+        finish = functools.partial(self.finish, [*records, commit])
+        try:
+            finish()
+        except OSError as error:
+            # It is committed all the same.
+            logger.warning("The history of %s is kept later: %s", meta["call"], error)
+            self.unfinished = finish
+            self._last = serial
+            return None
+        return serial
+
+    def finish_earlier(self) -> None:
+        """Finish what an earlier transaction could not; raises when it still cannot."""
+        if self.unfinished is not None:
+            self.unfinished()
+            self.unfinished = None
+
+    def finish(self, records: Sequence[Record]) -> str:
+        """Move what a committed transaction kept to its place. Does no harm when done twice."""
+        meta: dict[str, Any] = records[-1].commit or {}
+        serial, size = int(meta["serial"]), int(meta["size"])
+        for index, encoded in meta["entries"]:
+            self._settle(records[int(index)], Entry.decode(encoded), serial)
+        self._path.mkdir(mode=0o700, exist_ok=True)
+        self.journal.move(self._path / f"{serial:012d}-{size}")
+        if self._sizes is not None:
+            self._sizes[serial] = size
+        self._last = max(self._last, serial)
+        self._prune()
+        return meta["call"]
+
+    def sources(self, records: Sequence[Record]) -> set[str]:
+        """Return the names, in the transaction's directory, of what a history is made from."""
+        return {_source(record) for record in records if record.op in ("put", "gone", "edit")}
+
+    def _entries(self, records: Sequence[Record]) -> tuple[list[tuple[int, list[Any]]], int]:
+        """Return what the records replaced, in full, and how many bytes that takes anew."""
+        entries: list[tuple[int, list[Any]]] = []
+        total = 0
+        for index, record in enumerate(records):
+            if record.op not in ("put", "gone", "edit") or record.kept is None:
+                continue
+            entry, size = self._entry(record)
+            if entry is not None:
+                entries.append((index, entry.encode()))
+                total += size
+        return entries, total
+
+    def _entry(self, record: Record) -> tuple[Entry | None, int]:
+        tree = self.store.tree
+        if record.op == "edit" and record.before is not None and record.copy is not None:
+            entry, source = record.before, (record.copy,)
+        else:
+            source = (record.kept or "",)
+            entry = entry_at(tree, source)
+        if entry is None or entry.kind not in ("file", "directory"):
+            return entry, 0
+        if entry.kind == "directory":
+            return entry, sum(status.st_size for _, status in tree.walk(source))
+        if entry.size > self._limit and self.needed() is None:
+            return entry, 0
+        digest = self._digest(source)
+        return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
+
+    def _digest(self, source: Parts) -> str:
+        try:
+            fd = self.store.tree.open_file(source)
+        except PermissionError:
+            self.store.tree.chmod(source, 0o600)
+            fd = self.store.tree.open_file(source)
+        try:
+            return digest_of(fd)
+        finally:
+            os.close(fd)
+
+    def _settle(self, record: Record, entry: Entry, serial: int) -> None:
+        name = _source(record)
+        status = self.store.tree.status((name,))
+        if status is None:
+            return
+        if stat.S_ISDIR(status.st_mode):
+            self._part_links(name)
+            trees = self.trees(serial)
+            trees.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
+        elif entry.digest is not None and entry.digest not in self.store.objects:
+            self._make_object(name, status, entry.digest)
+
+    def _part_links(self, name: str) -> None:
+        """Give files that have names outside a directory an inode of their own in it.
+
+        They would change with what is in the workspace.
+        """
+        tree = self.store.tree
+        linked: dict[int, list[Parts]] = {}
+        names: dict[int, int] = {}
+        for parts, status in tree.walk((name,)):
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                linked.setdefault(status.st_ino, []).append(parts)
+                names[status.st_ino] = status.st_nlink
+        for ino, places in linked.items():
+            if len(places) == names[ino]:
+                continue
+            staged = self.store.fresh()
+            copy_exactly(tree, places[0], tree, (staged,))
+            for place in places:
+                with tree.parent(place) as above:
+                    os.unlink(place[-1], dir_fd=above)
+                    os.link(staged, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
+            os.unlink(staged, dir_fd=tree.fd)
+
+    def _make_object(self, name: str, status: os.stat_result, digest: str) -> None:
+        if status.st_nlink == 1:
+            os.chmod(name, 0o600, dir_fd=self.store.tx_fd)
+            self.store.objects.take(self.store.tx / name, digest)
+            return
+        # It has other names, and may be changed through them.
+        fd = self.store.tree.open_file((name,))
+        try:
+            self.store.objects.add_open(fd, safe=self.store.safe)
+        finally:
+            os.close(fd)
+
+    # Forgetting
+
+    def _prune(self) -> None:
+        """Forget the oldest when there is too much, down to three quarters: not at every call."""
+        sizes = self._known()
+        most = MAX_ENTRIES if self._limit > 0 else 0
+        if sum(sizes.values()) <= self._limit and len(sizes) <= most:
+            return
+        floor = self.needed()
+        total, count = sum(sizes.values()), len(sizes)
+        for serial in sorted(sizes):
+            small = total <= self._limit * 3 // 4 and count <= most * 3 // 4
+            if small or (floor is not None and serial > floor):
+                break
+            self._file(serial).unlink()
+            shutil.rmtree(self.trees(serial), ignore_errors=True)
+            total -= sizes.pop(serial)
+            count -= 1
+        self._drop_objects()
+
+    def _drop_objects(self) -> None:
+        """Remove the contents that nothing refers to any more."""
+        used = self._known_elsewhere()
+        for serial in self.serials():
+            used |= {
+                record.before.digest
+                for record in self.read(serial).records
+                if record.before is not None and record.before.digest is not None
+            }
+        for digest in list(self.store.objects.digests()):
+            if digest not in used:
+                self.store.objects.remove(digest)
+
+    def _known_elsewhere(self) -> set[str]:
+        """The contents that the manifest of the workspace refers to."""
+        if not (self.store.path / "manifest.db").exists():
+            return set()
+        from weakincentives.filesystem.scan import digests_in
+
+        return digests_in(self.store.path / "manifest.db")
+
+    def _known(self) -> dict[int, int]:
+        if self._sizes is None:
+            self._sizes = {}
+            with contextlib.suppress(FileNotFoundError):
+                for name in os.listdir(self._path):
+                    serial, _, size = name.partition("-")
+                    if size:
+                        self._sizes[int(serial)] = int(size)
+            self._last = max(self._sizes, default=0)
+        return self._sizes
+
+    def _file(self, serial: int) -> Path:
+        return self._path / f"{serial:012d}-{self._known()[serial]}"
+
+
+def _source(record: Record) -> str:
+    return (record.copy if record.op == "edit" else record.kept) or ""

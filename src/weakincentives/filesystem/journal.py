@@ -1,0 +1,1209 @@
+"""An open transaction on disk: every change is journalled before it is made, and can be undone.
+
+The journal is a stack. A change appends one record that says how to undo it; undoing takes the
+newest record, puts back what it says, and cuts it off. So a process that is killed at any moment,
+also in the middle of undoing, leaves a journal that says exactly what is still to be undone, and
+undoing never needs space.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Generator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weakincentives.call import ToolCall
+from weakincentives.errors import SnapshotExpired
+from weakincentives.filesystem.confined import (
+    BARRED,
+    CHUNK,
+    Held,
+    Ident,
+    Tree,
+    ident_of,
+    set_xattrs,
+    status_is_directory,
+    write_all,
+    xattrs_of,
+)
+from weakincentives.filesystem.history import History
+from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.records import Record, read_journal
+from weakincentives.filesystem.store import (
+    Entry,
+    Store,
+    apply_entry,
+    copy_content,
+    copy_exactly,
+    entry_at,
+)
+
+__all__ = ["TEMPORARY", "Changes", "matches", "recover"]
+
+logger = logging.getLogger("weakincentives.filesystem")
+
+COPIED_WHEN_MOVED = 8 << 20
+"""A moved file up to this size is copied, so that it comes back as it was even if it was edited."""
+
+TEMPORARY = ".wink-temporary-"
+"""How names begin that stand beside a path while it is changed across filesystems."""
+
+ANY_INO = 0
+"""In an ident: not known before the change was made."""
+
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+# What a path is to blame for; anything else, such as a full disk, may be better later.
+_THE_PATHS_OWN = frozenset(
+    {
+        *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR),
+        *(errno.ENOTEMPTY, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EBUSY),
+    }
+)
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+
+
+@dataclass(slots=True)
+class _Undoing:
+    """How to undo: for the call itself, or when its process has long been gone."""
+
+    recovering: bool = False
+    """Someone else may have changed what we find: look before touching it."""
+    tolerant: bool = False
+    """The newest change may not have been made."""
+    external: bool = False
+    """All that happened is the transaction's, and what is replaced is set aside."""
+    ours: dict[Parts, set[Ident | None]] = field(default_factory=dict[Parts, "set[Ident | None]"])
+    linked: dict[int, Parts] = field(default_factory=dict[int, Parts])
+    """Files brought back that had several names, by their former inode."""
+    sentences: list[str] = field(default_factory=list[str])
+
+
+class Changes:
+    """An open transaction. Paths are canonical: links are resolved before.
+
+    Nothing is written before the first change. Every method makes one change, or raises the
+    system's error and changes nothing.
+    """
+
+    def __init__(self, tree: Tree, history: History) -> None:
+        self.tree = tree
+        self.history = history
+        self.store = history.store
+        self.journal = history.journal
+        self.records: list[Record] = []
+        self._marks: dict[int, int] = {}
+        self._next_mark = 0
+        self._kept: dict[Parts, Record] = {}
+        """What was first put at a path since the last mark: what was there before is kept."""
+        self._touched: dict[Parts, bool] = {}
+        self._litter: set[str] = set()
+
+    # Changing
+
+    def write(self, parts: Parts, data: bytes) -> None:
+        """Make the file hold these bytes; mode, owner, attributes and other names of it stay."""
+        with self._made_parent(parts) as above:
+            status = _status(above, parts[-1])
+            if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
+                self._edit(above, parts, status, data)
+                return
+            kept = self._keep(above, parts, status)
+            staged = self._stage(above, parts, status, kept, data)
+            self._put(above, parts, staged, kept, status)
+
+    def put_file(self, parts: Parts, source: Path) -> None:
+        """Make the file at ``source`` what is at the path, with all that it is; it is consumed."""
+        with self._made_parent(parts) as above:
+            staged = self.store.fresh()
+            os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
+            self._litter.add(staged)
+            self._place(above, parts, staged)
+
+    def put(self, parts: Parts, source: Path) -> None:
+        """Like ``put_file``, for anything: a link or a whole directory, too."""
+        self.put_file(parts, source)
+
+    def put_symlink(self, parts: Parts, target: str, *, mtime_ns: int | None = None) -> None:
+        """Make a symbolic link of what is at the path."""
+        with self._made_parent(parts) as above:
+            staged = self.store.fresh()
+            os.symlink(target, staged, dir_fd=self.store.tx_fd)
+            self._litter.add(staged)
+            if mtime_ns is not None:
+                times = (mtime_ns, mtime_ns)
+                os.utime(staged, ns=times, dir_fd=self.store.tx_fd, follow_symlinks=False)
+            self._place(above, parts, staged)
+
+    def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
+        """Make a directory, and those it needs; one that is there is fine."""
+        for depth in range(1, len(parts) + 1):
+            here = parts[:depth]
+            with self.tree.parent(here) as above:
+                status = _status(above, here[-1])
+                if status is not None and stat.S_ISDIR(status.st_mode):
+                    continue
+                record = Record(op="made", path=here, times=self._times(above, here[:-1]))
+                with self._change(record):
+                    os.mkdir(here[-1], mode if depth == len(parts) else 0o777, dir_fd=above)
+
+    def remove(self, parts: Parts) -> None:
+        """Take a file, link or whole directory away: one rename, however much is in it."""
+        with self.tree.parent(parts) as above:
+            status = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
+            self._take_away(above, parts, status)
+
+    def rename(self, origin: Parts, target: Parts) -> None:
+        """Give a file, link or directory another path; what is there is taken away."""
+        with self._made_parent(target) as there, self.tree.parent(origin) as here:
+            status = os.stat(origin[-1], dir_fd=here, follow_symlinks=False)
+            replaced = _status(there, target[-1])
+            directories = stat.S_ISDIR(status.st_mode) or _is_directory(replaced)
+            if replaced is not None and directories:
+                self._take_away(there, target, replaced)
+                replaced = None
+            if os.fstat(here).st_dev != os.fstat(there).st_dev:
+                self._copy_over(origin, there, target)
+                self._take_away(here, origin, status)
+                return
+            times = self._times(here, origin[:-1]) + self._times(there, target[:-1])
+            if replaced is not None:
+                # Always kept anew: undoing the move clears the path.
+                self._kept.pop(target, None)
+                kept = self._keep(there, target, replaced)
+                old, new = _lasting(replaced), _lasting(status)
+                record = Record(op="put", path=target, kept=kept, old=old, new=new, times=times)
+                with self._change(record):
+                    self._take_if_not_kept(there, record)
+                times = ()
+            record = self._moved_record(here, origin, target, status, times)
+            if replaced is not None:
+                record.op = "moved over"
+            with self._change(record):
+                os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
+            if stat.S_ISDIR(status.st_mode):
+                self._forget_below(origin)
+            else:
+                self._kept.pop(origin, None)
+                self._kept.pop(target, None)
+
+    def copy(self, origin: Parts, target: Parts) -> None:
+        """Put a copy of a file, link or directory at another path; what is there is taken away."""
+        with self._made_parent(target) as there:
+            self._copy_over(origin, there, target)
+
+    def put_tree(self, source: Tree, origin: Parts, target: Parts) -> None:
+        """Put a copy of something elsewhere at a path; what is there is taken away."""
+        with self._made_parent(target) as there:
+            staged = self.store.fresh()
+            self._litter.add(staged)
+            copy_exactly(source, origin, self.store.tree, (staged,))
+            self._place(there, target, staged)
+
+    def set_attributes(
+        self,
+        parts: Parts,
+        *,
+        mode: int | None = None,
+        mtime_ns: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        xattrs: tuple[tuple[str, bytes], ...] | None = None,
+    ) -> None:
+        """Change what is given of a file's, link's or directory's attributes, and nothing else."""
+        entry = entry_at(self.tree, parts)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+        wanted = Entry(
+            kind=entry.kind,
+            mode=entry.mode if mode is None else mode,
+            mtime_ns=entry.mtime_ns if mtime_ns is None else mtime_ns,
+            uid=entry.uid if uid is None else uid,
+            gid=entry.gid if gid is None else gid,
+            xattrs=entry.xattrs if xattrs is None else xattrs,
+        )
+        if entry.kind == "file":
+            with self.tree.parent(parts) as above:
+                record = self._edit_record(above, parts, entry)
+        else:
+            record = Record(op="attributes", path=parts, before=entry, old=entry.ident)
+        with self._change(record):
+            apply_entry(self.tree, parts, wanted)
+
+    def found(
+        self, parts: Parts, before: Entry | None, times: tuple[tuple[Parts, int], ...] = ()
+    ) -> None:
+        """Note that somebody else changed a path: undoing brings ``before`` back.
+
+        Directories come before what is in them. ``times`` are directories' times, set last.
+        """
+        self._forget_below(parts)
+        self._append(Record(op="found", path=parts, before=before, times=times))
+
+    def expect_external(self) -> None:
+        """Note that others change files from here on: whatever happens is the transaction's."""
+        self._append(Record(op="external"))
+
+    # Savepoints and the end
+
+    def mark(self) -> int:
+        """Return a savepoint."""
+        self._next_mark += 1
+        self._marks[self._next_mark] = len(self.records)
+        # From here on what is there is to be kept anew.
+        self._kept.clear()
+        self._touched.clear()
+        return self._next_mark
+
+    def undo_to(self, mark: int) -> tuple[str, ...]:
+        """Undo what was done since a savepoint; later savepoints are gone.
+
+        Returns a sentence for each thing that could not be put back.
+        """
+        if mark not in self._marks:
+            raise SnapshotExpired("an older snapshot was restored since this one was taken")
+        for later in [known for known in self._marks if known > mark]:
+            del self._marks[later]
+        return self._undo_from(self._marks[mark], _Undoing())
+
+    def roll_back(self) -> tuple[str, ...]:
+        """Undo everything. Returns a sentence for each thing that could not be put back."""
+        self._marks.clear()
+        sentences = self._undo_from(0, _Undoing())
+        if self.records:
+            self.history.unfinished = self._finish_undoing
+        else:
+            self._sweep()
+        return sentences
+
+    def _finish_undoing(self) -> None:
+        """Undo what could not be undone before; raises when it still cannot."""
+        if self.roll_back():
+            raise OSError(errno.EIO, "what an earlier call changed could not be undone")
+
+    def keep_anew(self) -> None:
+        """Have every later record say what was there, as if nothing had been kept before."""
+        self._kept.clear()
+
+    def undo_since(self, count: int) -> None:
+        """Undo all but the first ``count`` changes: those of an operation that failed."""
+        self._undo_from(count, _Undoing(tolerant=True))
+        self._sweep({name for r in self.records for name in (r.kept, r.copy) if name})
+
+    def commit(self, call: ToolCall | None = None) -> int | None:
+        """Keep everything; returns the number in the history, or None if nothing was changed."""
+        self._marks.clear()
+        if not self.records:
+            return None
+        if self.store.safe:
+            self._write_through(self.records)
+        for record in self.records:
+            self._bring_over(record)
+        serial = self.history.add(self.records, call, self._idents())
+        unfinished = self.history.unfinished is not None
+        self._sweep(self.history.sources(self.records) if unfinished else frozenset())
+        drop_temporaries(self.tree, self.records)
+        self.records = []
+        self._forget()
+        return serial
+
+    def _bring_over(self, record: Record) -> None:
+        """Copy what was taken away on another filesystem to where the history can have it."""
+        if record.op == "gone" and record.temp is not None and record.kept is not None:
+            self.store.tree.remove_all((record.kept,))
+            beside = (*record.path[:-1], record.temp)
+            copy_exactly(self.tree, beside, self.store.tree, (record.kept,))
+
+    def _idents(self) -> dict[Parts, Ident | None]:
+        """Return what is now at each path that was changed, by whomever."""
+        paths = {record.path for record in self.records}
+        paths |= {record.origin for record in self.records if record.origin is not None}
+        idents: dict[Parts, Ident | None] = {}
+        for parts in paths:
+            try:
+                status = self.tree.status(parts)
+            except OSError:
+                continue
+            idents[parts] = None if status is None else _lasting(status)
+        return idents
+
+    def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
+        """Undo what a process that is gone has left unfinished."""
+        undoing = _Undoing(recovering=True, external=any(r.op == "external" for r in records))
+        for record in records:
+            undoing.ours.setdefault(record.path, set()).update((record.old, record.new))
+            if record.origin is not None:
+                undoing.ours.setdefault(record.origin, set()).update((record.old, None))
+                undoing.ours[record.path].add(None)
+            if record.away:
+                undoing.ours[record.path].add(None)
+        self.records = list(records)
+        if undoing.external:
+            from weakincentives.filesystem.scan import find_unfinished
+
+            # After a record that was not written to its end, nothing could be read.
+            self.journal.cut(records[-1].offset + len(records[-1].encode()))
+            find_unfinished(self.tree, self.store, self)
+        return self._undo_from(0, undoing)
+
+    # Making one change
+
+    def _made_parent(self, parts: Parts) -> Held:
+        try:
+            return self.tree.parent(parts)
+        except FileNotFoundError:
+            self.make_directory(parts[:-1])
+            return self.tree.parent(parts)
+
+    def _append(self, record: Record) -> None:
+        if not self.records:
+            self.history.finish_earlier()
+        self.journal.append(record)
+        self.records.append(record)
+
+    @contextlib.contextmanager
+    def _change(self, record: Record) -> Generator[None]:
+        """Journal the record, and take it back when the change in the block fails."""
+        self._append(record)
+        try:
+            yield
+        except BaseException:
+            if record.op == "again":  # its one rename was not made: there is nothing to undo
+                self.journal.cut(record.offset)
+                self.records.pop()
+            else:
+                self._undo_from(len(self.records) - 1, _Undoing(tolerant=True))
+            raise
+
+    def _times(self, above: int, parent: Parts) -> tuple[tuple[Parts, int], ...]:
+        """Return a directory's time if this is the first change in it since the last mark."""
+        if parent in self._touched:
+            return ()
+        status = os.fstat(above)
+        self._touched[parent] = status.st_dev == self.store.tree.device
+        return ((parent, status.st_mtime_ns),)
+
+    def _near(self, above: int, parent: Parts) -> bool:
+        """Tell whether a directory is on the store's filesystem, so that a rename is enough."""
+        if parent not in self._touched:
+            return os.fstat(above).st_dev == self.store.tree.device
+        return self._touched[parent]
+
+    def _keep(self, above: int, parts: Parts, status: os.stat_result | None) -> str | None:
+        """Keep what is about to be replaced; None if there is nothing, or it is kept already.
+
+        Where the system does not give a second name, the name returned is still free: then the
+        thing itself is to be taken away.
+        """
+        if status is None or parts in self._kept:
+            return None
+        kept = self.store.fresh("k")
+        self._litter.add(kept)
+        if self._near(above, parts[:-1]):
+            try:
+                os.link(
+                    parts[-1],
+                    kept,
+                    src_dir_fd=above,
+                    dst_dir_fd=self.store.tx_fd,
+                    follow_symlinks=False,
+                )
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+            return kept
+        copy_exactly(self.tree, parts, self.store.tree, (kept,))
+        return kept
+
+    def _stage(
+        self, above: int, parts: Parts, status: os.stat_result | None, kept: str | None, data: bytes
+    ) -> str:
+        """Write a new file in the store, with all but the content of the one it replaces."""
+        staged = self.store.fresh()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        fd = os.open(staged, flags, 0o666, dir_fd=self.store.tx_fd)
+        self._litter.add(staged)
+        try:
+            write_all(fd, data)
+            if status is not None and stat.S_ISREG(status.st_mode):
+                self._take_after(fd, above, parts, status, kept)
+            if self.store.safe:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        return staged
+
+    def _take_after(
+        self, fd: int, above: int, parts: Parts, status: os.stat_result, kept: str | None
+    ) -> None:
+        """Give a new file the owner, mode and attributes of the one it replaces."""
+        made = os.fstat(fd)
+        if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
+            with contextlib.suppress(PermissionError):
+                os.fchown(fd, status.st_uid, status.st_gid)
+        if made.st_mode != status.st_mode:
+            os.fchmod(fd, stat.S_IMODE(status.st_mode))
+        if kept is not None:
+            xattrs = xattrs_of(f"{self.store.tx}/{kept}")
+        else:
+            present = entry_at(self.tree, parts)
+            xattrs = () if present is None else present.xattrs
+        if xattrs:
+            set_xattrs(fd, xattrs)
+
+    def _place(self, above: int, parts: Parts, staged: str) -> None:
+        """Put something staged at a path, whatever is there."""
+        status = _status(above, parts[-1])
+        if status is not None and _is_directory(status):
+            self._take_away(above, parts, status)
+            status = None
+        kept = self._keep(above, parts, status)
+        self._put(above, parts, staged, kept, status)
+
+    def _put(
+        self, above: int, parts: Parts, staged: str, kept: str | None, status: os.stat_result | None
+    ) -> None:
+        """Put something staged at a path, where what is there is kept."""
+        new = _lasting(os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False))
+        times = self._times(above, parts[:-1])
+        near = self._touched[parts[:-1]]
+        first = self._kept.get(parts)
+        if first is not None:
+            record = Record(op="again", path=parts, kept=first.kept, old=first.old, new=new)
+        else:
+            old = None if status is None else _lasting(status)
+            away = kept is not None and status is not None and status.st_uid != os.geteuid()
+            record = Record(
+                op="put", path=parts, kept=kept, old=old, new=new, times=times, away=away
+            )
+        if not near:
+            record.temp = _temporary()
+            record.new = Ident(ANY_INO, new.size, new.mtime_ns)
+        with self._change(record):
+            if near:
+                self._take_if_not_kept(above, record)
+                os.rename(staged, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+                self._litter.discard(staged)
+            else:
+                self._copy_in(staged, above, parts, record.temp or "")
+        if near and first is None:
+            self._kept[parts] = record
+
+    def _take_if_not_kept(self, above: int, record: Record) -> None:
+        """Take a thing away that could not be given a second name."""
+        if record.kept is not None and record.away and not _status(self.store.tx_fd, record.kept):
+            os.rename(record.path[-1], record.kept, src_dir_fd=above, dst_dir_fd=self.store.tx_fd)
+
+    def _copy_in(self, name: str, above: int, parts: Parts, temp: str) -> None:
+        """Put a copy of something in the store at a path on another filesystem."""
+        beside = (*parts[:-1], temp)
+        self.tree.remove_all(beside)
+        try:
+            copy_exactly(self.store.tree, (name,), self.tree, beside)
+        except OSError as error:
+            self.tree.remove_all(beside)
+            if error.errno != errno.ENOSPC:
+                raise
+            # What is replaced makes room; that it comes back is in the journal.
+            self.tree.remove_all(parts)
+            copy_exactly(self.store.tree, (name,), self.tree, beside)
+        status = _status(above, parts[-1])
+        if _is_directory(status):
+            self.tree.remove_all(parts)
+        os.rename(temp, parts[-1], src_dir_fd=above, dst_dir_fd=above)
+
+    def _copy_over(self, origin: Parts, there: int, target: Parts) -> None:
+        """Put a copy of something in the workspace at another path."""
+        staged = self.store.fresh()
+        self._litter.add(staged)
+        copy_exactly(self.tree, origin, self.store.tree, (staged,))
+        self._place(there, target, staged)
+
+    def _take_away(self, above: int, parts: Parts, status: os.stat_result) -> None:
+        times = self._times(above, parts[:-1])
+        kept = self.store.fresh("k")
+        self._litter.add(kept)
+        record = Record(op="gone", path=parts, kept=kept, old=_lasting(status), times=times)
+        if not self._touched[parts[:-1]]:
+            # On another filesystem it waits beside its place, under a name that nobody has.
+            record.temp = _temporary()
+        with self._change(record):
+            if record.temp is None:
+                os.rename(parts[-1], kept, src_dir_fd=above, dst_dir_fd=self.store.tx_fd)
+            else:
+                os.rename(parts[-1], record.temp, src_dir_fd=above, dst_dir_fd=above)
+        self._forget_below(parts)
+
+    def _edit(self, above: int, parts: Parts, status: os.stat_result, data: bytes) -> None:
+        """Change a file in place: it has other names, and they are to see it."""
+        entry = entry_at(self.tree, parts) or Entry.of(status)
+        with self._change(self._edit_record(above, parts, entry)):
+            fd = os.open(parts[-1], os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+            try:
+                _overwrite(fd, data)
+                if self.store.safe:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _edit_record(self, above: int, parts: Parts, entry: Entry) -> Record:
+        """Keep a file that is about to be changed in place: a name for it, and its content."""
+        kept = self.store.fresh("k")
+        copy = self.store.fresh("c")
+        self._litter |= {kept, copy}
+        self._kept.pop(parts, None)
+        self._copy_content(parts, copy)
+        with _links_may_be_refused():  # without one, only the content comes back
+            os.link(
+                parts[-1],
+                kept,
+                src_dir_fd=above,
+                dst_dir_fd=self.store.tx_fd,
+                follow_symlinks=False,
+            )
+        return Record(
+            op="edit",
+            path=parts,
+            kept=kept if _status(self.store.tx_fd, kept) else None,
+            copy=copy,
+            before=entry,
+            old=entry.ident,
+            new=Ident(entry.ino, -1, -1),
+            times=self._times(above, parts[:-1]),
+        )
+
+    def _copy_content(self, parts: Parts, copy: str) -> None:
+        reading = self.tree.open_file(parts)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            writing = os.open(copy, flags, 0o600, dir_fd=self.store.tx_fd)
+            try:
+                copy_content(reading, writing)
+                if self.store.safe:
+                    os.fsync(writing)
+            finally:
+                os.close(writing)
+        finally:
+            os.close(reading)
+
+    def _moved_record(
+        self,
+        here: int,
+        origin: Parts,
+        target: Parts,
+        status: os.stat_result,
+        times: tuple[tuple[Parts, int], ...],
+    ) -> Record:
+        """Keep a name for what is about to be moved, and a small file's content."""
+        ident = _lasting(status)
+        record = Record(op="moved", path=target, origin=origin, old=ident, new=ident, times=times)
+        if stat.S_ISDIR(status.st_mode):
+            return record
+        kept = self.store.fresh("k")
+        with _links_may_be_refused():  # without one, it is found again at its new path
+            os.link(
+                origin[-1],
+                kept,
+                src_dir_fd=here,
+                dst_dir_fd=self.store.tx_fd,
+                follow_symlinks=False,
+            )
+            self._litter.add(kept)
+            record.kept = kept
+        if stat.S_ISREG(status.st_mode) and status.st_size <= COPIED_WHEN_MOVED:
+            with contextlib.suppress(PermissionError):
+                copy = self.store.fresh("c")
+                record.before = entry_at(self.tree, origin)
+                self._copy_content(origin, copy)
+                self._litter.add(copy)
+                record.copy = copy
+        return record
+
+    def _forget_below(self, parts: Parts) -> None:
+        """Keep anew what is below a directory that is another one now."""
+        depth = len(parts)
+        self._kept = {k: first for k, first in self._kept.items() if k[:depth] != parts}
+        self._touched = {k: near for k, near in self._touched.items() if k[:depth] != parts}
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._touched.clear()
+
+    def _sweep(self, used: AbstractSet[str] = frozenset()) -> None:
+        """Remove the transaction's own files but those still used."""
+        for name in self._litter - used:
+            for _ in range(2):  # a name of the user's file must not stay for one failure
+                with contextlib.suppress(OSError):
+                    self.store.tree.remove_all((name,))
+                    break
+        self._litter &= used
+
+    def _write_through(self, records: Sequence[Record]) -> None:
+        """Have the disk hold every change before the record that says so."""
+        paths = {record.path[:-1] for record in records}
+        paths |= {record.origin[:-1] for record in records if record.origin is not None}
+        for parts in paths:
+            with contextlib.suppress(OSError), self.tree.directory(parts) as fd:
+                os.fsync(fd)
+
+    # Undoing
+
+    def _undo_from(self, index: int, undoing: _Undoing) -> tuple[str, ...]:
+        self._forget()
+        try:
+            for record in reversed(self.records[index:]):
+                self._undo_and_tell(record, undoing)
+                if self.store.safe:
+                    self._write_through([record])
+                self.journal.cut(record.offset)
+                self.records.pop()
+        except OSError as error:
+            if undoing.recovering:
+                raise
+            # The disk's fault, not the path's: the journal still says what is to be undone.
+            undoing.sentences.append(
+                f"{shown(join_path(self.records[-1].path))} and what was changed before it could"
+                f" not be put back ({error.strerror}). That is tried again before the next change,"
+                " and when the directory is opened again"
+            )
+        for sentence in undoing.sentences:
+            logger.error("%s", sentence)
+        return tuple(undoing.sentences)
+
+    def _undo_and_tell(self, record: Record, undoing: _Undoing) -> None:
+        try:
+            self._undo_somehow(record, undoing)
+        except OSError as error:
+            if error.errno not in _THE_PATHS_OWN:
+                raise
+            undoing.sentences.append(
+                f"{shown(join_path(record.path))} could not be put back"
+                f" ({error.strerror}){self._set_aside(record)}"
+            )
+
+    def _undo_somehow(self, record: Record, undoing: _Undoing) -> None:
+        try:
+            self._undo(record, undoing)
+        except PermissionError:
+            # The call, or what it started, may have closed a directory of ours to writing.
+            with self._opened(record.path[:-1]), self._opened((record.origin or record.path)[:-1]):
+                self._undo(record, undoing)
+
+    @contextlib.contextmanager
+    def _opened(self, parts: Parts) -> Generator[None]:
+        """Let the owner write to a directory for a while."""
+        status = self.tree.status(parts)
+        mode = 0o777 if status is None else stat.S_IMODE(status.st_mode)
+        if mode & 0o700 == 0o700:
+            yield
+            return
+        self.tree.chmod(parts, mode | 0o700)
+        try:
+            yield
+        finally:
+            self.tree.chmod(parts, mode)
+
+    def _undo(self, record: Record, undoing: _Undoing) -> None:
+        """Put back what a record says. Does no harm if the change was not made, or is undone."""
+        if undoing.recovering and not undoing.external and self._drifted(record, undoing):
+            undoing.sentences.append(
+                f"{shown(join_path(record.path))} was changed by someone else since, and is left"
+                f" as it is{self._set_aside(record)}"
+            )
+        else:
+            self._undo_one(record, undoing)
+        for parts, mtime in record.times:
+            self._set_time(parts, mtime)
+
+    def _undo_one(self, record: Record, undoing: _Undoing) -> None:
+        match record.op:
+            case "put" | "again" | "gone":
+                self._put_back(record, undoing)
+            case "edit":
+                self._revise(record)
+                if record.kept is not None:
+                    self._put_back(record, undoing)
+            case "moved" | "moved over":
+                self._move_back(record, undoing)
+            case "made":
+                self._unmake(record, undoing)
+            case "attributes" if record.before is not None:
+                apply_entry(self.tree, record.path, record.before)
+            case "found":
+                self._bring_back(record, undoing)
+            case _:  # external: what came before it says it all
+                pass
+
+    def _put_back(self, record: Record, undoing: _Undoing) -> None:
+        with self._parent_again(record.path, undoing) as above:
+            if record.op == "gone" and record.temp is not None:
+                if _status(above, record.temp) is not None:
+                    self._aside(above, record.path, undoing)
+                    os.rename(record.temp, record.path[-1], src_dir_fd=above, dst_dir_fd=above)
+                return
+            if record.temp is not None:
+                self.tree.remove_all((*record.path[:-1], record.temp))
+            if record.kept is not None:
+                self._return(above, record.path, record, undoing)
+            else:
+                self._clear(above, record, undoing)
+
+    def _return(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> None:
+        """Put what was kept back to its place; if it is not there, it is in its place already."""
+        kept = record.kept or ""
+        if undoing.recovering and undoing.external and self._kept_elsewhere(above, parts, kept):
+            self._aside(above, parts, undoing)
+        if undoing.tolerant and self._is_in_place(above, parts, record):
+            return  # the change was not made
+        try:
+            self._rename_back(kept, above, parts, undoing)
+        except FileNotFoundError:
+            in_place = self._is_in_place(above, parts, record)
+            if not (undoing.recovering or undoing.tolerant or in_place):
+                raise
+            return
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._copy_in(kept, above, parts, record.temp or _temporary())
+        try:
+            # Still there if both names were one file, or if it was copied.
+            os.unlink(kept, dir_fd=self.store.tx_fd)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self.store.tree.remove_all((kept,))
+        self._litter.discard(kept)
+
+    def _is_in_place(self, above: int, parts: Parts, record: Record) -> bool:
+        status = _status(above, parts[-1])
+        return matches(record.old, None if status is None else _lasting(status))
+
+    def _rename_back(self, kept: str, above: int, parts: Parts, undoing: _Undoing) -> None:
+        try:
+            os.rename(kept, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+        except OSError as error:
+            if error.errno not in _OCCUPIED:
+                raise
+            self._aside(above, parts, undoing)
+            os.rename(kept, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+
+    def _kept_elsewhere(self, above: int, parts: Parts, kept: str) -> bool:
+        """Tell whether something was kept, and something else is in its place."""
+        old = _status(self.store.tx_fd, kept)
+        now = _status(above, parts[-1])
+        return old is not None and now is not None and old.st_ino != now.st_ino
+
+    def _clear(self, above: int, record: Record, undoing: _Undoing) -> None:
+        """Take away what is at a path where nothing was."""
+        name = record.path[-1]
+        status = _status(above, name)
+        if status is None:
+            return
+        ours = record.new is not None and record.new.ino in (ANY_INO, status.st_ino)
+        if undoing.recovering and undoing.external:
+            self._aside(above, record.path, undoing)
+        elif not _is_directory(status):
+            os.unlink(name, dir_fd=above)
+        elif ours:
+            self.tree.remove_all(record.path)
+        else:
+            self._aside(above, record.path, undoing)
+
+    def _aside(self, above: int, parts: Parts, undoing: _Undoing) -> None:
+        """Make room at a path. A directory may hold what is not the call's: it is not lost."""
+        status = _status(above, parts[-1])
+        if status is None:
+            return
+        if not _is_directory(status) and not undoing.recovering:
+            os.unlink(parts[-1], dir_fd=above)
+            return
+        if _is_directory(status):
+            with contextlib.suppress(OSError):
+                os.rmdir(parts[-1], dir_fd=above)
+                return
+        held = f": {self._names_in(parts)}" if _is_directory(status) else ""
+        place = self.store.left(parts)
+        try:
+            if status.st_nlink > 1 and not _is_directory(status):
+                # It stays in use by its other names: what is set aside is a copy.
+                self._copy_aside(parts, place)
+            else:
+                os.rename(parts[-1], place, src_dir_fd=above)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._copy_aside(parts, place)
+        undoing.sentences.append(
+            f"{shown(join_path(parts))} had something that the call did not put there, and that"
+            f" is now in {place}{held}"
+        )
+
+    def _copy_aside(self, parts: Parts, place: Path) -> None:
+        folder = Tree(place.parent)
+        try:
+            copy_exactly(self.tree, parts, folder, (place.name,))
+        finally:
+            folder.close()
+        self.tree.remove_all(parts)
+
+    def _names_in(self, parts: Parts) -> str:
+        """Name what is in a directory."""
+        names = sorted(self.tree.names(parts)) if status_is_directory(self.tree, parts) else []
+        shown_names = [shown(join_path((*parts, name))) for name in names[:10]]
+        return ", ".join(shown_names) + (", ..." if len(names) > 10 else "")
+
+    def _revise(self, record: Record) -> None:
+        """Give a file that was changed in place its content and attributes back."""
+        before, copy = record.before, record.copy
+        if before is None or copy is None or _status(self.store.tx_fd, copy) is None:
+            return
+        if record.kept is not None and _status(self.store.tx_fd, record.kept) is not None:
+            self._refill(self.store.tree, (record.kept,), copy, before)
+            return
+        status = self.tree.status(record.path)
+        if status is not None and status.st_ino == before.ino:
+            self._refill(self.tree, record.path, copy, before)
+        elif record.kept is None:
+            # None of its names is left to us: a copy is all there is.
+            apply_entry(self.store.tree, (copy,), before)
+            with self.tree.parent(record.path) as above:
+                self._rename_or_copy(copy, above, record.path)
+
+    def _refill(self, tree: Tree, parts: Parts, name: str, before: Entry) -> None:
+        """Make a file's content that of one in the store, for all the names it has."""
+        reading = os.open(name, os.O_RDONLY, dir_fd=self.store.tx_fd)
+        try:
+            if not _has_content(tree, parts, reading):
+                os.lseek(reading, 0, os.SEEK_SET)
+                fd = _open_to_change(tree, parts, before.mode)
+                try:
+                    copy_content(reading, fd)
+                    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+                finally:
+                    os.close(fd)
+        finally:
+            os.close(reading)
+        apply_entry(tree, parts, before)
+
+    def _move_back(self, record: Record, undoing: _Undoing) -> None:
+        origin = record.origin or ()
+        if record.kept is None:
+            self._rename_to_origin(record, origin, undoing)
+            return
+        if record.copy is not None:
+            self._revise(record)
+        with self._parent_again(origin, undoing) as above:
+            self._return(above, origin, record, undoing)
+        if record.op == "moved over":
+            return  # what it replaced takes its place next
+        with contextlib.suppress(FileNotFoundError), self.tree.parent(record.path) as above:
+            self._clear(above, record, undoing)
+
+    def _rename_to_origin(self, record: Record, origin: Parts, undoing: _Undoing) -> None:
+        wanted = record.new.ino if record.new is not None else None
+        status = self.tree.status(record.path)
+        if status is None or status.st_ino != wanted:
+            there = self.tree.status(origin)
+            if there is None or there.st_ino != wanted:
+                raise OSError(errno.ENOENT, "it is not where it was moved to")
+            return
+        with (
+            self._parent_again(origin, undoing) as above,
+            self.tree.parent(record.path) as below,
+        ):
+            self._aside(above, origin, undoing)
+            os.rename(record.path[-1], origin[-1], src_dir_fd=below, dst_dir_fd=above)
+
+    def _unmake(self, record: Record, undoing: _Undoing) -> None:
+        with contextlib.suppress(FileNotFoundError), self.tree.parent(record.path) as above:
+            if _status(above, record.path[-1]) is None:
+                return
+            try:
+                os.rmdir(record.path[-1], dir_fd=above)
+            except OSError as error:
+                if error.errno not in _OCCUPIED:
+                    raise
+                if undoing.recovering and not undoing.external:
+                    undoing.sentences.append(
+                        f"{shown(join_path(record.path))} holds what is not the call's, and is"
+                        f" left as it is: {self._names_in(record.path)}"
+                    )
+                    return
+                self._aside(above, record.path, undoing)
+
+    def _bring_back(self, record: Record, undoing: _Undoing) -> None:
+        """Make what was at a path again, from what the scan knows of it."""
+        before, parts = record.before, record.path
+        if before is None:
+            self._remove_found(parts, undoing)
+            return
+        with self._parent_again(parts, undoing) as above:
+            status = _status(above, parts[-1]) if parts else os.fstat(above)
+            if before.kind == "directory":
+                if not _is_directory(status):
+                    self._aside(above, parts, undoing)
+                    os.mkdir(parts[-1], 0o700, dir_fd=above)
+                apply_entry(self.tree, parts, before)
+                return
+            self._bring_back_file(above, parts, before, status, undoing)
+
+    def _remove_found(self, parts: Parts, undoing: _Undoing) -> None:
+        try:
+            held = self.tree.parent(parts)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *BARRED):
+                raise
+            return  # its directory is gone, or is again what it was before
+        with held as above:
+            status = _status(above, parts[-1])
+            if status is None:
+                return
+            if undoing.recovering or _is_directory(status):
+                self._aside(above, parts, undoing)
+            else:
+                os.unlink(parts[-1], dir_fd=above)
+
+    def _bring_back_file(
+        self,
+        above: int,
+        parts: Parts,
+        before: Entry,
+        status: os.stat_result | None,
+        undoing: _Undoing,
+    ) -> None:
+        same = status is not None and status.st_ino == before.ino and stat.S_ISREG(status.st_mode)
+        staged = self.store.fresh()
+        self._litter.add(staged)
+        known = undoing.linked.get(before.ino) if before.nlink > 1 and not same else None
+        if known is not None:
+            with self.tree.parent(known) as other:
+                os.link(known[-1], staged, src_dir_fd=other, dst_dir_fd=self.store.tx_fd)
+        else:
+            self._make_again(staged, before)
+        if same and before.nlink > 1:
+            self._refill(self.tree, parts, staged, before)
+        else:
+            if status is not None and (undoing.recovering or _is_directory(status)):
+                self._aside(above, parts, undoing)
+            self._rename_or_copy(staged, above, parts)
+        if before.nlink > 1:
+            undoing.linked[before.ino] = parts
+
+    def _make_again(self, staged: str, before: Entry) -> None:
+        fd = self.store.tx_fd
+        match before.kind:
+            case "file" if before.digest is not None:
+                reading = self.store.objects.open(before.digest)
+                try:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                    writing = os.open(staged, flags, 0o600, dir_fd=fd)
+                    try:
+                        copy_content(reading, writing)
+                    finally:
+                        os.close(writing)
+                finally:
+                    os.close(reading)
+            case "symlink":
+                os.symlink(before.target or "", staged, dir_fd=fd)
+            case "fifo":
+                os.mkfifo(staged, 0o600, dir_fd=fd)
+            case _:
+                raise OSError(errno.ENOENT, "its content was not kept")
+        apply_entry(self.store.tree, (staged,), before)
+
+    def _rename_or_copy(self, staged: str, above: int, parts: Parts) -> None:
+        try:
+            os.rename(staged, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._copy_in(staged, above, parts, _temporary())
+
+    def _parent_again(self, parts: Parts, undoing: _Undoing) -> Held:
+        """Open a directory to put something back into, which may have been taken away."""
+        try:
+            return self.tree.parent(parts)
+        except FileNotFoundError:
+            pass
+        for depth in range(1, len(parts)):
+            if self.tree.status(parts[:depth]) is None:
+                with self.tree.parent(parts[:depth]) as above:
+                    os.mkdir(parts[depth - 1], dir_fd=above)
+                undoing.sentences.append(
+                    f"{shown(join_path(parts[:depth]))} had been taken away and was made again,"
+                    " without what is not the call's"
+                )
+        return self.tree.parent(parts)
+
+    def _set_time(self, parts: Parts, mtime_ns: int) -> None:
+        with contextlib.suppress(FileNotFoundError), self.tree.directory(parts) as fd:
+            status = os.fstat(fd)
+            if status.st_mtime_ns != mtime_ns:
+                os.utime(fd, ns=(status.st_atime_ns, mtime_ns))
+
+    def _drifted(self, record: Record, undoing: _Undoing) -> bool:
+        """Tell whether a path is neither as we left it nor as it was."""
+        if record.op not in ("put", "again", "gone", "edit"):
+            return False
+        status = self.tree.status(record.path)
+        now = None if status is None else _lasting(status)
+        return not any(matches(known, now) for known in undoing.ours[record.path])
+
+    def _set_aside(self, record: Record) -> str:
+        """Keep what could not be put back where it can be found, and say where."""
+        source = record.copy if record.op == "edit" else record.kept
+        if source is None or _status(self.store.tx_fd, source) is None:
+            return ""
+        place = self.store.left(record.path)
+        with contextlib.suppress(OSError):
+            os.rename(source, place, src_dir_fd=self.store.tx_fd)
+            return f"; what was there before is in {place}"
+        return ""
+
+
+def recover(tree: Tree, history: History) -> tuple[str, ...]:
+    """Undo, or finish, what a process that is gone has left; says what could not be put back."""
+    store = history.store
+    names = store.tree.names(())
+    if not names:
+        return ()
+    records, damage = read_journal(history.journal.path)
+    if damage == "broken":
+        place = store.left(("journal",))
+        place.mkdir()
+        for name in names:
+            os.rename(name, place / name, src_dir_fd=store.tx_fd)
+        sentence = (
+            "The journal of a call that was not finished cannot be read. The directory is left as"
+            f" it is; what that call has replaced is in {place}"
+        )
+        logger.error("%s", sentence)
+        return (sentence,)
+    sentences: tuple[str, ...] = ()
+    if damage == "torn":
+        # First of all: what is undone may take away what shows that nothing is missing.
+        sentences = _spare(store, {name for r in records for name in (r.kept, r.copy)})
+        history.journal.cut(records[-1].end if records else 0)
+    if records and records[-1].op == "commit":
+        drop_temporaries(tree, records)
+        history.finish(records)
+    elif records:
+        sentences += Changes(tree, history).undo_unfinished(records)
+    for name in store.tree.names(()):
+        if name != "journal":
+            store.tree.remove_all((name,))
+    history.journal.close()
+    return sentences
+
+
+def drop_temporaries(tree: Tree, records: Sequence[Record]) -> None:
+    """Remove what a committed transaction had wait beside its place."""
+    for record in records:
+        if record.temp is not None:
+            with contextlib.suppress(OSError):
+                tree.remove_all((*record.path[:-1], record.temp))
+
+
+def _spare(store: Store, known: set[str | None]) -> tuple[str, ...]:
+    """Set aside what a record that cannot be read may have been about, if it may be the only one.
+
+    A change is made after its record was written: what is kept has its place in the workspace, too.
+    """
+    sentences: list[str] = []
+    for name in sorted(set(store.tree.names(())) - known):
+        if name.startswith(("k", "c")) and not _is_spare(store, name):
+            place = store.left((name,))
+            os.rename(name, place, src_dir_fd=store.tx_fd)
+            sentences.append(
+                "The last change of a call that was not finished cannot be told. What it may have"
+                f" replaced is in {place}"
+            )
+    return tuple(sentences)
+
+
+def _is_spare(store: Store, name: str) -> bool:
+    """Tell whether what was kept is certainly elsewhere as well."""
+    if name.startswith("k"):
+        status = store.tree.status((name,))
+        return status is not None and status.st_nlink > 1 and not _is_directory(status)
+    original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of
+    if not _is_spare(store, original):
+        return False
+    return store.tree.read((original,))[0] == store.tree.read((name,))[0]
+
+
+@contextlib.contextmanager
+def _links_may_be_refused() -> Generator[None]:
+    """Go on without a second name where the system, or the filesystem, does not give any."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, *_NO_LINKS):
+            raise
+
+
+def _status(above: int, name: str) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=above, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _is_directory(status: os.stat_result | None) -> bool:
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def matches(known: Ident | None, now: Ident | None) -> bool:
+    """Tell whether something is what it was known to be, or an exact copy of that."""
+    if known is None or now is None:
+        return known is now
+    if known.size == -1:
+        return known.ino in (ANY_INO, now.ino)
+    return known.size == now.size and known.mtime_ns == now.mtime_ns
+
+
+def _lasting(status: os.stat_result) -> Ident:
+    """Return what tells something from another: of a directory, only that it is this one."""
+    return Ident(status.st_ino, -1, -1) if _is_directory(status) else ident_of(status)
+
+
+def _temporary() -> str:
+    return f"{TEMPORARY}{os.urandom(6).hex()}"
+
+
+def _overwrite(fd: int, data: bytes) -> None:
+    write_all(fd, data)
+    os.ftruncate(fd, len(data))
+
+
+def _open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
+    with tree.parent(parts) as above:
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(parts[-1], flags, dir_fd=above)
+        except PermissionError:
+            tree.chmod(parts, mode | 0o600)
+            return os.open(parts[-1], flags, dir_fd=above)
+
+
+def _has_content(tree: Tree, parts: Parts, reading: int) -> bool:
+    """Tell whether a file has the content that is left to read."""
+    try:
+        fd = tree.open_file(parts)
+    except PermissionError:
+        return False
+    try:
+        while True:
+            data = os.read(fd, CHUNK)
+            if data != os.read(reading, CHUNK):
+                return False
+            if not data:
+                return True
+    finally:
+        os.close(fd)

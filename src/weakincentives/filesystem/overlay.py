@@ -1,0 +1,797 @@
+"""Run a command over an overlay of a directory, and read what it changed from the upper layer.
+
+Linux only. The command sees the workspace at its own path; what it writes goes to a directory in
+the store, so its write set is known without looking at anything that it did not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem.confined import BARRED, Tree, xattrs_of
+from weakincentives.filesystem.layers import Look, Node
+from weakincentives.filesystem.protocol import Parts, join_path, shown
+
+__all__ = ["Attributes", "Layers", "Step", "Way", "available", "find_way"]
+
+SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# The first process of the command's own pid namespace: when it ends, the kernel ends all others.
+# Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never
+# written to: it ends when the caller closes it or dies, and then everything in here is killed.
+# What the shell itself has to say (`Killed`) is not the command's output.
+SCRIPT = """
+exec 3>&2 4<&0 5<stdin
+cd -- "$1" || exit 125
+: >"$2"/started
+unset OLDPWD
+shift 2
+{ read -r _ <&4; kill -KILL -1; } >/dev/null 2>&1 3>&- 5<&- &
+exec 2>/dev/null
+(exec "$@") <&5 2>&3 3>&- 4<&- 5<&-
+"""
+
+# Comes before it in a user namespace, where only the process that made the namespace may mount.
+MOUNT = """
+"$1" -i -n -t overlay -o "$2" -- overlay "$3" || exit 125
+shift 3
+"""
+
+CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
+MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an overlay is mounted here: by root, or by any user in a user namespace."""
+
+    unshare: str
+    shell: str
+    mount: str
+    options: str
+    xattrs: str
+    """What the names of the overlay's own extended attributes start with."""
+    owner: tuple[int, int] | None
+    """The user and group a command keeps; None for root, which needs no user namespace."""
+
+    def start(self, command: Inside) -> subprocess.Popen[bytes]:
+        """Start a command over an overlay of the workspace."""
+        options = f"lowerdir={command.lower},{self.options}"
+        wrapped = [self.unshare, "--mount", "--mount-proc"]
+        inner = [str(command.directory), str(command.place)]
+        if self.owner is None:
+            wrapped += ["--", self.shell, "-c", SCRIPT, "wink", *inner]
+            return command.start([*wrapped, *command.argv], before=lambda: _enter(command, options))
+        # Mounting takes the namespace's root; the command runs as the user it is.
+        uid, gid = self.owner
+        user = [self.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
+        wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+        wrapped += ["--", self.shell, "-c", MOUNT + SCRIPT, "wink"]
+        wrapped += [self.mount, options, str(command.workspace), *inner, *user]
+        return command.start([*wrapped, *command.argv])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """A command, and what it is to be started with."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] | None
+    directory: Path
+    workspace: Path
+    place: Path
+    lower: str
+    lifeline: int
+    """What comes to its end when the command has to."""
+
+    def start(
+        self, wrapped: Sequence[str], *, before: Callable[[], None] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start it, wrapped in what brings it into its namespaces."""
+        return start_apart(
+            wrapped, cwd=self.place, env=self.env, stdin=self.lifeline, before=before
+        )
+
+
+def start_apart(
+    argv: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None,
+    stdin: int,
+    before: Callable[[], None] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a program from a thread of its own, after ``before`` was called there.
+
+    An interrupt that comes meanwhile is raised once the program is known, and killed.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def start() -> None:
+        if not started.set_running_or_notify_cancel():
+            return
+        try:
+            if before is not None:
+                before()
+            process = subprocess.Popen(
+                argv,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException as error:
+            started.set_exception(error)
+        else:
+            started.set_result(process)
+
+    try:
+        threading.Thread(target=start, name="wink-command").start()
+        return started.result()
+    except BaseException:
+        if not started.cancel() and started.exception() is None:
+            with started.result() as process:
+                kill_group(process)
+        raise
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and what it started, as far as that has not left its process group."""
+    # The group's number stays taken while any of them is there.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _enter(command: Inside, options: str) -> None:
+    """Bring this thread, and what it starts, into namespaces with the overlay in the right place.
+
+    The rest of the process sees nothing of it. Programs that do the same would take much longer.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
+    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    # The working directory is this thread's alone by now. It keeps odd names out of the options.
+    os.chdir(command.place)
+    target = os.fsencode(command.workspace)
+    _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
+
+
+def _check(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_ways: dict[tuple[Path, int], Way | str] = {}
+_finding = threading.Lock()
+
+
+def available(workspace: Path, store: Path) -> str | None:
+    """Return None where commands can run over an overlay of the workspace, else why not."""
+    way = find_way(workspace, store)
+    return way if isinstance(way, str) else None
+
+
+def find_way(workspace: Path, store: Path) -> Way | str:
+    """Return how an overlay of the workspace is mounted, or why it cannot be.
+
+    It is found by trying, once for each workspace and filesystem of the store. A filesystem mounted
+    inside the workspace, which an overlay would hide, is looked for each time.
+    """
+    if sys.platform != "linux":
+        return f"overlays need Linux, this is {sys.platform}"
+    key = workspace, os.stat(store).st_dev
+    with _finding:
+        way = _ways.get(key)
+        if way is None:
+            way = _ways[key] = _try(workspace, store)
+    mounted = None if isinstance(way, str) else _mounted_below(workspace)
+    return way if mounted is None else f"another filesystem is mounted inside it at {mounted}"
+
+
+def _try(workspace: Path, store: Path) -> Way | str:
+    programs = {name: shutil.which(name, path=SEARCH) for name in ("unshare", "sh", "mount")}
+    unshare, shell, mount = programs.values()
+    if unshare is None or shell is None or mount is None:
+        missing = ", ".join(name for name, path in programs.items() if path is None)
+        return f"these programs are missing: {missing}"
+    reason = "nothing was tried"
+    for options, xattrs, owner in _candidates():
+        way = Way(unshare, shell, mount, options, xattrs, owner)
+        reason = _failure(way, workspace, store)
+        if reason is None:
+            return way
+    return f"an overlay cannot be mounted: {reason}"
+
+
+def _candidates() -> Iterator[tuple[str, str, tuple[int, int] | None]]:
+    # Whole files and whole directories only: no redirects and no metadata-only copies to follow.
+    # The index keeps hard links together. Volatile: unmounting need not sync the disk.
+    root = "upperdir=upper,workdir=work,redirect_dir=off,metacopy=off"
+    if os.geteuid() == 0:
+        for options in ("index=on,volatile", "index=off,volatile", "index=off"):
+            yield f"{root},{options}", "trusted.overlay.", None
+    for options in (",volatile", ""):
+        owner = os.geteuid(), os.getegid()
+        yield f"upperdir=upper,workdir=work,userxattr{options}", "user.overlay.", owner
+
+
+def _failure(way: Way, workspace: Path, store: Path) -> str | None:
+    """Return what the system says when a command that changes a file is tried this way."""
+    place = store / f"probe-{os.getpid()}-{threading.get_ident()}"
+    layers = Layers(place, workspace, way)
+    try:
+        layers.prepare()
+        try:
+            process = layers.start(["touch", "probe"], directory=workspace)
+            _, said = process.communicate(timeout=30)
+        finally:
+            layers.end()
+        if process.returncode or not (layers.upper / "probe").exists():
+            return said.decode(errors="replace").strip() or f"exit code {process.returncode}"
+        return None
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    finally:
+        layers.discard()
+
+
+def _mounted_below(workspace: Path) -> str | None:
+    start = os.fsencode(workspace) + b"/"
+    with open("/proc/self/mountinfo", "rb") as lines:
+        for line in lines:
+            target = line.split(b" ", 5)[4]
+            if b"\\" in target:
+                target = target.decode("unicode_escape").encode("latin-1")
+            if target.startswith(start):
+                return shown(os.fsdecode(target))
+    return None
+
+
+class Layers:
+    """The directories of one command: what it sees below, and the upper one that it writes to."""
+
+    def __init__(self, place: Path, workspace: Path, way: Way) -> None:
+        self.place = place
+        self.upper = place / "upper"
+        self.staged = place / "staged"
+        """What lies between the workspace and the upper layer, when a view's changes do."""
+        self.workspace = workspace
+        self._way = way
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+
+    def prepare(self, stdin: bytes = b"") -> None:
+        """Make the directories; the upper one with the attributes that the workspace has."""
+        self.place.mkdir(mode=0o700)
+        self.upper.mkdir(mode=0o700)
+        (self.place / "work").mkdir(mode=0o700)
+        # A name without colons or commas, whatever the workspace is called.
+        (self.place / "lower").symlink_to(self.workspace)
+        (self.place / "stdin").write_bytes(stdin)
+        _take_after(self.upper, os.stat(self.workspace), self.workspace)
+
+    def cover(self, look: Look, paths: Iterable[Parts], tree: Tree) -> None:
+        """Lay what a view sees at some paths between the workspace and the upper layer."""
+        _Cover(look, tree, self.staged, f"{self._way.xattrs}opaque").lay(paths)
+
+    def start(
+        self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start the command over the overlay; its output is to be read from the process."""
+        reading, writing = os.pipe()
+        command = Inside(
+            argv=_with_odd_variables(argv, os.environ if env is None else env),
+            env=env,
+            directory=directory,
+            workspace=self.workspace,
+            place=self.place,
+            lower="staged:lower" if self.staged.exists() else "lower",
+            lifeline=reading,
+        )
+        self._lifeline = writing
+        try:
+            self._process = self._way.start(command)
+            return self._process
+        finally:
+            os.close(reading)
+
+    def kill(self) -> None:
+        """Kill the command and everything that it started."""
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+
+    def end(self) -> None:
+        """Wait until nothing that the command started is left; what is still there is killed."""
+        self.kill()
+        process = self._process
+        if process is None:
+            return
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            # The command killed the process that would have killed it.
+            kill_group(process)
+            process.wait()
+
+    @property
+    def started(self) -> bool:
+        """Whether the command was reached: the overlay is mounted, its directory is there."""
+        return (self.place / "started").exists()
+
+    def discard(self) -> None:
+        """Throw away everything that was written."""
+        remove_tree(self.place)
+
+    def steps(self, tree: Tree) -> list[Step]:
+        """Return what turns the workspace into what the command saw, in the order to do it."""
+        lower = Lower(tree, self.staged, self._way.xattrs)
+        try:
+            return _Reader(self, lower, self._way).read()
+        finally:
+            lower.close()
+
+    def index(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the inode in the upper layer and the handle below of each file with hard links."""
+        directory = self.place / "work" / "index"
+        if self._way.owner is None and directory.is_dir():
+            for entry in os.scandir(directory):
+                if not entry.name.startswith("#"):
+                    yield entry.stat(follow_symlinks=False).st_ino, bytes.fromhex(entry.name)
+
+
+def _with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return ``argv`` so that variables which a shell does not pass on reach the command."""
+    odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
+    return ["env", *odd, *argv] if odd else list(argv)
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and name.isidentifier()
+
+
+def remove_tree(place: Path) -> None:
+    """Remove a directory with all that is in it, whatever the modes of its directories."""
+    try:
+        shutil.rmtree(place)
+    except FileNotFoundError:
+        return
+    except PermissionError:
+        for directory, names, _ in os.walk(place):
+            for name in names:
+                path = os.path.join(directory, name)
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+        shutil.rmtree(place)
+
+
+# Laying a private view's changes over the workspace
+
+
+@dataclass(slots=True)
+class _Cover:
+    look: Look
+    tree: Tree
+    staged: Path
+    opaque: str
+    done: set[Parts] = field(default_factory=set[Parts])
+    """Paths whose whole content is laid out."""
+
+    def lay(self, paths: Iterable[Parts]) -> None:
+        for parts in sorted(paths):
+            if not any(parts[:depth] in self.done for depth in range(len(parts) + 1)):
+                self._lay_one(parts)
+
+    def _lay_one(self, parts: Parts) -> None:
+        try:
+            node = self.look.node(parts)
+        except OSError:
+            return  # below something else, which is laid out itself
+        status = _status(self.tree, parts)
+        directory = None if status is None or not stat.S_ISDIR(status.st_mode) else status.st_ino
+        self._make_parents(parts)
+        if node is None:
+            if status is not None:
+                os.mknod(self.staged.joinpath(*parts), stat.S_IFCHR, 0)
+        elif node.kind == "directory" and node.ino == directory:
+            self._make_parents((*parts, ""))
+            self.staged.joinpath(*parts).chmod(node.mode)
+            return
+        else:
+            self._lay(parts, node, status)
+        self.done.add(parts)
+
+    def _make_parents(self, parts: Parts) -> None:
+        self.staged.mkdir(mode=0o700, exist_ok=True)
+        for depth in range(1, len(parts)):
+            place = self.staged.joinpath(*parts[:depth])
+            if not place.is_dir():
+                place.mkdir()
+                original = self.tree.path.joinpath(*parts[:depth])
+                _take_after(place, os.lstat(original), original)
+
+    def _lay(self, parts: Parts, node: Node, status: os.stat_result | None) -> None:
+        """Put what the view sees at a path, with all that is in it, into the layer."""
+        place = self.staged.joinpath(*parts)
+        if node.kind == "directory":
+            place.mkdir()
+            os.setxattr(place, self.opaque, b"y")
+            for name, inner in self.look.nodes(parts):
+                self._lay((*parts, name), inner, None)
+        elif node.kind == "link":
+            place.symlink_to(self.look.link_target(parts))
+        elif node.kind == "file":
+            place.write_bytes(self.look.read(parts))
+            if status is not None and stat.S_ISREG(status.st_mode):
+                _take_after(place, status, self.tree.path.joinpath(*parts))
+        else:
+            os.mkfifo(place)
+        if node.kind != "link":
+            place.chmod(node.mode)
+        os.utime(place, ns=(node.mtime_ns, node.mtime_ns), follow_symlinks=False)
+
+
+def _take_after(place: Path, status: os.stat_result, original: Path) -> None:
+    if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
+        with contextlib.suppress(PermissionError):
+            os.chown(place, status.st_uid, status.st_gid)
+    shutil.copystat(original, place)
+
+
+def _status(tree: Tree, parts: Parts) -> os.stat_result | None:
+    try:
+        return tree.status(parts)
+    except OSError as error:
+        if error.errno in BARRED:
+            return None
+        raise
+
+
+# Reading the upper layer
+
+
+Xattrs = tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What belongs to a path besides its content."""
+
+    mode: int
+    mtime_ns: int
+    uid: int
+    gid: int
+    xattrs: Xattrs
+
+    def differs(self, other: Attributes) -> bool:
+        """Tell whether anything but the time differs."""
+        return (self.mode, self.uid, self.gid, self.xattrs) != (
+            other.mode,
+            other.uid,
+            other.gid,
+            other.xattrs,
+        )
+
+
+Action = Literal["remove", "directory", "move", "rewrite", "attributes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of the workspace.
+
+    ``remove`` what is there; make a ``directory``; ``move`` the source there, whatever it is;
+    ``rewrite`` what is there in place with the source's bytes;
+    set the ``attributes``.
+    """
+
+    action: Action
+    parts: Parts
+    source: Path | None = None
+    attributes: Attributes | None = None
+
+
+class Lower:
+    """What the command saw before it changed anything: the workspace, and a staged layer on it."""
+
+    def __init__(self, tree: Tree, staged: Path, prefix: str) -> None:
+        self._tree = tree
+        self._staged = Tree(staged) if staged.exists() else None
+        self._prefix = prefix
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        if self._staged is not None:
+            self._staged.close()
+
+    def status(self, parts: Parts) -> os.stat_result | None:
+        """Return what is there, or None."""
+        tree = self._where(parts)
+        return None if tree is None else _status(tree, parts)
+
+    def link_target(self, parts: Parts) -> str:
+        """Return where a symlink leads."""
+        return self._found(parts).link_target(parts)
+
+    def open_file(self, parts: Parts) -> int:
+        """Return a descriptor to read the file with."""
+        return self._found(parts).open_file(parts)
+
+    def xattrs(self, parts: Parts) -> Xattrs:
+        """Return a path's extended attributes."""
+        with self._found(parts).parent(parts) as above:
+            found = xattrs_of(f"/proc/self/fd/{above}/{parts[-1] if parts else '.'}")
+        return tuple((name, value) for name, value in found if not name.startswith(self._prefix))
+
+    def _found(self, parts: Parts) -> Tree:
+        tree = self._where(parts)
+        if tree is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+        return tree
+
+    def _where(self, parts: Parts) -> Tree | None:
+        """Return the tree in which a path is seen; None for one that the staged layer hides."""
+        if self._staged is None or not parts:
+            return self._tree
+        for depth in range(1, len(parts) + 1):
+            status = self._staged.status(parts[:depth])
+            path = self._staged.path.joinpath(*parts[:depth])
+            if status is None:
+                return self._tree
+            if stat.S_ISCHR(status.st_mode):
+                return None
+            if not stat.S_ISDIR(status.st_mode) or _is_marked(path, f"{self._prefix}opaque"):
+                return self._staged
+        return self._staged
+
+
+@dataclass(slots=True)
+class _Reader:
+    layers: Layers
+    lower: Lower
+    way: Way
+    found: list[Step] = field(default_factory=list[Step])
+    rewritten: set[int] = field(default_factory=set[int])
+    indexed: dict[int, bytes] = field(default_factory=dict[int, bytes])
+
+    def read(self) -> list[Step]:
+        self.indexed = dict(self.layers.index())
+        self._directory(self.layers.upper, (), True)
+        return self.found
+
+    def _directory(self, path: Path, parts: Parts, merged: bool) -> None:
+        """Add the steps for all that is in a directory of the upper layer, then for itself."""
+        status = os.lstat(path)
+        own = _attributes(path, status, self.way.xattrs)
+        if os.geteuid() and status.st_mode & 0o700 != 0o700:
+            os.chmod(path, status.st_mode | 0o700)
+        direct = False
+        with os.scandir(path) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+        for entry in listed:
+            count = len(self.found)
+            self._entry(path / entry.name, (*parts, entry.name), merged)
+            direct |= any(step.parts[:-1] == parts for step in self.found[count:])
+        if not merged:
+            self.found.append(Step("attributes", parts, attributes=own))
+            return
+        status = self.lower.status(parts)
+        if status is None:
+            return
+        was = _from(status, self.lower.xattrs(parts))
+        # A directory is in the upper layer when anything below it changed, and its time moves
+        # when an entry comes or goes: neither is a change of its own.
+        if own.differs(was) or (own.mtime_ns != was.mtime_ns and not direct):
+            self.found.append(Step("attributes", parts, attributes=own))
+
+    def _entry(self, path: Path, parts: Parts, merged: bool) -> None:
+        status = os.lstat(path)
+        below = self.lower.status(parts) if merged else None
+        kind = stat.S_IFMT(status.st_mode)
+        if _is_whiteout(path, status, self.way.xattrs):
+            if below is not None:
+                self.found.append(Step("remove", parts))
+        elif kind == stat.S_IFDIR:
+            self._subdirectory(path, parts, below)
+        elif kind == stat.S_IFREG:
+            self._file(path, parts, status, below)
+        elif kind in (stat.S_IFCHR, stat.S_IFBLK):
+            raise FilesystemError(
+                f"The command made a device at {shown(join_path(parts))}. Devices are not kept in"
+                " the workspace, so nothing that the command changed was kept"
+            )
+        elif kind != stat.S_IFLNK or not self._same_link(path, parts, below):
+            self._move(path, parts, below)
+
+    def _subdirectory(self, path: Path, parts: Parts, below: os.stat_result | None) -> None:
+        is_directory = below is not None and stat.S_ISDIR(below.st_mode)
+        merged = is_directory and not _is_marked(path, f"{self.way.xattrs}opaque")
+        if not merged:
+            if below is not None:
+                self.found.append(Step("remove", parts))
+            self.found.append(Step("directory", parts))
+        self._directory(path, parts, merged)
+
+    def _file(
+        self, path: Path, parts: Parts, status: os.stat_result, below: os.stat_result | None
+    ) -> None:
+        own = _attributes(path, status, self.way.xattrs)
+        handle = self.indexed.get(status.st_ino)
+        if handle is not None and self._linked(path, parts, status, own, handle, below):
+            return
+        if (
+            below is None
+            or not stat.S_ISREG(below.st_mode)
+            or status.st_nlink > 1
+            or not self._same_bytes(path, parts, status, below)
+        ):
+            self._move(path, parts, below)
+        elif own.differs(_from(below, self.lower.xattrs(parts))):
+            self.found.append(Step("attributes", parts, attributes=own))
+
+    def _linked(
+        self,
+        path: Path,
+        parts: Parts,
+        status: os.stat_result,
+        own: Attributes,
+        handle: bytes,
+        below: os.stat_result | None,
+    ) -> bool:
+        """Add the steps for a file that had several names before: it keeps them, and its inode."""
+        opened = _open_handle(self.layers.workspace, handle)
+        if opened is None:
+            return False
+        try:
+            was = os.fstat(opened)
+            if below is None or (below.st_dev, below.st_ino) != (was.st_dev, was.st_ino):
+                link = self.layers.place / f"link-{len(self.found)}"
+                try:
+                    os.link(f"/proc/self/fd/{opened}", link, src_dir_fd=opened)
+                except OSError:
+                    return False  # the store is on another filesystem
+                self._replace("move", parts, link, below)
+            if status.st_ino in self.rewritten:
+                return True
+            self.rewritten.add(status.st_ino)
+            with open(f"/proc/self/fd/{opened}", "rb") as old, open(path, "rb") as new:
+                same = was.st_size == status.st_size and _equal(old.fileno(), new.fileno())
+                attributes = _from(was, xattrs_of(old.fileno()))
+        finally:
+            os.close(opened)
+        if not same:
+            self.found.append(Step("rewrite", parts, path))
+        if not same or own != attributes:
+            self.found.append(Step("attributes", parts, attributes=own))
+        return True
+
+    def _same_bytes(
+        self, path: Path, parts: Parts, status: os.stat_result, below: os.stat_result
+    ) -> bool:
+        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
+        if (status.st_size, status.st_mtime_ns) != (below.st_size, below.st_mtime_ns):
+            return False
+        old = self.lower.open_file(parts)
+        try:
+            with open(path, "rb") as new:
+                return _equal(old, new.fileno())
+        finally:
+            os.close(old)
+
+    def _same_link(self, path: Path, parts: Parts, below: os.stat_result | None) -> bool:
+        if below is None or not stat.S_ISLNK(below.st_mode):
+            return False
+        own = os.lstat(path)
+        return (own.st_uid, own.st_gid, own.st_mtime_ns) == (
+            below.st_uid,
+            below.st_gid,
+            below.st_mtime_ns,
+        ) and os.readlink(path) == self.lower.link_target(parts)
+
+    def _move(self, path: Path, parts: Parts, below: os.stat_result | None) -> None:
+        _scrub(path, self.way.xattrs)
+        self._replace("move", parts, path, below)
+
+    def _replace(
+        self, action: Action, parts: Parts, source: Path, below: os.stat_result | None
+    ) -> None:
+        if below is not None and stat.S_ISDIR(below.st_mode):
+            self.found.append(Step("remove", parts))
+        self.found.append(Step(action, parts, source))
+
+
+def _is_whiteout(path: Path, status: os.stat_result, prefix: str) -> bool:
+    if stat.S_ISCHR(status.st_mode):
+        return status.st_rdev == 0
+    # The other form, which tools write where they cannot make device nodes.
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_size == 0
+        and f"{prefix}whiteout" in os.listxattr(path, follow_symlinks=False)
+    )
+
+
+def _is_marked(path: Path, name: str) -> bool:
+    try:
+        return os.getxattr(path, name, follow_symlinks=False) == b"y"
+    except OSError:
+        return False
+
+
+def _attributes(path: Path, status: os.stat_result, prefix: str) -> Attributes:
+    """Return a path's attributes without those of the overlay itself."""
+    found = xattrs_of(str(path))
+    return _from(status, tuple(one for one in found if not one[0].startswith(prefix)))
+
+
+def _from(status: os.stat_result, xattrs: Xattrs) -> Attributes:
+    mode = stat.S_IMODE(status.st_mode)
+    return Attributes(mode, status.st_mtime_ns, status.st_uid, status.st_gid, xattrs)
+
+
+def _scrub(path: Path, prefix: str) -> None:
+    """Take away the extended attributes that only the overlay needed."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return  # nothing else can have those of a user, and only files are copied up with any
+    names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(prefix)]
+    if not names:
+        return
+    locked = os.geteuid() != 0 and not status.st_mode & 0o200
+    if locked:
+        os.chmod(path, status.st_mode | 0o200)
+    for name in names:
+        os.removexattr(path, name, follow_symlinks=False)
+    if locked:
+        os.chmod(path, status.st_mode)
+
+
+def _equal(one: int, other: int) -> bool:
+    while True:
+        data = os.read(one, 1 << 20)
+        if data != os.read(other, 1 << 20):
+            return False
+        if not data:
+            return True
+
+
+# Files with several names. The overlay names each by its handle: four bytes of which the fifth is
+# the handle's type, a UUID of sixteen, and then what the filesystem itself takes for a handle.
+_HANDLE_TYPE = 4
+_HANDLE_START = 21
+
+
+def _open_handle(workspace: Path, name: bytes) -> int | None:
+    """Return a descriptor of the file below that a handle stands for, if the system lets us."""
+    body = name[_HANDLE_START:]
+    handle = ctypes.create_string_buffer(
+        len(body).to_bytes(4, sys.byteorder) + name[_HANDLE_TYPE].to_bytes(4, sys.byteorder) + body
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    directory = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        opened = libc.open_by_handle_at(directory, handle, os.O_PATH | os.O_CLOEXEC)
+    finally:
+        os.close(directory)
+    return None if opened < 0 else opened

@@ -1,0 +1,265 @@
+"""What a private view has changed: laid over what it was forked from, and ready to be repeated."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.filesystem.layers import Cover, Layer, Look, Node, NodeKind, Present, node_of
+from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.store import Store
+
+__all__ = ["Edit", "Staging", "State"]
+
+# Below what any filesystem uses, so that no staged file is taken for one on disk.
+_numbers = itertools.count(-1, -1)
+
+IN_MEMORY = 64 << 10
+"""Contents up to this size need no file of their own until the view is merged."""
+
+
+class Edit(Protocol):
+    """Where changes can be made: an open transaction, or a private view."""
+
+    def write(self, parts: Parts, data: bytes) -> None: ...
+    def make_directory(self, parts: Parts) -> None: ...
+    def remove(self, parts: Parts) -> None: ...
+    def rename(self, origin: Parts, target: Parts) -> None: ...
+    def copy(self, origin: Parts, target: Parts) -> None: ...
+    def put_file(self, parts: Parts, source: Path) -> None: ...
+    def set_attributes(
+        self,
+        parts: Parts,
+        *,
+        mode: int | None = None,
+        mtime_ns: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        xattrs: tuple[tuple[str, bytes], ...] | None = None,
+    ) -> None: ...
+
+
+class _Attributes(NamedTuple):
+    mode: int | None
+    mtime_ns: int | None
+    uid: int | None
+    gid: int | None
+    xattrs: tuple[tuple[str, bytes], ...] | None
+
+
+class _Step(NamedTuple):
+    action: Literal["write", "directory", "remove", "rename", "copy", "put", "attributes", "back"]
+    parts: Parts
+    target: Parts = ()
+    content: bytes | Path = b""
+    attributes: _Attributes | None = None
+    place: object = None
+
+
+class State(NamedTuple):
+    """A private view's changes: how things look with them, and the steps that lead there."""
+
+    layer: Layer
+    steps: tuple[_Step, ...] = ()
+
+
+class Staging:
+    """A private view's changes, and the files that hold the big ones."""
+
+    def __init__(self, base: Look, store: Store) -> None:
+        self.base = base
+        self.state = State(Layer(base))
+        self._store = store
+        self._folder: Path | None = None
+        self._count = 0
+
+    @property
+    def layer(self) -> Layer:
+        return self.state.layer
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is anything to merge."""
+        return bool(self.state.steps)
+
+    @property
+    def written(self) -> set[Parts]:
+        """The paths that were changed."""
+        return {step.target or step.parts for step in self.state.steps} | {
+            step.parts for step in self.state.steps if step.action != "copy"
+        }
+
+    @property
+    def covered(self) -> set[Parts]:
+        """The paths where this may not look as the directory itself does."""
+        paths: set[Parts] = set()
+        look: Look = self.layer
+        while isinstance(look, Layer):
+            paths.update(look.changed)
+            look = look.below
+        return paths | look.changed() if isinstance(look, Present) else paths
+
+    # Looking
+
+    def node(self, parts: Parts) -> Node | None:
+        """Return what is at a path; None for nothing."""
+        return self.state.layer.node(parts)
+
+    def read(self, parts: Parts) -> bytes:
+        """Return the bytes of a regular file."""
+        return self.state.layer.read(parts)
+
+    def link_target(self, parts: Parts) -> str:
+        """Return the text of a symbolic link."""
+        return self.state.layer.link_target(parts)
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        """Return all that is in a directory."""
+        return self.state.layer.nodes(parts)
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        """Return the names in a directory with what they are."""
+        return self.state.layer.kinds(parts)
+
+    # Changing
+
+    def write(self, parts: Parts, data: bytes) -> None:
+        """Make the file hold these bytes."""
+        now = _now()
+        layer = self.layer.make_directories(parts[:-1], now)
+        old = layer.node(parts)
+        mode = 0o644 if old is None else old.mode
+        content = data if len(data) <= IN_MEMORY else self._spill(data)
+        node = Node("file", mode, len(data), now, next(_numbers))
+        steps = self.state.steps
+        if steps and steps[-1].action == "write" and steps[-1].parts == parts:
+            steps = steps[:-1]
+        self.state = State(
+            layer.put(parts, Cover(node, content)),
+            (*steps, _Step("write", parts, content=content)),
+        )
+
+    def make_directory(self, parts: Parts) -> None:
+        """Make a directory, and those it needs; one that is there is fine."""
+        layer = self.layer.make_directories(parts, _now())
+        self._add(layer, _Step("directory", parts))
+
+    def remove(self, parts: Parts) -> None:
+        """Take a file, link or whole directory away."""
+        self._add(self.layer.remove(parts), _Step("remove", parts))
+
+    def rename(self, origin: Parts, target: Parts) -> None:
+        """Give a file, link or directory another path; what is there is taken away."""
+        layer = self.layer.make_directories(target[:-1], _now()).rename(origin, target)
+        self._add(layer, _Step("rename", origin, target))
+
+    def copy(self, origin: Parts, target: Parts) -> None:
+        """Put a copy of a file, link or directory at another path; what is there goes."""
+        layer = self.layer.make_directories(target[:-1], _now()).copy(origin, target)
+        self._add(layer, _Step("copy", origin, target))
+
+    def put_file(self, parts: Parts, source: Path) -> None:
+        """Make the file, link or pipe at ``source`` what is at the path; it is consumed."""
+        place = self._place()
+        os.rename(source, place)
+        node = node_of(os.lstat(place))
+        content = os.fsencode(os.readlink(place)) if node.kind == "link" else place
+        layer = self.layer.make_directories(parts[:-1], _now()).put(parts, Cover(node, content))
+        self._add(layer, _Step("put", parts, content=place))
+
+    def set_attributes(
+        self,
+        parts: Parts,
+        *,
+        mode: int | None = None,
+        mtime_ns: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        xattrs: tuple[tuple[str, bytes], ...] | None = None,
+    ) -> None:
+        """Change what is given of a file's or directory's attributes, and nothing else."""
+        layer = self.layer if mode is None or not parts else self.layer.set_mode(parts, mode)
+        attributes = _Attributes(mode, mtime_ns, uid, gid, xattrs)
+        self._add(layer, _Step("attributes", parts, attributes=attributes))
+
+    def go_to(self, place: object, state: State) -> None:
+        """Make everything as it was at a place, and do from there what ``state`` did."""
+        self.state = State(state.layer, (_Step("back", (), place=place), *state.steps))
+
+    def replay(self, edit: Edit, go_back: Callable[[object], None]) -> None:
+        """Make all these changes elsewhere, in the same order."""
+        for step in self.state.steps:
+            match step.action:
+                case "write":
+                    content = step.content
+                    data = content if isinstance(content, bytes) else content.read_bytes()
+                    edit.write(step.parts, data)
+                case "directory":
+                    edit.make_directory(step.parts)
+                case "remove":
+                    edit.remove(step.parts)
+                case "rename":
+                    edit.rename(step.parts, step.target)
+                case "copy":
+                    edit.copy(step.parts, step.target)
+                case "back":
+                    go_back(step.place)
+                case "put":
+                    self._put_file(edit, step)
+                case "attributes":
+                    self._set_attributes(edit, step)
+
+    def _set_attributes(self, edit: Edit, step: _Step) -> None:
+        if step.attributes is not None:
+            mode, mtime_ns, uid, gid, xattrs = step.attributes
+            edit.set_attributes(
+                step.parts, mode=mode, mtime_ns=mtime_ns, uid=uid, gid=gid, xattrs=xattrs
+            )
+
+    def _put_file(self, edit: Edit, step: _Step) -> None:
+        """Put a staged file elsewhere by another name, then have a copy: it may be needed again."""
+        place, name = step.content, self._place()
+        assert isinstance(place, Path)
+        os.link(place, name, follow_symlinks=False)
+        edit.put_file(step.parts, name)
+        # Its own from here on: what is in the directory may be changed in place.
+        if place.is_symlink():
+            name.symlink_to(os.readlink(place))
+        elif place.is_file():
+            shutil.copy2(place, name)
+        else:
+            os.mkfifo(name)
+        os.rename(name, place)
+
+    def drop(self) -> None:
+        """Remove the files that hold the contents."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __del__(self) -> None:
+        self.drop()
+
+    def _add(self, layer: Layer, step: _Step) -> None:
+        self.state = State(layer, (*self.state.steps, step))
+
+    def _spill(self, data: bytes) -> Path:
+        place = self._place()
+        place.write_bytes(data)
+        return place
+
+    def _place(self) -> Path:
+        """Return a free path for a file of this view."""
+        if self._folder is None:
+            self._folder = self._store.path / "views" / os.urandom(8).hex()
+            self._folder.mkdir(mode=0o700, parents=True)
+        self._count += 1
+        return self._folder / str(self._count)
+
+
+def _now() -> int:
+    return int(SYSTEM_CLOCK.time() * 1e9)

@@ -1,0 +1,501 @@
+"""The directory beside a workspace: its lock, the open transaction, old contents and history."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import WorkspaceLocked
+from weakincentives.filesystem.confined import (
+    CHUNK,
+    Ident,
+    Tree,
+    chmod_at,
+    set_xattrs,
+    write_all,
+    xattrs_of,
+)
+from weakincentives.filesystem.protocol import Parts
+
+__all__ = ["Entry", "Objects", "Store", "apply_entry", "copy_exactly", "entry_at"]
+
+Kind = Literal["file", "directory", "symlink", "fifo", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What was at a path: all that is needed to make it again."""
+
+    kind: Kind
+    mode: int
+    """Permission bits only."""
+    mtime_ns: int
+    uid: int
+    gid: int
+    xattrs: tuple[tuple[str, bytes], ...] = ()
+    size: int = 0
+    ino: int = 0
+    nlink: int = 1
+    target: str | None = None
+    """Of a symbolic link: its text."""
+    digest: str | None = None
+    """Of a file: the object that holds its content."""
+
+    @classmethod
+    def of(
+        cls,
+        status: os.stat_result,
+        *,
+        xattrs: tuple[tuple[str, bytes], ...] = (),
+        target: str | None = None,
+        digest: str | None = None,
+    ) -> Entry:
+        """Return the entry that a status describes."""
+        return cls(
+            kind=kind_of(status.st_mode),
+            mode=stat.S_IMODE(status.st_mode),
+            mtime_ns=status.st_mtime_ns,
+            uid=status.st_uid,
+            gid=status.st_gid,
+            xattrs=xattrs,
+            size=status.st_size,
+            ino=status.st_ino,
+            nlink=status.st_nlink,
+            target=target,
+            digest=digest,
+        )
+
+    @property
+    def ident(self) -> Ident:
+        return Ident(self.ino, self.size, self.mtime_ns)
+
+    def encode(self) -> list[Any]:
+        """Return the entry as JSON takes it."""
+        xattrs = [[name, value.hex()] for name, value in self.xattrs]
+        return [
+            self.kind, self.mode, self.mtime_ns, self.uid, self.gid, xattrs, self.size, self.ino,
+            self.nlink, self.target, self.digest,
+        ]  # fmt: skip
+
+    @classmethod
+    def decode(cls, values: list[Any]) -> Entry:
+        """Return the entry that :meth:`encode` wrote."""
+        kind, mode, mtime_ns, uid, gid, xattrs, size, ino, nlink, target, digest = values
+        return cls(
+            kind=kind,
+            mode=mode,
+            mtime_ns=mtime_ns,
+            uid=uid,
+            gid=gid,
+            xattrs=tuple((name, bytes.fromhex(value)) for name, value in xattrs),
+            size=size,
+            ino=ino,
+            nlink=nlink,
+            target=target,
+            digest=digest,
+        )
+
+
+def kind_of(mode: int) -> Kind:
+    match stat.S_IFMT(mode):
+        case stat.S_IFREG:
+            return "file"
+        case stat.S_IFDIR:
+            return "directory"
+        case stat.S_IFLNK:
+            return "symlink"
+        case stat.S_IFIFO:
+            return "fifo"
+        case _:
+            return "other"
+
+
+def entry_at(tree: Tree, parts: Parts) -> Entry | None:
+    """Return what is at a path, without a file's content; None for nothing."""
+    status = tree.status(parts)
+    if status is None:
+        return None
+    if stat.S_ISLNK(status.st_mode):
+        return Entry.of(status, target=tree.link_target(parts))
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        return Entry.of(status)
+    try:
+        fd = tree.open_file(parts)
+    except PermissionError:
+        return Entry.of(status)
+    try:
+        return Entry.of(os.fstat(fd), xattrs=xattrs_of(fd))
+    finally:
+        os.close(fd)
+
+
+def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
+    """Give what is at a path an entry's owner, permissions, attributes and time."""
+    with tree.parent(parts) as above:
+        name = parts[-1] if parts else "."
+        status = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
+            with contextlib.suppress(PermissionError):
+                os.chown(name, entry.uid, entry.gid, dir_fd=above, follow_symlinks=False)
+        if entry.kind in ("file", "directory"):
+            _apply_xattrs(tree, parts, entry)
+        if entry.kind in ("file", "directory", "fifo"):
+            status = os.stat(name, dir_fd=above, follow_symlinks=False)
+            if stat.S_IMODE(status.st_mode) != entry.mode:
+                chmod_at(above, name, entry.mode)
+        if status.st_mtime_ns != entry.mtime_ns:
+            times = (status.st_atime_ns, entry.mtime_ns)
+            os.utime(name, ns=times, dir_fd=above, follow_symlinks=False)
+
+
+def _apply_xattrs(tree: Tree, parts: Parts, entry: Entry) -> None:
+    try:
+        fd = tree.open_file(parts) if parts else os.dup(tree.fd)
+    except PermissionError:
+        return
+    try:
+        if xattrs_of(fd) != entry.xattrs:
+            set_xattrs(fd, entry.xattrs)
+    finally:
+        os.close(fd)
+
+
+def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> None:
+    """Copy a file, link or whole directory: bytes, modes, times, attributes, hard links within.
+
+    ``place`` must be free. Sockets and devices are left out: nobody can make them again.
+    """
+    links: dict[int, Parts] = {}
+    directories: list[tuple[Parts, Entry]] = []
+    for parts, status in source.walk(origin):
+        there = (*place, *parts[len(origin) :])
+        entry = entry_at(source, parts)
+        if entry is None:
+            continue
+        known = links.get(entry.ino) if entry.nlink > 1 and entry.kind != "directory" else None
+        with target.parent(there) as above:
+            name = there[-1]
+            if known is not None:
+                with target.parent(known) as other:
+                    os.link(
+                        known[-1],
+                        name,
+                        src_dir_fd=other,
+                        dst_dir_fd=above,
+                        follow_symlinks=False,
+                    )
+                continue
+            if entry.kind == "directory":
+                os.mkdir(name, 0o700, dir_fd=above)
+                directories.append((there, entry))
+            elif entry.kind == "file":
+                _copy_content(source, parts, above, name)
+            elif entry.kind == "symlink":
+                os.symlink(entry.target or "", name, dir_fd=above)
+            elif entry.kind == "fifo":
+                os.mkfifo(name, 0o600, dir_fd=above)
+            else:
+                continue
+        if entry.kind != "directory":
+            apply_entry(target, there, entry)
+            links[status.st_ino] = there
+    # Last, and inner ones first: what is put into a directory changes its time.
+    for there, entry in reversed(directories):
+        apply_entry(target, there, entry)
+
+
+def _copy_content(source: Tree, parts: Parts, above: int, name: str) -> None:
+    reading = source.open_file(parts)
+    try:
+        writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
+        try:
+            copy_content(reading, writing)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+
+
+def copy_content(reading: int, writing: int) -> None:
+    """Copy all that is left to read from one descriptor to another."""
+    if hasattr(os, "copy_file_range"):
+        with contextlib.suppress(OSError):  # not between these two: the plain way says why
+            while os.copy_file_range(reading, writing, 1 << 30):
+                pass
+    while data := os.read(reading, CHUNK):
+        write_all(writing, data)
+
+
+class Objects:
+    """Contents by what they are: the same bytes are kept once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def path(self, digest: str) -> Path:
+        """Return where a content is, or would be."""
+        return self._path / digest[:2] / digest[2:]
+
+    def __contains__(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def open(self, digest: str) -> int:
+        """Return a descriptor to read a content from."""
+        return os.open(self.path(digest), os.O_RDONLY)
+
+    def read(self, digest: str) -> bytes:
+        """Return a content."""
+        return self.path(digest).read_bytes()
+
+    def add(self, data: bytes, *, safe: bool = False) -> str:
+        """Keep bytes; returns their digest."""
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self:
+            staged = self._staged()
+            fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                write_all(fd, data)
+                if safe:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            self.take(staged, digest)
+        return digest
+
+    def add_open(self, reading: int, *, safe: bool = False) -> str:
+        """Keep what is left to read from a descriptor; returns its digest."""
+        staged = self._staged()
+        hashed = hashlib.sha256()
+        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            while data := os.read(reading, CHUNK):
+                hashed.update(data)
+                write_all(fd, data)
+            if safe:
+                os.fsync(fd)
+        except BaseException:
+            os.unlink(staged)
+            raise
+        finally:
+            os.close(fd)
+        digest = hashed.hexdigest()
+        self.take(staged, digest)
+        return digest
+
+    def take(self, source: Path, digest: str) -> None:
+        """Make a file that nobody else has a name for the object with this digest."""
+        place = self.path(digest)
+        try:
+            os.rename(source, place)
+        except FileNotFoundError:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.rename(source, place)
+
+    def remove(self, digest: str) -> None:
+        """Forget a content; one that is not there is fine."""
+        self.path(digest).unlink(missing_ok=True)
+
+    def digests(self) -> Iterable[str]:
+        """Yield every digest that is kept."""
+        with contextlib.suppress(FileNotFoundError):
+            for folder in os.listdir(self._path):
+                if len(folder) == 2:
+                    for rest in os.listdir(self._path / folder):
+                        yield folder + rest
+
+    def _staged(self) -> Path:
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._path / f"new-{os.urandom(8).hex()}"
+
+
+def digest_of(reading: int) -> str:
+    """Return the digest of what is left to read."""
+    hashed = hashlib.sha256()
+    while data := os.read(reading, CHUNK):
+        hashed.update(data)
+    return hashed.hexdigest()
+
+
+# A record lock belongs to the process and is gone when it closes any descriptor of the file, so a
+# second filesystem in this process must find out here, without opening it.
+_held: set[str] = set()
+_held_lock = threading.Lock()
+
+
+class Store:
+    """What is kept beside a workspace, for the one process that has its lock.
+
+    Args:
+        root: The workspace.
+        path: Where to keep it; beside the workspace by default.
+        wait: Seconds to wait for another process that has the workspace open.
+        safe: Write through to the disk, so that nothing is lost with the power.
+    """
+
+    def __init__(
+        self, root: Path, *, path: Path | None = None, wait: float = 0.0, safe: bool = False
+    ) -> None:
+        self.root = Path(os.path.realpath(root))
+        self.safe = safe
+        self.path = _location(self.root) if path is None else Path(os.path.realpath(path))
+        if self.path == self.root or self.root in self.path.parents:
+            raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._key = f"{self.path}"
+        self._lock_fd = _lock(self.path / "lock", self._key, self.root, wait)
+        self.pid = os.getpid()
+        try:
+            self._claim()
+            self.tx = self.path / "tx"
+            self.tx.mkdir(mode=0o700, exist_ok=True)
+            self.tree = Tree(self.tx)
+        except BaseException:
+            self._unlock()
+            raise
+        self.objects = Objects(self.path / "objects")
+        # What a killed process has left is still there: its names are not free.
+        self._count = max((_number(name) for name in self.tree.names(())), default=0)
+
+    @property
+    def tx_fd(self) -> int:
+        """The directory of the open transaction."""
+        return self.tree.fd
+
+    def fresh(self, mark: str = "n") -> str:
+        """Return a name that nothing in the transaction's directory has."""
+        self._count += 1
+        return f"{mark}{self._count}"
+
+    def stage(self) -> Path:
+        """Return a free path, on the store's filesystem, to build something at."""
+        return self.tx / self.fresh()
+
+    def left(self, parts: Parts) -> Path:
+        """Return a free path in ``left``, for something that belongs at ``parts``."""
+        folder = self.path / "left"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
+        return folder / f"{os.urandom(4).hex()}-{name}"
+
+    def close(self) -> None:
+        """Let others have the workspace."""
+        if self.pid == os.getpid():
+            self._unlock()
+        self.tree.close()
+
+    def _unlock(self) -> None:
+        with _held_lock:
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+                self._lock_fd = -1
+                _held.discard(self._key)
+
+    def _claim(self) -> None:
+        """Note which workspace this is for, or refuse one that belongs to another."""
+        note = self.path / "root"
+        status = os.stat(self.root)
+        mine = {"path": str(self.root), "ino": status.st_ino}
+        try:
+            known = json.loads(note.read_text())
+        except (FileNotFoundError, ValueError):
+            known = None
+        if known == mine:
+            return
+        if known is not None and known["path"] != mine["path"] and known["ino"] != mine["ino"]:
+            raise ValueError(
+                f"the store {self.path} belongs to the workspace {known['path']}, not to"
+                f" {self.root}. Give this workspace a store of its own"
+            )
+        staged = self.path / "root.new"
+        staged.write_text(json.dumps(mine))
+        os.rename(staged, note)
+
+
+def _number(name: str) -> int:
+    """Return the number in a name that :meth:`Store.fresh` gave; 0 for any other."""
+    return int(name[1:]) if name[1:].isdecimal() else 0
+
+
+def _location(root: Path) -> Path:
+    """Return where to keep a workspace's things: beside it, on the same filesystem, if possible."""
+    parent = root.parent
+    beside = parent / f".{root.name}.wink"
+    same = root != parent and os.stat(parent).st_dev == os.stat(root).st_dev
+    if same and _may_write(beside if beside.is_dir() else parent):
+        return beside
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    return Path(os.path.realpath(state)) / "wink" / f"{root.name or 'root'}-{mark}"
+
+
+def _may_write(directory: Path) -> bool:
+    effective = os.access in os.supports_effective_ids
+    return os.access(directory, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def _lock(path: Path, key: str, root: Path, wait: float) -> int:
+    """Take the lock, or raise with the name of who has it."""
+    until = SYSTEM_CLOCK.monotonic() + wait
+    pause = threading.Event()
+    while True:
+        fd = _try_lock(path, key)
+        if fd is not None:
+            return fd
+        if SYSTEM_CLOCK.monotonic() >= until:
+            raise _locked(path, key, root)
+        pause.wait(0.02)
+
+
+def _try_lock(path: Path, key: str) -> int | None:
+    import fcntl
+
+    with _held_lock:
+        if key in _held:
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": SYSTEM_CLOCK.time()}).encode(), 0)
+        _held.add(key)
+        return fd
+
+
+def _locked(path: Path, key: str, root: Path) -> WorkspaceLocked:
+    with _held_lock:
+        owner = os.getpid() if key in _held else None
+    if owner is None:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            owner = json.loads(path.read_text())["pid"]
+        who = f"process {owner}"
+    else:
+        who = f"this process ({owner})"
+    return WorkspaceLocked(
+        f"{root} is open in {who}. Close it there, or pass wait= to wait for it", owner
+    )
+
+
+def _forget_locks() -> None:
+    """A forked child holds none of its parent's locks."""
+    global _held_lock
+    _held_lock = threading.Lock()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)

@@ -1,0 +1,734 @@
+"""Commands on a real directory, and programs that others start: kept or undone as a whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trees import Seen, has_xattrs, look, make_repository, put, run_git
+
+from weakincentives.errors import (
+    CommandFailed,
+    FilesystemError,
+    MergeConflict,
+    ReadOnlyView,
+    ViewClosed,
+)
+from weakincentives.filesystem import HostFilesystem, overlay
+from weakincentives.filesystem.commands import engines
+from weakincentives.filesystem.confined import Tree
+from weakincentives.filesystem.scan import Manifest
+from weakincentives.filesystem.store import Objects
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
+
+ENGINES = ("overlay", "scan")
+
+
+def _build(root: Path) -> None:
+    put(root / "src" / "app.py", "print( 'hi' )\n")
+    put(root / "src" / "lib" / "util.py", "x=1\n")
+    put(root / ".env", "SECRET=1\n", 0o600)
+    put(root / "node_modules" / "left-pad" / "index.js", "module.exports = 1\n")
+    put(root / "data.bin", bytes(range(256)) * 40)
+    put(root / "run.sh", "#!/bin/sh\n", 0o755)
+    put(root / "one", "linked\n")
+    os.link(root / "one", root / "two")
+    os.symlink("one", root / "link")
+    os.symlink("nowhere", root / "dangling")
+    (root / "empty").mkdir()
+    os.mkfifo(root / "pipe", 0o640)
+    for path in sorted(root.rglob("*"), reverse=True):
+        os.utime(path, ns=(1, 1_600_000_000_123_456_789), follow_symlinks=False)
+    if has_xattrs(root):
+        os.setxattr(root / "data.bin", "user.wink", b"kept")
+    os.utime(root, ns=(1, 1_600_000_000_123_456_789))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "work, space:1"
+    root.mkdir()
+    _build(root)
+    return root
+
+
+@pytest.fixture
+def open_fs() -> Iterator[Callable[[Path], HostFilesystem]]:
+    """Open filesystems that are closed at the end."""
+    opened: list[HostFilesystem] = []
+
+    def open_one(root: Path) -> HostFilesystem:
+        opened.append(HostFilesystem(root))
+        return opened[-1]
+
+    yield open_one
+    for fs in opened:
+        fs.close()
+
+
+@pytest.fixture(params=ENGINES)
+def fs(
+    request: pytest.FixtureRequest,
+    root: Path,
+    open_fs: Callable[[Path], HostFilesystem],
+    monkeypatch: pytest.MonkeyPatch,
+) -> HostFilesystem:
+    """A filesystem whose commands run over an overlay, and one that has to look for changes."""
+    if request.param == "scan":
+        _without_overlays(monkeypatch)
+    fs = open_fs(root)
+    if request.param == "overlay":
+        _needs_overlays(fs)
+    return fs
+
+
+@pytest.fixture
+def over(root: Path, open_fs: Callable[[Path], HostFilesystem]) -> HostFilesystem:
+    """A filesystem whose commands run over an overlay."""
+    fs = open_fs(root)
+    _needs_overlays(fs)
+    return fs
+
+
+def _without_overlays(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a system where the programs that mount an overlay are not installed.
+    monkeypatch.setattr(overlay, "SEARCH", "/nowhere")
+
+
+def _needs_overlays(fs: HostFilesystem) -> None:
+    reason = overlay.available(fs.root, fs.store)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _without_times_of_directories(seen: dict[str, Seen]) -> dict[str, Seen]:
+    return {
+        path: one._replace(modified=0) if one.kind == "directory" else one
+        for path, one in seen.items()
+    }
+
+
+# The files with several names are changed as such only by these.
+SEVERAL_NAMES = ("in place", "link again", "relink", "unlink")
+
+# Each leaves every time that it sets at a fixed value, so that two runs give the same.
+SCRIPTS = {
+    "write": "printf new > fresh; printf more >> src/app.py; touch -d @1000 fresh src/app.py",
+    "formatter": "sed -i 's/( /(/; s/ )/)/' src/app.py; touch -d @1000 src/app.py",
+    "move": "mv src/lib lib; mv data.bin src/moved.bin; mv run.sh .env",
+    "link": "ln data.bin third; ln -s src here; touch -h -d @1000 here third",
+    "in place": "printf again >> two; touch -d @1000 one",
+    "link again": "ln one three; rm two",
+    "relink": "rm one; ln two one; rm link; ln -s two link; touch -h -d @1000 link",
+    "remove": "rm -rf node_modules empty dangling pipe",
+    "unlink": "rm one",
+    "again": "rm -rf src; mkdir src; printf y > src/y; touch -d @1000 src/y",
+    "kinds": "rm data.bin; mkdir -p data.bin/in; rm -rf src; printf f > src; touch -d @1000 src",
+    "pipes": "mkfifo -m 600 other; rm pipe; mkdir pipe; touch -d @1000 other",
+    "modes": "chmod 700 src; chmod 400 data.bin; chmod u-w,g+w run.sh",
+    "times": "touch -d '2001-02-03 04:05:06.789' data.bin src; touch -h -d @5 link",
+    "deep": "mkdir -p a/b/c; printf 1 > a/b/c/d; chmod 500 a/b/c; chmod 711 a; touch -d @9 a/b/c/d",
+    "names": "printf 1 > 'with space'; printf 2 > 'líne\nbreak'; touch -d @9 with* l*ne*",
+    "temporary": "printf x > t; rm t; mkdir u; rmdir u",
+    "python": f"""{sys.executable} - <<'END'
+import os
+open('made.txt', 'w').write('by python')
+os.utime('made.txt', (7, 7))
+os.truncate('data.bin', 10)
+os.utime('data.bin', (8, 8))
+os.rename('src/app.py', 'src/main.py')
+END""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_command_that_is_kept_leaves_what_a_plain_run_leaves(
+    fs: HostFilesystem, root: Path, tmp_path: Path, name: str
+):
+    if name in SEVERAL_NAMES and os.geteuid() and fs.run("true").engine == "overlay":
+        pytest.skip("without root, an overlay cannot tell which names are one file")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    _build(plain)
+    subprocess.run(["sh", "-ec", SCRIPTS[name]], cwd=plain, check=True)
+
+    with fs.gate:
+        view = fs.fork_in_place()
+        result = view.run(["sh", "-ec", SCRIPTS[name]])
+        fs.merge(view)
+
+    assert (result.returncode, result.stderr, result.kept) == (0, "", True)
+    assert _without_times_of_directories(look(root)) == _without_times_of_directories(look(plain))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_command_that_is_rolled_back_leaves_no_trace(fs: HostFilesystem, root: Path, name: str):
+    before = look(root)
+    with fs.gate:
+        view = fs.fork_in_place()
+        assert view.run(["sh", "-ec", SCRIPTS[name]]).ok
+
+        assert fs.discard(view) == ()
+
+    assert look(root) == before
+    assert fs.history() == ()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_committed_command_can_be_reverted(fs: HostFilesystem, root: Path, name: str):
+    fs.write("start", "here")
+    before = look(root)
+    result = fs.run(["sh", "-c", SCRIPTS[name]])
+    if name in SEVERAL_NAMES and result.engine == "overlay":
+        pytest.skip("the history knows what a file held, not which other names it had")
+
+    assert fs.revert_to(fs.history()[0].call_id) == ()
+
+    assert look(root) == before
+
+
+def test_a_command_sees_and_changes_what_the_call_has_written(fs: HostFilesystem, root: Path):
+    """A file written through the API, then rewritten by a formatter, is rolled back exactly."""
+    before = look(root)
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.write("src/app.py", "print( 'new' )\n")
+        view.write("src/more.py", "print( 'more' )\n")
+        view.delete("src/lib", recursive=True)
+        result = view.run("cat src/app.py; ls src; sed -i 's/( /(/; s/ )/)/' src/*.py")
+
+        assert result.stdout == "print( 'new' )\napp.py\nmore.py\n"
+        assert view.read("src/app.py") == "print('new')\n"
+        assert view.read("src/more.py") == "print('more')\n"
+        fs.discard(view)
+
+    assert look(root) == before
+
+
+def test_a_savepoint_takes_back_only_what_came_after(fs: HostFilesystem, root: Path):
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.run("printf 1 > first")
+        between = look(root)
+        inner = view.fork_in_place()
+        inner.run("printf 2 > second; rm first; rm -r src")
+        view.discard(inner)
+        assert look(root) == between
+        token = view.snapshot()
+        view.run("printf 3 > third; mv src gone")
+        view.restore(token)
+        assert look(root) == between
+        fs.merge(view)
+
+    assert look(root) == between
+
+
+def test_a_users_repository_and_its_staged_changes_are_left_as_they_are(
+    tmp_path: Path, open_fs: Callable[[Path], HostFilesystem]
+):
+    root = tmp_path / "workspace"
+    make_repository(root)
+    _build(root)
+    fs = open_fs(root)
+    staged = run_git(root, "diff", "--cached")
+    before = look(root)
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.run("rm -rf node_modules .env src; printf x > tracked.py; mkdir -p new/empty")
+        fs.discard(view)
+
+    assert "staged" in staged
+    assert look(root) == before
+    assert run_git(root, "diff", "--cached") == staged
+
+
+def test_outside_of_calls_a_command_is_committed_by_itself(fs: HostFilesystem, root: Path):
+    result = fs.run("printf x > made; exit 3")
+
+    assert (result.returncode, result.ok, result.kept) == (3, False, True)
+    assert (root / "made").read_text() == "x"
+    assert [committed.paths for committed in fs.history()] == [("made",)]
+
+
+def test_a_command_that_changes_nothing_leaves_no_history(fs: HostFilesystem, root: Path):
+    before = look(root)
+
+    fs.run(["sh", "-c", "cat src/app.py; : >> data.bin; chmod 755 run.sh"])
+
+    assert look(root) == before
+    assert fs.history() == ()
+
+
+def test_arguments_environment_input_and_directory_reach_the_command(fs: HostFilesystem):
+    script = 'printf "%s|" "$@"; printf "%s|" "$A" "$HOME"; cat; pwd'
+    env = {"PATH": os.environ["PATH"], "A": "a b", "odd.name": "1"}
+    result = fs.run(["sh", "-c", script, "-", "x y", "*"], env=env, stdin="in\n", cwd="src/lib")
+
+    assert result.stdout == f"x y|*|a b||in\n{fs.root}/src/lib\n"
+    assert "odd.name=1\n" in fs.run(["env"], env=env).stdout
+    assert fs.run("cat", cwd="/workspace/src").stdout == ""
+
+
+def test_the_environment_is_this_processs_own_by_default(
+    fs: HostFilesystem, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WINK_TEST", "inherited")
+
+    assert fs.run(["sh", "-c", "echo $WINK_TEST"]).stdout == "inherited\n"
+
+
+def test_names_of_shell_builtins_are_programs(fs: HostFilesystem):
+    assert fs.run(["echo", "exit", "3"]).stdout == "exit 3\n"
+    assert fs.run(["false"]).returncode == 1
+
+
+def test_a_program_that_is_not_there_is_reported_as_by_a_shell(fs: HostFilesystem):
+    result = fs.run(["no-such-program"], env={"PATH": "/usr/bin:/bin"})
+
+    assert result.returncode == 127
+    assert "no-such-program" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd"),
+    [([], "."), ([""], "."), (["a\0b"], "."), (["true"], "nowhere"), (["true"], "one")],
+)
+def test_what_cannot_be_run_is_refused(fs: HostFilesystem, argv: list[str], cwd: str):
+    with pytest.raises(FilesystemError):
+        fs.run(argv, cwd=cwd)
+
+
+def test_output_that_is_too_long_loses_its_middle(fs: HostFilesystem):
+    result = fs.run("printf start; head -c 300000 /dev/zero | tr '\\0' x; printf end; printf e >&2",
+                    output_limit=1000)  # fmt: skip
+
+    assert result.stdout_truncated
+    assert not result.stderr_truncated
+    assert result.stdout.startswith("startx")
+    assert result.stdout.endswith("xend")
+    assert "299008 bytes left out" in result.stdout
+    assert result.stderr == "e"
+
+
+def test_output_that_is_not_text_is_still_shown(fs: HostFilesystem):
+    assert fs.run(["printf", r"a\377b"]).stdout == "a\N{REPLACEMENT CHARACTER}b"
+
+
+def test_a_timeout_throws_away_what_the_command_changed(fs: HostFilesystem, root: Path):
+    before = look(root)
+
+    result = fs.run("printf half > fresh; rm -r src; echo said; sleep 60", timeout=0.5)
+
+    assert (result.timed_out, result.kept, result.returncode) == (True, False, 137)
+    assert result.stdout == "said\n"
+    assert look(root) == before
+    assert fs.history() == ()
+
+
+def test_a_killed_command_throws_away_what_it_changed(fs: HostFilesystem, root: Path):
+    before = look(root)
+
+    result = fs.run(["sh", "-c", "printf half > fresh; kill -KILL $$"])
+
+    assert (result.timed_out, result.kept, result.returncode) == (False, False, 137)
+    assert look(root) == before
+
+
+def test_a_command_that_had_to_succeed_leaves_nothing_when_it_fails(fs: HostFilesystem, root: Path):
+    before = look(root)
+
+    with pytest.raises(CommandFailed, match=r"(?s)ended with 3.*wrong") as failed:
+        fs.run("printf half > fresh; echo wrong >&2; exit 3", check=True)
+
+    assert failed.value.result.stderr == "wrong\n"
+    assert look(root) == before
+    assert fs.run("printf whole > fresh", check=True).ok
+
+
+def test_processes_left_behind_are_killed(fs: HostFilesystem, root: Path, tmp_path: Path):
+    """They hold its output open, and write on; neither holds up nor outlives the command."""
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    reading = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    script = f'exec 3>"{alive}"; (while :; do date > late; sleep 0.01; done) & echo started'
+    try:
+        result = fs.run(script)
+        # The pipe ends when nobody can write to it any more.
+        os.set_blocking(reading, True)
+        assert os.read(reading, 1) == b""
+    finally:
+        os.close(reading)
+
+    assert result.stdout == "started\n"
+    after = look(root)
+    assert fs.run("true").ok
+    assert look(root) == after
+
+
+def test_an_interrupt_kills_the_command_and_undoes_it(fs: HostFilesystem, root: Path):
+    before = look(root)
+    started = fs.root.parent / "started"
+    script = f"printf half > fresh; : > '{started}'; sleep 60"
+
+    def interrupt() -> None:
+        while not started.exists():
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(script)
+    thread.join()
+
+    assert look(root) == before
+    assert fs.run("true").ok
+
+
+def test_sealing_the_view_ends_the_command(fs: HostFilesystem, root: Path):
+    """A call that timed out is over at once; what its command was doing is thrown away."""
+    before = look(root)
+    started = fs.root.parent / "started"
+    with fs.gate:
+        view = fs.fork_in_place()
+
+        def seal() -> None:
+            while not started.exists():
+                pass
+            view.seal("the call has ended")
+
+        thread = threading.Thread(target=seal)
+        thread.start()
+        with pytest.raises(ViewClosed, match="the call has ended"):
+            view.run(f"printf half > fresh; : > '{started}'; sleep 60")
+        thread.join()
+        fs.discard(view)
+
+    assert look(root) == before
+
+
+# Views
+
+
+def test_a_private_views_command_sees_its_changes_and_nobody_elses(
+    over: HostFilesystem, root: Path
+):
+    before = look(root)
+    view = over.fork()
+    view.write("src/app.py", "mine\n")
+    view.write("new/deep/file", "new\n")
+    view.delete("node_modules", recursive=True)
+    view.move("src/lib", "lib")
+    over.write("later", "not seen by the view")
+
+    result = view.run("cat src/app.py new/deep/file lib/util.py; ls; printf x > made; rm -r new")
+
+    assert result.stdout.startswith("mine\nnew\nx=1\n")
+    names = result.stdout.split()[3:]
+    assert "node_modules" not in names
+    assert "later" not in names
+    assert view.read("made") == "x"
+    assert not view.exists("new")
+    over.delete("later")
+    assert _without_times_of_directories(look(root)) == _without_times_of_directories(before)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_private_views_command_is_merged_as_if_it_had_run_in_place(
+    over: HostFilesystem, root: Path, tmp_path: Path, name: str
+):
+    if name in SEVERAL_NAMES:
+        pytest.skip("in a private view a file with several names is one file for each of them")
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    _build(plain)
+    subprocess.run(["sh", "-ec", SCRIPTS[name]], cwd=plain, check=True)
+    before = look(root)
+    view = over.fork()
+
+    assert view.run(["sh", "-ec", SCRIPTS[name]]).ok
+    assert look(root) == before
+    over.merge(view)
+    del view
+
+    assert _without_times_of_directories(look(root)) == _without_times_of_directories(look(plain))
+
+
+def test_commands_of_two_private_views_run_at_the_same_time(over: HostFilesystem, root: Path):
+    """Each waits for a file that the other's command makes outside: neither waits its turn."""
+    one, two = over.fork(), over.fork()
+    outside = root.parent
+    results: dict[str, str] = {}
+
+    def run(view: HostFilesystem, mine: str, other: str) -> None:
+        wait = f": > '{outside}/{mine}'; while [ ! -e '{outside}/{other}' ]; do :; done"
+        results[mine] = view.run(f"printf {mine} > made; {wait}; cat made", timeout=60).stdout
+
+    threads = [
+        threading.Thread(target=run, args=(one, "first", "second")),
+        threading.Thread(target=run, args=(two, "second", "first")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert results == {"first": "first", "second": "second"}
+    assert not (root / "made").exists()
+    over.merge(one)
+    with pytest.raises(MergeConflict):
+        over.merge(two)  # nobody knows what its command has read
+    assert (root / "made").read_text() == "first"
+
+
+def test_the_directory_does_not_change_under_a_command(over: HostFilesystem, root: Path):
+    """What is committed meanwhile waits for the command of a private view."""
+    view = over.fork()
+    outside = root.parent
+    script = f": > '{outside}/started'; while [ ! -e '{outside}/go' ]; do :; done; cat one"
+    results: list[str] = []
+    running = threading.Thread(target=lambda: results.append(view.run(script, timeout=60).stdout))
+    running.start()
+    while not (outside / "started").exists():
+        pass
+    writing = threading.Thread(target=over.write, args=("one", "committed\n"))
+    writing.start()
+    (outside / "go").touch()
+    running.join()
+    writing.join()
+
+    assert results == ["linked\n"]
+    assert (root / "one").read_text() == "committed\n"
+
+
+def test_a_private_view_without_overlays_is_refused(
+    root: Path, open_fs: Callable[[Path], HostFilesystem], monkeypatch: pytest.MonkeyPatch
+):
+    _without_overlays(monkeypatch)
+    view = open_fs(root).fork()
+
+    with pytest.raises(FilesystemError, match="needs an overlay"):
+        view.run("true")
+
+
+def test_a_call_that_may_only_read_can_run_what_changes_nothing(over: HostFilesystem, root: Path):
+    before = look(root)
+    with over.gate:
+        view = over.fork_in_place()
+        view.read_only = "this tool only reads"
+
+        assert view.run(["cat", "one"]).stdout == "linked\n"
+        with pytest.raises(ReadOnlyView, match="only reads"):
+            view.run("printf x > one")
+        over.discard(view)
+
+    assert look(root) == before
+
+
+# Engines
+
+
+def test_what_is_used_and_why_can_be_asked(
+    root: Path,
+    open_fs: Callable[[Path], HostFilesystem],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    _without_overlays(monkeypatch)
+    fs = open_fs(root)
+    with caplog.at_level(logging.WARNING, "weakincentives.filesystem"):
+        results = [fs.run("true"), fs.run("true")]
+
+    (use,) = [use for use in engines(fs) if use.writes == "command"]
+    assert use.engine == "scan"
+    assert "unshare" in use.reason
+    assert {result.engine for result in results} == {"scan"}
+    assert {result.engine_reason for result in results} == {use.reason}
+    assert sum("without an overlay" in record.message for record in caplog.records) == 1
+
+
+def test_over_an_overlay_there_is_no_reason_to_give(over: HostFilesystem):
+    result = over.run("true")
+
+    assert (result.engine, result.engine_reason) == ("overlay", None)
+    assert [use.engine for use in engines(over)] == ["journal", "overlay", "scan"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root mounts")
+def test_a_filesystem_mounted_inside_is_not_hidden(over: HostFilesystem, root: Path):
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root / "empty"], check=True)
+    try:
+        (root / "empty" / "inside").write_text("seen")
+        result = over.run("cat empty/inside; printf x > empty/made")
+
+        assert result.stdout == "seen"
+        assert result.engine == "scan"
+        assert "mounted inside" in (result.engine_reason or "")
+    finally:
+        subprocess.run(["umount", root / "empty"], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root makes devices")
+def test_a_device_is_refused_and_nothing_is_kept(over: HostFilesystem, root: Path):
+    before = look(root)
+
+    with pytest.raises(FilesystemError, match="a device at dev"):
+        over.run("printf x > fresh; mknod dev c 1 3")
+
+    assert look(root) == before
+
+
+# Other programs
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_another_program_changed_is_undone_with_the_call(
+    over: HostFilesystem, root: Path, name: str
+):
+    before = look(root)
+    with over.gate:
+        view = over.fork_in_place()
+        view.write("mine", "through the API")
+        view.expect_external()
+        subprocess.run(["sh", "-ec", SCRIPTS[name]], cwd=root, check=True)
+        view.write("mine", "again")
+        subprocess.run(["sh", "-c", "printf more >> mine; mkdir -p deep/er"], cwd=root, check=True)
+        view.move("deep", "deeper")
+
+        assert over.discard(view) == ()
+
+    assert look(root) == before
+
+
+def test_what_another_program_changed_is_in_the_history(over: HostFilesystem, root: Path):
+    over.write("start", "here")
+    before = look(root)
+    with over.gate:
+        view = over.fork_in_place()
+        view.expect_external()
+        subprocess.run(["sh", "-c", "printf x > made; rm -r src"], cwd=root, check=True)
+        over.merge(view)
+    after = look(root)
+
+    (_, committed) = over.history()
+    assert {"made", "src"} <= set(committed.paths)
+    assert "+x" in over.diff(committed.call_id)
+    assert over.revert_to(over.history()[0].call_id) == ()
+    assert look(root) == before
+    assert over.revert_to(committed.call_id) == ()
+    assert _without_times_of_directories(look(root)) == _without_times_of_directories(after)
+
+
+def test_only_a_call_that_works_in_place_can_start_programs_of_its_own(over: HostFilesystem):
+    for fs in (over, over.fork()):
+        with pytest.raises(ValueError, match="in place"):
+            fs.expect_external()
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Path, watch: bool):
+    tree = Tree(root)
+    manifest = Manifest(tmp_path / "manifest.db", Objects(tmp_path / "objects"), watch=watch)
+    manifest.refresh(tree)
+    assert manifest.changes(tree) == []
+
+    # The same size and time, through another name, by a rename, and in a directory that is new.
+    script = (
+        "printf LINKED > two; touch -d @1600000000.123456789 two; mv src moved; mkdir n; : > n/x"
+    )
+    subprocess.run(["sh", "-ec", script], cwd=root, check=True)
+    found = {"/".join(one.parts): one.before for one in manifest.changes(tree)}
+
+    assert found.keys() == {
+        "", "one", "two", "src", "src/app.py", "src/lib", "src/lib/util.py",
+        "moved", "moved/app.py", "moved/lib", "moved/lib/util.py", "n", "n/x",
+    }  # fmt: skip
+    assert found["moved"] is None
+    assert found["one"] is not None
+    assert found["one"].digest is not None
+    manifest.refresh(tree)
+    assert manifest.changes(tree) == []
+    manifest.close()
+
+    again = Manifest(tmp_path / "manifest.db", Objects(tmp_path / "objects"), watch=watch)
+    assert again.changes(tree) == []
+    again.close()
+    tree.close()
+
+
+# Killed
+
+KILLED = """
+import os, sys, subprocess
+from weakincentives.filesystem import HostFilesystem, overlay
+how, root, started = sys.argv[1:]
+if how == "scan":
+    overlay.SEARCH = "/nowhere"
+fs = HostFilesystem(root)
+view = fs.fork_in_place()
+view.write("mine", "half")
+script = "printf half > fresh; rm -r src; mv one uno; printf x >> data.bin;"
+script += f": > '{started}'; sleep 60"
+if how == "external":
+    view.expect_external()
+    subprocess.run(["sh", "-c", script.removesuffix("sleep 60")], cwd=root)
+    sys.stdin.read()
+view.run(script)
+"""
+
+
+@pytest.mark.parametrize("how", ["overlay", "scan", "external"])
+def test_a_process_killed_during_a_command_leaves_nothing_behind(
+    root: Path, open_fs: Callable[[Path], HostFilesystem], how: str
+):
+    before = look(root)
+    started = root.parent / "started"
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, how, root, started], stdin=subprocess.PIPE
+    )
+    while not started.exists():
+        assert child.poll() is None
+    child.kill()
+    child.communicate()
+
+    fs = open_fs(root)
+
+    assert look(root) == before
+    assert fs.run("cat one").stdout == "linked\n"
+    assert look(root) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root can be someone else")
+def test_it_works_for_any_user(tmp_path: Path):
+    """The tests of this module, once more, as a user that may do nothing special."""
+    python = "/usr/bin/python3"
+    paths = [path for path in sys.path if path and os.path.isdir(path)]
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env"]
+    home = Path("/tmp") / f"wink-nobody-{os.getpid()}"
+    command = [*as_nobody, f"HOME={home}", f"PYTHONPATH={os.pathsep.join(paths)}", python]
+    probe = subprocess.run([*command, "-c", "import pytest, rpds"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"no Python that another user can run: {probe.stderr.strip()[-200:]}")
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={home}/t"]
+    arguments.append(__file__)
+    home.mkdir()
+    os.chown(home, 65534, 65534)
+    try:
+        done = subprocess.run(
+            [*command, "-m", "pytest", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+    finally:
+        subprocess.run(["rm", "-rf", home], check=True)
+
+    assert done.returncode == 0, done.stdout[-3000:]
