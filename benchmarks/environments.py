@@ -75,6 +75,12 @@ PEERS = (
         python="3.13",
     ),
     Peer(
+        name="predecessor-disk",
+        requirements=("weakincentives==0.27.0",),
+        scripts=("predecessor/d_snapshot_host.py",),
+        python="3.13",
+    ),
+    Peer(
         name="predecessor-parse",
         requirements=("weakincentives==0.27.0", "pydantic", "msgspec"),
         scripts=("predecessor/f_serde.py",),

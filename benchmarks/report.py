@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 START, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
@@ -11,8 +11,9 @@ HEAD = ("what", "ours", "ratio to the bare thing", "number to hold", "holds?", "
 
 
 def write(results: dict, folder: Path) -> None:
-    """Put the table into README.md between its markers, and the plot beside it."""
+    """Put the table into README.md between its markers, and the plots beside it."""
     (folder / "growth.svg").write_text(plot(results))
+    (folder / "disk.svg").write_text(plot_disk(results))
     readme = folder / "README.md"
     text = readme.read_text()
     before, rest = text.split(START)
@@ -69,6 +70,7 @@ def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _call_rows(results)
     yield from _turn_rows(results)
     yield from _snapshot_rows(results)
+    yield from _disk_rows(results)
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
     yield from _render_rows(results)
@@ -138,6 +140,111 @@ def _snapshot_rows(results: dict) -> Iterator[tuple[str, ...]]:
         if rows:
             peers = _predecessors(results, rows, "over_bare")
             yield _row(f"{what}, {_counts(rows, 'files')} files", rows, 20, peers)
+
+
+def _disk_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for what, durability, operation, limit in (
+        ("write one file and roll back", "fast", "roll_back", (1_000, 3)),
+        ("write one file and commit", "fast", "commit", None),
+        ('the same with `durability="safe"`, roll back', "safe", "roll_back", None),
+        ('the same with `durability="safe"`, commit', "safe", "commit", None),
+    ):
+        rows = [
+            row for row in _ours(results, "disk", "disk write") if row["durability"] == durability
+        ]
+        if rows:
+            others = _disk_others(results, operation) if durability == "fast" else ""
+            yield _disk_row(f"disk: {what}", rows, operation, limit, others)
+    rows = _ours(results, "disk", "disk read")
+    if rows:
+        yield _disk_row("disk: read one file", rows, "read", None, "", of="open, read, close")
+    rows = _ours(results, "disk", "disk command")
+    if rows:
+        yield _command_row("commit", "commit", rows)
+        yield _command_row("roll back", "roll_back", rows)
+    rows = _ours(results, "disk", "disk external")
+    if rows:
+        what = (
+            f"disk: the first call that starts programs of its own, {_counts(rows, 'files')} files"
+        )
+        yield what, _times(row["first"] for row in rows), "-", "-", "-", ""
+        for ending, operation in (("commit", "commit"), ("roll back", "roll_back")):
+            what = f"the same, each further call, {ending}"
+            yield what, _walls(rows, operation), "-", "-", "-", ""
+
+
+def _disk_row(
+    what: str,
+    rows: list[dict],
+    operation: str,
+    limit: tuple[float, float] | None,
+    others: str,
+    of: str = "the plain write and rename",
+) -> tuple[str, ...]:
+    """Return one line for all sizes; the goal is a time and a multiple of the plain operation."""
+    time, times = limit or (0, 0)
+    held = {
+        figure: all(
+            row[operation][figure] <= time
+            and row[operation][figure] <= times * row["plain"][figure]
+            for row in rows
+        )
+        for figure in ("wall", "wall_p10")
+    }
+    ratios = (row[operation]["wall_p10"] / row["plain"]["wall_p10"] for row in rows)
+    return (
+        f"{what}, {_counts(rows, 'files')} files",
+        _walls(rows, operation),
+        " / ".join(f"{ratio:.1f}" for ratio in ratios) + f" x {of}",
+        "-" if limit is None else f"≤ {_time(time)}, ≤ {times:g} x",
+        "-" if limit is None else _held(held),
+        others,
+    )
+
+
+def _command_row(ending: str, operation: str, rows: list[dict]) -> tuple[str, ...]:
+    more = {
+        figure: [row[operation][figure] - row["plain"][figure] for row in rows]
+        for figure in ("wall", "wall_p10")
+    }
+    return (
+        f"disk: shell command that changes one file, {ending}, {_counts(rows, 'files')} files",
+        _walls(rows, operation),
+        f"{_times(more['wall_p10'])} more than in the same namespaces without an overlay (p10)",
+        "≤ 5 ms more",
+        _held({figure: max(times) <= 5_000 for figure, times in more.items()}),
+        f"without an overlay {_times(row['plain']['wall_p10'] for row in rows)}",
+    )
+
+
+def _walls(rows: list[dict], operation: str) -> str:
+    p10 = _times(row[operation]["wall_p10"] for row in rows)
+    return f"**{p10}** wall p10 (median {_times(row[operation]['wall'] for row in rows)})"
+
+
+def _held(held: dict[str, bool]) -> str:
+    """Say whether a goal holds in every row: for medians, or for 10th percentiles at least."""
+    if held["wall"]:
+        return "yes"
+    return "**no** (p10 yes)" if held["wall_p10"] else "**no**"
+
+
+def _disk_others(results: dict, operation: str) -> str:
+    """Return what git and the predecessor took for the same, by number of files."""
+    found = {
+        "git": _ours(results, "disk", "disk git"),
+        "predecessor": _disk_predecessor(results),
+    }
+    return "; ".join(
+        f"{name} {_times(row[operation]['wall_p10'] for row in rows)}"
+        for name, rows in found.items()
+        if rows
+    )
+
+
+def _disk_predecessor(results: dict) -> list[dict]:
+    rows = results["peers"].get("predecessor-disk", {"rows": ()})["rows"]
+    return [row for row in rows if row["what"] == "disk predecessor"]
 
 
 def _parse_rows(results: dict) -> Iterator[tuple[str, ...]]:
@@ -326,63 +433,91 @@ def _peer_version(name: str, entry: dict) -> str:
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 70, 150, 40, 50
+COLOURS = "#0b6e4f", "#b23a48", "#555", "#1f5fa8"
+
+
+Lines = dict[str, list[tuple[float, float]]]
+"""Points by name: how many, and the microseconds."""
 
 
 def plot(results: dict) -> str:
-    """Draw the cost of a call over the number of earlier ones, both axes logarithmic."""
+    """Draw the cost of a call over the number of earlier ones."""
     lines = {"ours": _growth(_ours(results, "tool_call", "call plain"))}
     for name, entry in results["peers"].items():
         rows = [row for row in entry["rows"] if row["what"] == "call plain"]
         if rows:
             lines[name] = _growth(rows)
-    lines = {name: points for name, points in lines.items() if points}
-    top = max((y for points in lines.values() for _, y in points), default=1.0)
-    decades_x, decades_y = 5, max(2, math.ceil(math.log10(top)))
-
-    def across(calls: float) -> float:
+    return _svg(
+        "Cost of one call over a bare one, by earlier calls in the session",
+        "earlier calls",
+        lines,
         # A log axis has no zero: the fresh session stands where 10 would.
-        at = math.log10(max(calls, 10)) - 1
-        return LEFT + at / (decades_x - 1) * (WIDTH - LEFT - RIGHT)
+        {0: 10, 1_000: 1_000, 10_000: 10_000, 100_000: 100_000},
+        lowest=0,
+    )
 
-    def up(microseconds: float) -> float:
-        at = max(0.0, math.log10(microseconds)) / decades_y
-        return HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM)
 
-    return _svg(lines, decades_y, across, up)
+def plot_disk(results: dict) -> str:
+    """Draw what it costs to change one file and roll back, over the number of files."""
+    writes = [row for row in _ours(results, "disk", "disk write") if row["durability"] == "fast"]
+    lines = {
+        "ours, write": _rolled_back(writes),
+        "ours, command": _rolled_back(_ours(results, "disk", "disk command")),
+        "git": _rolled_back(_ours(results, "disk", "disk git")),
+        "predecessor": _rolled_back(_disk_predecessor(results)),
+    }
+    return _svg(
+        "Change one file of a real directory and roll back, by number of files",
+        "files",
+        lines,
+        {files: files for files in (100, 1_000, 10_000, 50_000)},
+        lowest=2,
+    )
 
 
 def _growth(rows: list[dict]) -> list[tuple[float, float]]:
-    return [(row["earlier"], row["over_bare"]) for row in rows]
+    return [(max(row["earlier"], 10), row["over_bare"]) for row in rows]
 
 
-def _svg(
-    lines: dict[str, list[tuple[float, float]]],
-    decades: int,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
-) -> str:
+def _rolled_back(rows: list[dict]) -> list[tuple[float, float]]:
+    return [(row["files"], row["roll_back"]["wall_p10"]) for row in rows]
+
+
+def _svg(title: str, below: str, lines: Lines, marks: dict[int, int], *, lowest: int) -> str:
+    """Draw lines on two logarithmic axes; the one of times starts at that power of ten."""
+    lines = {name: points for name, points in lines.items() if points}
+    top = max((y for points in lines.values() for _, y in points), default=1.0)
+    powers = range(lowest, max(lowest + 2, math.ceil(math.log10(top))) + 1)
+    first, last = (math.log10(at) for at in (min(marks.values()), max(marks.values())))
+
+    def across(number: float) -> float:
+        return LEFT + (math.log10(number) - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+
+    def up(microseconds: float) -> float:
+        at = max(0.0, math.log10(microseconds) - lowest) / (len(powers) - 1)
+        return HEIGHT - BOTTOM - at * (HEIGHT - TOP - BOTTOM)
+
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">Cost of one call over a bare one, '
-        "by earlier calls in the session</text>",
+        f'<text x="{LEFT}" y="20" font-size="14">{title}</text>',
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" text-anchor="middle">'
-        "earlier calls</text>",
+        f"{below}</text>",
     ]
-    for power in range(decades + 1):
+    for power in powers:
         y = up(10**power)
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
             f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(10**power)}</text>'
         )
-    for calls in (0, 1_000, 10_000, 100_000):
-        x = across(calls)
+    for number, at in marks.items():
+        x = across(at)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#eee"/>'
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{calls:,}</text>'
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number:,}</text>'
         )
-    for (name, points), colour in zip(lines.items(), ("#0b6e4f", "#b23a48", "#555"), strict=False):
+    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [

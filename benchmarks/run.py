@@ -5,7 +5,7 @@
     python benchmarks/run.py --only tool_call    one measurement, or one peer by its name
     python benchmarks/run.py --quick             ours, few samples; prints and writes nothing
 
-Writes results.json and growth.svg, and the table in README.md.
+Writes results.json, growth.svg and disk.svg, and the table in README.md.
 """
 
 import argparse
@@ -25,6 +25,7 @@ OURS = {
     "tool_call": ("--quick",),
     "turn": ("--quick",),
     "snapshot_memory": ("--quick",),
+    "disk": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
     "render": ("--quick",),

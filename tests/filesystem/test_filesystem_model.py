@@ -565,7 +565,7 @@ class FilesOnDisk(Files):
         for entries in [*states, *(entries for _, entries in tokens)]:
             entries[BYSTANDER] = replace(entry, number=entries[BYSTANDER].number)
 
-    @precondition(lambda self: self.levels and self.written_here())
+    @precondition(lambda self: self.levels and not self.privates and self.written_here())
     @rule(data=st.data())
     def formatter_runs_over_what_the_call_wrote(self, data: st.DataObject) -> None:
         """What happens to a path after the call's first write to it is the call's."""

@@ -562,6 +562,31 @@ def test_over_an_overlay_there_is_no_reason_to_give(over: HostFilesystem):
     assert [use.engine for use in engines(over)] == ["journal", "overlay", "scan"]
 
 
+def test_over_an_overlay_nothing_changes_for_this_process(over: HostFilesystem, root: Path):
+    """Its mounts, its working directory and what it sees of the files are its own."""
+    started, go = over.root.parent / "started", over.root.parent / "go"
+    script = f"printf x > fresh; : > '{started}'; until [ -e '{go}' ]; do sleep 0.01; done"
+    before = os.getcwd(), Path("/proc/self/mountinfo").read_bytes(), look(root)
+    thread = threading.Thread(target=over.run, args=(script,))
+    thread.start()
+    while not started.exists():
+        pass
+
+    assert (os.getcwd(), Path("/proc/self/mountinfo").read_bytes(), look(root)) == before
+
+    go.touch()
+    thread.join()
+    assert over.read("fresh") == "x"
+
+
+def test_nothing_is_left_of_a_command_once_the_filesystem_is_closed(over: HostFilesystem):
+    for _ in range(3):
+        over.run("printf x > fresh; mkdir -p a/b")
+    over.close()
+
+    assert list((over.store / "commands").iterdir()) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root mounts")
 def test_a_filesystem_mounted_inside_is_not_hidden(over: HostFilesystem, root: Path):
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root / "empty"], check=True)

@@ -29,7 +29,7 @@ from killed_child import Call, Death, Orders, Seen, Step, Tree, build, fill, loo
 from weakincentives.filesystem import HostFilesystem
 
 HEAVY = bool(os.environ.get("WINK_HEAVY"))
-TORTURE = float(os.environ.get("WINK_TORTURE", "0"))
+TORTURE = float(os.environ.get("WINK_TORTURE") or (30 if HEAVY else 3))
 
 ENGINES = ("api", "api", "view", "direct", "command", "external")
 
@@ -264,7 +264,6 @@ def elsewhere(here: Path) -> Iterator[Path]:
         yield Path(place)
 
 
-@pytest.mark.skipif(not TORTURE, reason="run `make torture SECONDS=600`")
 def test_torture():
     """Fresh seeds until the time is up; a failure names its seed and keeps its directory."""
     given = os.environ.get("WINK_SEED")
@@ -383,12 +382,15 @@ def test_a_kill_between_any_two_system_calls_leaves_all_or_nothing(
         after = killed_child.apply(after, step, 1)
     call = Call(engine, tuple(steps), kept)
     orders = Orders(tmp_path, calls=[call], death_at_work=True)
+    steady = engine != "external"  # how many steps a scan takes depends on the clock
     committed = False
     for death in deaths(Workspace(fresh(tmp_path / "0"), [tree, after]), orders):
         space = Workspace(fresh(tmp_path / "killed"), [tree, after])
-        assert space.work(replace(orders, death=death)) is None, f"{death} was not reached"
+        if space.work(replace(orders, death=death)) is not None:
+            assert not steady, f"{death} was not reached"
+            continue
         kill_recoveries(space, death)
-        committed |= space.recover() == 1 and kept
+        committed |= space.recover() == 1 and kept and steady
         assert not committed or space.done == 1, f"kept at an earlier step, gone at {death}"
 
 

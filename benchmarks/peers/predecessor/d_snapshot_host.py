@@ -10,6 +10,7 @@ from statistics import median
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from common import VERSION, Desk, compare, emit
+
 from environments import HOME
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime import create_snapshot, tool_transaction

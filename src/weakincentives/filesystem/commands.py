@@ -337,17 +337,26 @@ def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> R
     """Run a command over an overlay; what it changed is then in the upper layer."""
     outputs = Output.of(command.output_limit), Output.of(command.output_limit)
     try:
-        process = layers.start(command.argv, directory=command.directory, env=command.env)
+        process = _start_over(layers, command)
         ending = collect(
             process, outputs, timeout=command.timeout, stopped=stopped, kill=layers.kill
         )
     finally:
         layers.end()
     if ending == "ended" and not layers.started:
-        raise FilesystemError(
-            f"The command could not be started over an overlay: {outputs[1].text.strip()}"
-        )
+        raise _not_started(outputs[1].text.strip())
     return Ran(command, _as_shells_count(process.returncode), *outputs, ending)
+
+
+def _start_over(layers: Layers, command: Command) -> subprocess.Popen[bytes]:
+    try:
+        return layers.start(command.argv, directory=command.directory, env=command.env)
+    except OSError as error:
+        raise _not_started(str(error.strerror)) from error
+
+
+def _not_started(reason: str) -> FilesystemError:
+    return FilesystemError(f"The command could not be started over an overlay: {reason}")
 
 
 def run_plainly(command: Command, stopped: Callable[[], bool]) -> Ran:

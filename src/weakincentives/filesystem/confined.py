@@ -20,7 +20,16 @@ from weakincentives.filesystem.protocol import Parts, join_path, shown
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Held", "Ident", "Tree", "ident_of", "supported", "write_all", "xattrs_of"]
+__all__ = [
+    "Held",
+    "Ident",
+    "Tree",
+    "exchange",
+    "ident_of",
+    "supported",
+    "write_all",
+    "xattrs_of",
+]
 
 MAX_LINKS = 40
 CHUNK = 1 << 20
@@ -497,3 +506,56 @@ def _load_openat2() -> Callable[[int, bytes, int], int] | None:
         return None
     os.close(probe)
     return openat2
+
+
+def exchange(one: int, name: str, other: int, place: str) -> bool:
+    """Let two names change places in one step; False where the system cannot.
+
+    Each is a directory's descriptor and a name in it.
+    """
+    swap = _find_renameat2()
+    if swap is None:
+        return False
+    number = swap(one, os.fsencode(name), other, os.fsencode(place))
+    if number in _CANNOT_EXCHANGE:
+        return False
+    if number:
+        raise OSError(number, os.strerror(number), place)
+    return True
+
+
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EXDEV)
+
+_swapper: list[Callable[[int, bytes, int, bytes], int] | None] = []
+
+
+def _find_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
+    if not _swapper:
+        _swapper.append(_load_renameat2())
+    return _swapper[0]
+
+
+def _load_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
+    if os.uname().sysname != "Linux":
+        return None
+    import ctypes
+
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    renameat2.restype = ctypes.c_int
+    renameat2.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_uint,
+    ]
+    both = 2  # RENAME_EXCHANGE
+
+    def swap(one: int, name: bytes, other: int, place: bytes) -> int:
+        """Return 0, or an error number."""
+        return ctypes.get_errno() if renameat2(one, name, other, place, both) else 0
+
+    return swap

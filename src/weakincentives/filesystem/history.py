@@ -264,8 +264,12 @@ class History:
             copy_exactly(tree, places[0], tree, (staged,))
             for place in places:
                 with tree.parent(place) as above:
-                    os.unlink(place[-1], dir_fd=above)
-                    os.link(staged, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
+                    before = os.fstat(above)
+                    # Renamed over it: at no moment is the history without the file.
+                    spare = self.store.fresh()
+                    os.link(staged, spare, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
+                    os.rename(spare, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
+                    os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.unlink(staged, dir_fd=tree.fd)
 
     def _make_object(self, name: str, status: os.stat_result, digest: str) -> None:

@@ -151,18 +151,15 @@ class _Workspace:
         self.lock = threading.RLock()
         self.gate = threading.Lock()
         self.history = History(self.store, limit=limit, clock=clock)
-        self.history.needed = self._needed
         self.places: weakref.WeakSet[_Place] = weakref.WeakSet()
+        # Not a method of this object: one that is forgotten is to let go of its lock at once.
+        self.history.needed = functools.partial(_oldest, self.places)
         self.private: weakref.WeakSet[HostFilesystem] = weakref.WeakSet()
         self.in_place: Changes | None = None
         self.in_place_thread = 0
         self.disk = Disk(self.tree)
         self.present = Present(self.disk)
         self.recovered = recover(self.tree, self.history)
-
-    def _needed(self) -> int | None:
-        """The oldest place that a snapshot or a view may still ask for."""
-        return min((place.serial for place in self.places if not place.expired), default=None)
 
     def place(self) -> _Place:
         """Return the present place in the sequence of what was committed."""
@@ -202,6 +199,11 @@ class _Workspace:
             for record in changes.records[index:]
         ]
         self.present = self.present.supersede(records, self.store, self.store.tree)
+
+
+def _oldest(places: weakref.WeakSet[_Place]) -> int | None:
+    """Return the oldest place that a snapshot or a view may still ask for."""
+    return min((place.serial for place in places if not place.expired), default=None)
 
 
 def _close(store: Store, tree: Tree, external: External, commands: Commands) -> None:

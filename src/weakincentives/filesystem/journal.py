@@ -26,6 +26,7 @@ from weakincentives.filesystem.confined import (
     Held,
     Ident,
     Tree,
+    exchange,
     ident_of,
     set_xattrs,
     status_is_directory,
@@ -113,9 +114,8 @@ class Changes:
             if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
                 self._edit(above, parts, status, data)
                 return
-            kept = self._keep(above, parts, status)
-            staged = self._stage(above, parts, status, kept, data)
-            self._put(above, parts, staged, kept, status)
+            staged = self._stage(above, parts, status, data)
+            self._put(above, parts, staged, status)
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Make the file at ``source`` what is at the path, with all that it is; it is consumed."""
@@ -374,8 +374,7 @@ class Changes:
             yield
         except BaseException:
             if record.op == "again":  # its one rename was not made: there is nothing to undo
-                self.journal.cut(record.offset)
-                self.records.pop()
+                self._take_back(record)
             else:
                 self._undo_from(len(self.records) - 1, _Undoing(tolerant=True))
             raise
@@ -420,9 +419,7 @@ class Changes:
         copy_exactly(self.tree, parts, self.store.tree, (kept,))
         return kept
 
-    def _stage(
-        self, above: int, parts: Parts, status: os.stat_result | None, kept: str | None, data: bytes
-    ) -> str:
+    def _stage(self, above: int, parts: Parts, status: os.stat_result | None, data: bytes) -> str:
         """Write a new file in the store, with all but the content of the one it replaces."""
         staged = self.store.fresh()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -431,16 +428,14 @@ class Changes:
         try:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
-                self._take_after(fd, above, parts, status, kept)
+                self._take_after(fd, above, parts[-1], status)
             if self.store.safe:
                 os.fsync(fd)
         finally:
             os.close(fd)
         return staged
 
-    def _take_after(
-        self, fd: int, above: int, parts: Parts, status: os.stat_result, kept: str | None
-    ) -> None:
+    def _take_after(self, fd: int, above: int, name: str, status: os.stat_result) -> None:
         """Give a new file the owner, mode and attributes of the one it replaces."""
         made = os.fstat(fd)
         if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
@@ -448,13 +443,14 @@ class Changes:
                 os.fchown(fd, status.st_uid, status.st_gid)
         if made.st_mode != status.st_mode:
             os.fchmod(fd, stat.S_IMODE(status.st_mode))
-        if kept is not None:
-            xattrs = xattrs_of(f"{self.store.tx}/{kept}")
-        else:
-            present = entry_at(self.tree, parts)
-            xattrs = () if present is None else present.xattrs
-        if xattrs:
-            set_xattrs(fd, xattrs)
+        with contextlib.suppress(PermissionError):
+            replaced = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+            try:
+                xattrs = xattrs_of(replaced)
+            finally:
+                os.close(replaced)
+            if xattrs:
+                set_xattrs(fd, xattrs)
 
     def _place(self, above: int, parts: Parts, staged: str) -> None:
         """Put something staged at a path, whatever is there."""
@@ -462,28 +458,59 @@ class Changes:
         if status is not None and _is_directory(status):
             self._take_away(above, parts, status)
             status = None
-        kept = self._keep(above, parts, status)
-        self._put(above, parts, staged, kept, status)
+        self._put(above, parts, staged, status)
 
-    def _put(
-        self, above: int, parts: Parts, staged: str, kept: str | None, status: os.stat_result | None
-    ) -> None:
-        """Put something staged at a path, where what is there is kept."""
+    def _put(self, above: int, parts: Parts, staged: str, status: os.stat_result | None) -> None:
+        """Put something staged at a path, and keep what is there."""
         new = _lasting(os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False))
-        times = self._times(above, parts[:-1])
-        near = self._touched[parts[:-1]]
         first = self._kept.get(parts)
         if first is not None:
             record = Record(op="again", path=parts, kept=first.kept, old=first.old, new=new)
         else:
+            times = self._times(above, parts[:-1])
             old = None if status is None else _lasting(status)
-            away = kept is not None and status is not None and status.st_uid != os.geteuid()
-            record = Record(
-                op="put", path=parts, kept=kept, old=old, new=new, times=times, away=away
-            )
+            record = Record(op="put", path=parts, old=old, new=new, times=times)
+        if first is None and status is not None and self._exchange(above, staged, record):
+            self._kept[parts] = record
+            return
+        if first is None and status is not None:
+            record.kept = self._keep(above, parts, status)
+            record.away = status.st_uid != os.geteuid()
+        self._rename_in(above, staged, record)
+        if first is None and record.temp is None:
+            self._kept[parts] = record
+
+    def _exchange(self, above: int, staged: str, record: Record) -> bool:
+        """Let the new and the old change places; False where that cannot be.
+
+        Never is there nothing at the path; and a filesystem that writes a file out to the disk when
+        it replaces another, as many do, does not do so here.
+        """
+        if not self._touched[record.path[:-1]]:
+            return False
+        record.kept = staged
+        self._append(record)
+        try:
+            if exchange(self.store.tx_fd, staged, above, record.path[-1]):
+                return True
+        except BaseException:
+            self._take_back(record)
+            raise
+        self._take_back(record)
+        record.kept = None
+        return False
+
+    def _take_back(self, record: Record) -> None:
+        """Forget the newest record: its change was not made."""
+        self.journal.cut(record.offset)
+        self.records.pop()
+
+    def _rename_in(self, above: int, staged: str, record: Record) -> None:
+        parts = record.path
+        near = self._near(above, parts[:-1])
         if not near:
             record.temp = _temporary()
-            record.new = Ident(ANY_INO, new.size, new.mtime_ns)
+            record.new = None if record.new is None else record.new._replace(ino=ANY_INO)
         with self._change(record):
             if near:
                 self._take_if_not_kept(above, record)
@@ -491,8 +518,6 @@ class Changes:
                 self._litter.discard(staged)
             else:
                 self._copy_in(staged, above, parts, record.temp or "")
-        if near and first is None:
-            self._kept[parts] = record
 
     def _take_if_not_kept(self, above: int, record: Record) -> None:
         """Take a thing away that could not be given a second name."""
@@ -758,8 +783,8 @@ class Changes:
         kept = record.kept or ""
         if undoing.recovering and undoing.external and self._kept_elsewhere(above, parts, kept):
             self._aside(above, parts, undoing)
-        if undoing.tolerant and self._is_in_place(above, parts, record):
-            return  # the change was not made
+        if self._was_not_made(above, parts, record, undoing):
+            return
         try:
             self._rename_back(kept, above, parts, undoing)
         except FileNotFoundError:
@@ -779,6 +804,15 @@ class Changes:
         except OSError:
             self.store.tree.remove_all((kept,))
         self._litter.discard(kept)
+
+    def _was_not_made(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> bool:
+        """Tell whether a change was only about to be made."""
+        if undoing.tolerant and self._is_in_place(above, parts, record):
+            return True
+        if record.op != "put" or record.new is None or not (undoing.tolerant or undoing.recovering):
+            return False
+        kept = _status(self.store.tx_fd, record.kept or "")
+        return kept is not None and kept.st_ino == record.new.ino  # they did not change places
 
     def _is_in_place(self, above: int, parts: Parts, record: Record) -> bool:
         status = _status(above, parts[-1])
@@ -1117,9 +1151,11 @@ def _spare(store: Store, known: set[str | None]) -> tuple[str, ...]:
     """
     sentences: list[str] = []
     for name in sorted(set(store.tree.names(())) - known):
-        if name.startswith(("k", "c")) and not _is_spare(store, name):
+        if name.startswith(("k", "c", "n")) and not _is_spare(store, name):
             place = store.left((name,))
             os.rename(name, place, src_dir_fd=store.tx_fd)
+            if name.startswith("n"):
+                continue  # almost certainly what was to be put somewhere, and was not yet
             sentences.append(
                 "The last change of a call that was not finished cannot be told. What it may have"
                 f" replaced is in {place}"
@@ -1129,7 +1165,7 @@ def _spare(store: Store, known: set[str | None]) -> tuple[str, ...]:
 
 def _is_spare(store: Store, name: str) -> bool:
     """Tell whether what was kept is certainly elsewhere as well."""
-    if name.startswith("k"):
+    if not name.startswith("c"):
         status = store.tree.status((name,))
         return status is not None and status.st_nlink > 1 and not _is_directory(status)
     original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of

@@ -150,12 +150,12 @@ class _Going:
             if status is None:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
-        elif before.kind == "file" and status is not None and _is_same_file(status, before):
+        elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
             self.changes.write(parts, self.changes.store.objects.read(before.digest or ""))
             self._set_attributes(parts, before)
             self._linked[before.ino] = parts
-        elif before.nlink > 1 and before.ino in self._linked:
-            self._link(parts, self._linked[before.ino])
+        elif before.kind == "file" and (other := self._other_name(parts, before)) is not None:
+            self._link(parts, other)
         else:
             staged = self.changes.store.stage()
             try:
@@ -171,6 +171,23 @@ class _Going:
             if before.nlink > 1:
                 self._linked[before.ino] = parts
         self._state[parts] = before.ident
+
+    def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
+        """Tell whether a file is the one it was, or stands for it since it was put back."""
+        return _is_same_file(status, before) or self._linked.get(before.ino) == parts
+
+    def _other_name(self, parts: Parts, before: Entry) -> Parts | None:
+        """Return another name of a file that had several; it may have one nobody touched."""
+        if before.nlink < 2:
+            return None
+        known = self._linked.get(before.ino)
+        if known is not None:
+            return None if known == parts else known
+        for place, status in self.changes.tree.walk(()):
+            if ident_of(status) == before.ident and place != parts:
+                self._linked[before.ino] = place
+                return place
+        return None
 
     def _remove(self, parts: Parts) -> None:
         try:

@@ -99,7 +99,8 @@ class ToolRegistry:
         self._view: _View | None = None
         self._closed = False
         self._own: ResourceContext | None = None
-        self._workspace: HostFilesystem | None = None
+        self.workspace: HostFilesystem | None = None
+        """The directory, when it was given one: its history, and the way back."""
         self.register_all(tools)
         # Last: a registry that cannot be made leaves no directory open.
         self._resources = self._opened(workspace, resources)
@@ -122,8 +123,8 @@ class ToolRegistry:
                 raise TypeError("give either workspace= or a Filesystem in resources=, not both")
             from weakincentives.filesystem import HostFilesystem
 
-            self._workspace = HostFilesystem(workspace)
-            bound = bound.merge({Filesystem: self._workspace})
+            self.workspace = HostFilesystem(workspace)
+            bound = bound.merge({Filesystem: self.workspace})
         self._own = bound.open()
         return self._own
 
@@ -467,8 +468,8 @@ class ToolRegistry:
             if self._own is not None:
                 self._own.close(error)
         finally:
-            if self._workspace is not None:
-                self._workspace.close()
+            if self.workspace is not None:
+                self.workspace.close()
 
     def __enter__(self) -> ToolRegistry:
         return self
