@@ -25,7 +25,7 @@ PACKAGES = [
 
 # From top to bottom: a module imports only from its own layer or those above it.
 LAYERS = [
-    ["errors", "lazy"],
+    ["errors", "interrupts", "lazy"],
     ["clock"],
     ["retry"],
     ["call"],

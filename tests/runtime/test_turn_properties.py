@@ -521,8 +521,8 @@ def check(made: list[tuple[str, Any]], quota: int | None, limit: int | None, can
     assert together.state() == one_by_one.state()
 
 
-HISTORIES = settings(max_examples=settings.default.max_examples * 4)
-"""Some hundreds in `make test`, thousands in `make test-all`."""
+HISTORIES = settings(max_examples=settings.default.max_examples * 2)
+"""A hundred or so in `make test`, thousands in `make test-all`."""
 
 
 @given(turns, quotas, limits)

@@ -65,6 +65,7 @@ from weakincentives.filesystem.revert import describe, go_back
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store, entry_at
+from weakincentives.interrupts import undisturbed
 
 __all__ = ["HostFilesystem"]
 
@@ -983,7 +984,7 @@ class HostFilesystem:
     @contextlib.contextmanager
     def _changing(self, operation: str, args: tuple[object, ...]) -> Generator[None]:
         if self._parent is None:
-            with self._turn(), self._workspace.lock, self._lock:
+            with self._turn(), self._workspace.lock, self._lock, undisturbed():
                 self._check_writable(operation, args)
                 if operation == "restore":
                     yield
@@ -991,7 +992,8 @@ class HostFilesystem:
                 with self._transaction(None):
                     yield
             return
-        with self._lock:
+        # A command may take its time, and undoes itself when it is interrupted.
+        with self._lock, undisturbed(operation != "run"):
             self._check_writable(operation, args)
             with self._whole(anew=operation == "run"):
                 yield

@@ -7,15 +7,14 @@ below it are the same by hand.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
+from weakincentives.interrupts import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
 from weakincentives.resources.opening import as_resolver
@@ -46,10 +45,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-# What `signal` is built on, without its enums: those cost a look at the handler's repr each time.
-_signal: Any = import_module("_signal")
-_SIGINT: int = _signal.SIGINT
-
 _logger = get_logger(__name__)
 
 
@@ -71,31 +66,6 @@ def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
             _logger.exception("restoring %s failed", name)
             failures[name] = f"{name} could not be restored: {error}"
     return failures
-
-
-@contextmanager
-def undisturbed(needed: bool = True) -> Generator[None]:
-    """Hold Ctrl-C back until a step that must not be cut in two is done.
-
-    Python raises it in the main thread only, wherever that is at the moment.
-    """
-    is_main = needed and threading.current_thread() is threading.main_thread()
-    before: Any = _signal.getsignal(_SIGINT) if is_main else None
-    if not callable(before):
-        yield
-        return
-    came: list[tuple[int, object]] = []
-
-    def note(number: int, frame: object) -> None:
-        came.append((number, frame))
-
-    try:
-        _signal.signal(_SIGINT, note)
-        yield
-    finally:
-        _signal.signal(_SIGINT, before)
-        if came:
-            before(*came[-1])
 
 
 class NeedsItsPlace(WinkError):
