@@ -373,6 +373,8 @@ def test_torn_record_is_no_record(tmp_path: Path):
     journal = tmp_path / "journal"
     journal.write_bytes(record.encode() + record.encode()[:-5])
 
+    assert [len(read_journal(journal)[0]), read_journal(journal)[1]] == [1, "short"]
+    journal.write_bytes(record.encode() + b"damage\n")
     assert [len(read_journal(journal)[0]), read_journal(journal)[1]] == [1, "torn"]
     journal.write_bytes(record.encode() + b"damage\n" + record.encode())
     assert read_journal(journal)[1] == "broken"

@@ -1123,6 +1123,7 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     if damage == "torn":
         # First of all: what is undone may take away what shows that nothing is missing.
         sentences = _spare(store, {name for r in records for name in (r.kept, r.copy)})
+    if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
     if records and records[-1].op == "commit":
         drop_temporaries(tree, records)

@@ -98,11 +98,14 @@ def _split(text: str) -> Parts:
     return tuple(text.split("/")) if text else ()
 
 
-def read_journal(path: Path) -> tuple[list[Record], Literal["whole", "torn", "broken"]]:
+def read_journal(
+    path: Path,
+) -> tuple[list[Record], Literal["whole", "short", "torn", "broken"]]:
     """Return a journal's records up to the first that cannot be read, and what that means.
 
-    A torn journal ends in a record that was not written to its end. One with more records after
-    that is broken: no process that was killed leaves it so.
+    A short journal ends in a record that was not written to its end, so its change was not made.
+    A torn one ends in a record that is damaged. One with more records after that is broken: no
+    process that was killed leaves it so.
     """
     records: list[Record] = []
     offset = 0
@@ -111,7 +114,8 @@ def read_journal(path: Path) -> tuple[list[Record], Literal["whole", "torn", "br
             record = Record.decode(line, offset)
             if record is None:
                 broken = any(Record.decode(later, 0) is not None for later in lines)
-                return records, "broken" if broken else "torn"
+                torn = "torn" if line.endswith(b"\n") else "short"
+                return records, "broken" if broken else torn
             records.append(record)
             offset += len(line)
     return records, "whole"
