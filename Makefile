@@ -23,7 +23,7 @@ check: lint test  ## What must hold before a commit.
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
 	$(BIN)/python benchmarks/run.py $(ARGS)
