@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
@@ -63,6 +63,7 @@ from weakincentives.filesystem.protocol import (
 )
 from weakincentives.filesystem.revert import describe, go_back
 from weakincentives.filesystem.scan import External
+from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store, entry_at
 from weakincentives.interrupts import undisturbed
@@ -79,23 +80,6 @@ _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EI
 
 RETRIES = 10
 """How often a path is looked up again when links on it come and go."""
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a private view depends on, by canonical path. It only grows."""
-
-    touched: set[Parts] = field(default_factory=set[Parts])
-    """Read or written: what is there, with all that is below it, must not have changed."""
-    glimpsed: set[Parts] = field(default_factory=set[Parts])
-    """Seen to be a directory: it must still be one."""
-    cleared: set[Parts] = field(default_factory=set[Parts])
-    """Made a directory: no file may have come there, or into the way."""
-
-    def include(self, other: _Seen) -> None:
-        self.touched |= other.touched
-        self.glimpsed |= other.glimpsed
-        self.cleared |= other.cleared
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -305,7 +289,7 @@ class HostFilesystem:
         self._changes: Changes | None = None
         self._mark: int | None = None
         self._staging: Staging | None = None
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._ended = False
         self._workspace = _Workspace(
             Path(root),
@@ -638,7 +622,7 @@ class HostFilesystem:
             base = workspace.present if self._staging is None else self._staging.layer
             view._staging = Staging(base, workspace.store)
             view._look = view._staging
-            view._seen = _Seen()
+            view._seen = Seen()
             view._place = None if self._staging is not None else workspace.place()
             view._present = workspace.present
             workspace.private.add(view)
@@ -790,7 +774,7 @@ class HostFilesystem:
     def touched(self) -> frozenset[str]:
         """The paths a private view has read or changed, directories standing for all below."""
         with self._lock:
-            seen = self._seen or _Seen()
+            seen = self._seen or Seen()
             paths = seen.touched | seen.glimpsed | seen.cleared
             return frozenset(join_path(parts) for parts in paths)
 
@@ -1064,12 +1048,7 @@ class HostFilesystem:
             raise ValueError("only a view that was forked from this filesystem can be merged")
 
     def _check_writable(self, operation: str, args: tuple[object, ...]) -> None:
-        if self._sealed is not None:
-            about = f" of {shown(args[0])}" if args and isinstance(args[0], str) else ""
-            logger.error("Refused %s%s: %s", operation, about, self._sealed)
-            raise ViewClosed(self._sealed)
-        if self.read_only is not None:
-            raise ReadOnlyView(self.read_only)
+        check_open(operation, args, self._sealed, self.read_only)
         if self._workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
         if not self._workspace.closing.alive:
@@ -1276,7 +1255,7 @@ class HostFilesystem:
                     pending.append((*directory, name))
 
 
-def _check_conflicts(seen: _Seen, changed: set[Parts], base: Look, current: Look) -> None:
+def _check_conflicts(seen: Seen, changed: set[Parts], base: Look, current: Look) -> None:
     """Raise if anything the view depends on is not what it was when the view was forked."""
     changed = {parts for parts in changed if _node(base, parts) != _node(current, parts)}
     within = {parts[:depth] for parts in changed for depth in range(len(parts) + 1)}
@@ -1296,9 +1275,7 @@ def _check_conflicts(seen: _Seen, changed: set[Parts], base: Look, current: Look
     }
     conflicts |= {parts for parts in seen.cleared if differs(parts) and _bars(current, parts)}
     if conflicts:
-        paths = sorted(join_path(parts) for parts in conflicts)
-        names = ", ".join(shown(path) for path in paths)
-        raise MergeConflict(f"Changed by another call in the meantime: {names}", paths)
+        raise conflict(conflicts)
 
 
 def _node(look: Look, parts: Parts) -> tuple[object, ...] | None:

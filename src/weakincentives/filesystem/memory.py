@@ -7,10 +7,9 @@ way to the root and then assigns once, so there is no half-done state to see or 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from rpds import HashTrieMap, HashTrieSet
@@ -20,9 +19,6 @@ from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     AlreadyExists,
     FilesystemError,
-    MergeConflict,
-    ReadOnlyView,
-    ViewClosed,
 )
 from weakincentives.filesystem.patterns import (
     GlobPattern,
@@ -46,13 +42,12 @@ from weakincentives.filesystem.protocol import (
     split_path,
     split_root,
 )
+from weakincentives.filesystem.seen import Seen, check_open, conflict
 
 __all__ = ["MemoryFilesystem"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-logger = logging.getLogger("weakincentives.filesystem")
 
 
 # Nodes are compared with `is`: the same node is the same content, all the way down. They are
@@ -86,28 +81,11 @@ class _State(NamedTuple):
     """In a view, the paths asked to be directories; what others put there is welcome."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What a view depends on. It only grows: what has been read cannot be unread."""
-
-    touched: set[Parts] = field(default_factory=set[Parts])
-    """Read or written: the node there, with all that is below it, must not have changed."""
-    glimpsed: set[Parts] = field(default_factory=set[Parts])
-    """Seen to be a directory: it must still be one."""
-    cleared: set[Parts] = field(default_factory=set[Parts])
-    """Made a directory: no file may have come there, or into the way."""
-
-    def include(self, other: _Seen) -> None:
-        self.touched |= other.touched
-        self.glimpsed |= other.glimpsed
-        self.cleared |= other.cleared
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Snapshot:
     state: _State
     family: object
-    seen: _Seen | None
+    seen: Seen | None
     """Tells the view it was taken of, and does not keep that view alive."""
 
 
@@ -177,7 +155,7 @@ class MemoryFilesystem:
         self._sealed: str | None = None
         self._family = object()
         self._parent: MemoryFilesystem | None = None
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
         self._base = _Directory(_EMPTY, clock.time())
         self._state = _State(self._base)
         if not isinstance(files, Mapping):
@@ -407,7 +385,7 @@ class MemoryFilesystem:
         view.read_only = view._sealed = None
         view._lock = threading.RLock()
         view._parent = self
-        view._seen = _Seen()
+        view._seen = Seen()
         view._base = view._state.root
         view._state = _State(view._base)
         return view
@@ -446,7 +424,7 @@ class MemoryFilesystem:
                 self._seen.include(view._seen)
         return ()
 
-    def _check_merge(self, view: MemoryFilesystem) -> _Seen:
+    def _check_merge(self, view: MemoryFilesystem) -> Seen:
         """Return what the view depends on, if all of that is as it was."""
         seen = view._seen
         if view._parent is not self or seen is None:
@@ -465,7 +443,7 @@ class MemoryFilesystem:
     def touched(self) -> frozenset[str]:
         """The paths a view has read or changed, directories standing for all below them."""
         with self._lock:
-            seen = self._seen or _Seen()
+            seen = self._seen or Seen()
             return _joined(seen.touched | seen.glimpsed | seen.cleared)
 
     @property
@@ -559,12 +537,7 @@ class MemoryFilesystem:
         return node
 
     def _check_writable(self, operation: str, *args: object) -> None:
-        if self._sealed is not None:
-            about = f" of {shown(args[0])}" if args and isinstance(args[0], str) else ""
-            logger.error("Refused %s%s: %s", operation, about, self._sealed)
-            raise ViewClosed(self._sealed)
-        if self.read_only is not None:
-            raise ReadOnlyView(self.read_only)
+        check_open(operation, args, self._sealed, self.read_only)
 
     def _assign(self, root: _Directory, *written: Parts) -> None:
         """Make ``root`` the state; a view also notes where that is a change."""
@@ -663,7 +636,7 @@ def _name(entry: tuple[str, object]) -> str:
 # Merging
 
 
-def _check_conflicts(seen: _Seen, base: _Directory, current: _Directory) -> None:
+def _check_conflicts(seen: Seen, base: _Directory, current: _Directory) -> None:
     """Raise if anything the view depends on is not what it was when the view was forked."""
     changed = {parts for parts in seen.touched if not _unchanged(base, current, parts)}
     changed |= {
@@ -678,9 +651,7 @@ def _check_conflicts(seen: _Seen, base: _Directory, current: _Directory) -> None
         if isinstance(_find(current, parts)[0], _File) and not _unchanged(base, current, parts)
     }
     if changed:
-        paths = sorted(_joined(changed))
-        names = ", ".join(shown(path) for path in paths)
-        raise MergeConflict(f"Changed by another call in the meantime: {names}", paths)
+        raise conflict(changed)
 
 
 def _apply(changes: _State, current: _Directory, now: float) -> _Directory:
