@@ -21,8 +21,8 @@ torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names it
 check: lint test  ## What must hold before a commit.
 
 lint: $(READY)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.

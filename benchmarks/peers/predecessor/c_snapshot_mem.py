@@ -7,9 +7,8 @@ from pathlib import Path
 # At the end: a module of ours must never stand before one of the peer's.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from weakincentives.contrib.tools import InMemoryFilesystem
-
 from timing import compare, emit
+from weakincentives.contrib.tools import InMemoryFilesystem
 
 BODY = "x" * 1024
 
