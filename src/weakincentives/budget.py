@@ -32,6 +32,9 @@ class TokenUsage:
         )
 
 
+NO_TOKENS = TokenUsage()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """How many tokens a run may use; None means no limit."""
@@ -52,7 +55,7 @@ class BudgetTracker:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._used = TokenUsage()
+        self._used = NO_TOKENS
         self._lock = threading.Lock()
 
     @property

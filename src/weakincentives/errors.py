@@ -38,7 +38,15 @@
     │   │   └── StaleOverride                what it replaces has changed since
     │   └── PromptEvaluationError          the run cannot go on; raised through every caller
     │       ├── DeadlineExceededError
-    │       └── BudgetExceededError
+    │       ├── BudgetExceededError
+    │       ├── TurnLimitExceeded
+    │       ├── CallLimitExceeded
+    │       ├── TaskNotCompleted             the model stops, and the task is not done
+    │       └── ProviderError                what serves the model failed
+    │           ├── ProviderThrottled          it was asked too often
+    │           ├── ProviderUnavailable        it cannot be reached, or broke off
+    │           ├── ProviderRejected           the operator must act: key, model name, request
+    │           └── MalformedResponse          it answered with something else
     ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
     ├── SessionError
     │   ├── ReducerError                   a reducer raised; its event changed nothing
@@ -53,11 +61,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weakincentives.runtime.conversation import PromptResponse
 
 __all__ = [
     "AlreadyExists",
     "BinaryFile",
     "BudgetExceededError",
+    "CallLimitExceeded",
     "CircularDependency",
     "CommandFailed",
     "ContractError",
@@ -65,6 +78,7 @@ __all__ = [
     "FilesystemError",
     "InvalidArguments",
     "InvalidPattern",
+    "MalformedResponse",
     "MergeConflict",
     "MissingExtra",
     "NoSuchFile",
@@ -82,7 +96,11 @@ __all__ = [
     "PromptOverrideError",
     "PromptRenderError",
     "PromptValidationError",
+    "ProviderError",
     "ProviderFailed",
+    "ProviderRejected",
+    "ProviderThrottled",
+    "ProviderUnavailable",
     "ReadOnlyFile",
     "ReadOnlyView",
     "ReducerError",
@@ -92,10 +110,12 @@ __all__ = [
     "SnapshotError",
     "SnapshotExpired",
     "StaleOverride",
+    "TaskNotCompleted",
     "ToolDefinitionError",
     "ToolNotFound",
     "ToolTimeout",
     "ToolValidationError",
+    "TurnLimitExceeded",
     "UnboundResource",
     "ViewClosed",
     "VisibilityExpansionRequired",
@@ -305,7 +325,12 @@ class OutputParseError(PromptError):
 
 
 class PromptEvaluationError(PromptError):
-    """The run cannot go on. Never turned into a result: raised through every caller."""
+    """The run cannot go on. Never turned into a result: raised through every caller.
+
+    What was committed before stays. ``response`` has how far the run came, once it ends a run.
+    """
+
+    response: PromptResponse[Any] | None = None
 
 
 class DeadlineExceededError(PromptEvaluationError):
@@ -314,6 +339,61 @@ class DeadlineExceededError(PromptEvaluationError):
 
 class BudgetExceededError(PromptEvaluationError):
     """The run's token budget is used up."""
+
+
+class TurnLimitExceeded(PromptEvaluationError):
+    """The model had all the turns that the run allows."""
+
+
+class CallLimitExceeded(PromptEvaluationError):
+    """The model asked for more tool calls than the run allows."""
+
+
+class TaskNotCompleted(PromptEvaluationError):
+    """The model stopped, was sent back with the reason, and stopped again without doing more."""
+
+
+class ProviderError(PromptEvaluationError):
+    """What serves the model failed; ``code`` says how, as a tool's error code does."""
+
+    code = "PROVIDER_ERROR"
+    recoverable = False
+    """Whether the same request may succeed later."""
+
+    def __init__(
+        self, message: str, *, code: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code or type(self).code
+        self.retry_after = retry_after
+        """Seconds that the provider asks to wait."""
+
+
+class ProviderThrottled(ProviderError):
+    """The provider was asked too often; ``retry_after`` has what it says of waiting."""
+
+    code = "RATE_LIMIT"
+    recoverable = True
+
+
+class ProviderUnavailable(ProviderError):
+    """The provider cannot be reached, failed, or broke off in the middle of its answer."""
+
+    code = "SERVER_ERROR"
+    recoverable = True
+
+
+class ProviderRejected(ProviderError):
+    """The provider does not take the request: a wrong key, an unknown model, a bad schema."""
+
+    code = "REJECTED"
+
+
+class MalformedResponse(ProviderError):
+    """The provider's answer is not what its interface promises."""
+
+    code = "SERVER_ERROR"
+    recoverable = True
 
 
 class VisibilityExpansionRequired(WinkError):

@@ -110,6 +110,10 @@ class RenderedPrompt:
     def __str__(self) -> str:
         return self.text
 
+    def says_the_same_as(self, other: RenderedPrompt) -> bool:
+        """Whether a model is told the same by both."""
+        return self.text == other.text and self.tools == other.tools
+
 
 class PromptTemplate(TypedConstructor, Generic[OutT]):
     """The part of a prompt that does not change between runs."""

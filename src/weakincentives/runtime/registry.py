@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import ToolCall, new_call_id
-from weakincentives.errors import InvalidPattern, ToolDefinitionError, WinkError
+from weakincentives.errors import ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt.policies import AttachedPolicy, attach
 from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
+from weakincentives.regex import linear_matcher
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import (
@@ -43,7 +44,6 @@ Call = ToolCall | tuple[str, object]
 _NAMESPACE = re.compile(r"[a-z0-9_-]+(:[a-z0-9_-]+)*")
 _MAX_PATTERN = 200
 _MAX_REPEATS = 20
-_REPEAT = re.compile(r"\{([^}]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,9 @@ class ToolRegistry:
         look-around and no back-references; and long patterns and large counted repetitions are
         refused. What cannot be taken is an ``InvalidPattern``.
         """
-        matches = _matcher(pattern)
+        matches = linear_matcher(
+            pattern, max_length=_MAX_PATTERN, max_repeats=_MAX_REPEATS, ignore_case=True
+        )
         return tuple(
             entry.tool
             for entry in self._entries.values()
@@ -547,40 +549,3 @@ def _checked_namespace(namespace: str | None) -> str | None:
             "digits, '_' and '-', with ':' between levels"
         )
     return namespace
-
-
-# Searching
-
-
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    """Return whether a text has a match, on the regular expressions that pydantic brings along.
-
-    They take time in proportion to the text, times the size of the pattern with its counted
-    repetitions written out: so that is bounded, too.
-    """
-    from pydantic_core import SchemaError, SchemaValidator, core_schema
-
-    if len(pattern) > _MAX_PATTERN or "\n" in pattern:
-        raise InvalidPattern(
-            f"the pattern has {len(pattern)} characters; at most {_MAX_PATTERN} are taken, "
-            "and one line"
-        )
-    repeats = 1
-    for counts in _REPEAT.findall(pattern):
-        # Digits may stand apart, as in `a{3 0}`: some flags allow that.
-        numbers = (re.sub(r"\D", "", part) for part in counts.split(","))
-        repeats *= max(1, *(int(number or 0) for number in numbers))
-    if repeats > _MAX_REPEATS:
-        raise InvalidPattern(
-            f"the pattern {pattern!r} repeats too much: its counts make {repeats} together, and "
-            f"at most {_MAX_REPEATS} are taken; use '*' or '+' instead"
-        )
-    schema = core_schema.str_schema(pattern=f"(?i){pattern}", regex_engine="rust-regex")
-    try:
-        return SchemaValidator(schema).isinstance_python
-    except SchemaError as error:
-        reason = str(error).rpartition("error: ")[2].strip().splitlines()[-1]
-        raise InvalidPattern(
-            f"Not a pattern that can be searched for: {pattern!r} ({reason}). Escape special "
-            "characters with a backslash to look for them as they are"
-        ) from error

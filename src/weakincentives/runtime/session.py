@@ -564,7 +564,11 @@ class Session:
 
     def offer(self, prompt: Prompt[Any], rendered: RenderedPrompt) -> None:
         """Note what was rendered for this session: calls find their tools there."""
-        self._wiring.prompt, self._wiring.rendered = prompt, rendered
+        wiring = self._wiring
+        last, was_it = wiring.rendered, wiring.prompt is prompt
+        wiring.prompt, wiring.rendered = prompt, rendered
+        if was_it and last is not None and last.says_the_same_as(rendered):
+            return  # a run renders before every turn; only what is new is worth a record
         event = PromptRendered(
             prompt_ns=prompt.ns,
             prompt_key=prompt.key,

@@ -66,6 +66,7 @@ __all__ = [
     "call_tool",
     "execute_tool",
     "execute_tools",
+    "step_by_hand",
 ]
 
 T = TypeVar("T")
@@ -218,9 +219,13 @@ def _run_on_loop(*args: Any) -> ToolResult[Any]:
 
 
 def _step(*args: Any) -> ToolResult[Any]:
-    """Run the pipeline by hand: nothing in it waits, so its first step is also its last."""
+    return step_by_hand(_pipeline(*args))
+
+
+def step_by_hand(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
-        _pipeline(*args).send(None)
+        coroutine.send(None)
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("a sync call waited for something; this is a bug in the runtime")

@@ -1,0 +1,72 @@
+"""Clients of models. Each translates one provider's format; none executes a tool."""
+
+from typing import TYPE_CHECKING
+
+from weakincentives.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from weakincentives.adapters.base import Adapter
+    from weakincentives.adapters.scripted import ScriptedAdapter, calls, says
+    from weakincentives.runtime.conversation import (
+        Message,
+        ModelRequest,
+        ModelTurn,
+        PromptResponse,
+        Retrying,
+        RunEvent,
+        SentBack,
+        StopReason,
+        TextDelta,
+        ToolEnded,
+        ToolStarted,
+        TurnEnded,
+        TurnStarted,
+    )
+    from weakincentives.runtime.evaluation import RunConfig, RunOptions
+
+__all__ = [
+    "Adapter",
+    "Message",
+    "ModelRequest",
+    "ModelTurn",
+    "PromptResponse",
+    "Retrying",
+    "RunConfig",
+    "RunEvent",
+    "RunOptions",
+    "ScriptedAdapter",
+    "SentBack",
+    "StopReason",
+    "TextDelta",
+    "ToolEnded",
+    "ToolStarted",
+    "TurnEnded",
+    "TurnStarted",
+    "calls",
+    "says",
+]
+
+if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "base": ["Adapter"],
+            "scripted": ["ScriptedAdapter", "calls", "says"],
+            ".runtime.conversation": [
+                "Message",
+                "ModelRequest",
+                "ModelTurn",
+                "PromptResponse",
+                "Retrying",
+                "RunEvent",
+                "SentBack",
+                "StopReason",
+                "TextDelta",
+                "ToolEnded",
+                "ToolStarted",
+                "TurnEnded",
+                "TurnStarted",
+            ],
+            ".runtime.evaluation": ["RunConfig", "RunOptions"],
+        },
+    )

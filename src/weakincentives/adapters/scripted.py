@@ -1,0 +1,144 @@
+"""A model that plays a script: the same turns every time, without a key or a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from weakincentives.adapters.base import Adapter
+from weakincentives.budget import TokenUsage
+from weakincentives.call import ToolCall
+from weakincentives.errors import MissingExtra, ProviderError, ProviderRejected
+from weakincentives.runtime.conversation import ModelRequest, ModelTurn
+
+__all__ = ["ScriptedAdapter", "Turn", "calls", "says"]
+
+_Played: TypeAlias = ModelTurn | ProviderError | str
+Turn: TypeAlias = _Played | Callable[[ModelRequest], _Played]
+"""A text, a turn with calls, an error to raise, or a function of the request that gives one."""
+
+Wanted: TypeAlias = ToolCall | tuple[str, Mapping[str, object]] | str
+
+
+def says(text: str, **fields: Any) -> ModelTurn:
+    """Return a turn that ends with a text; other fields are those of ``ModelTurn``."""
+    return ModelTurn(text=text, **fields)
+
+
+def calls(*wanted: Wanted, text: str = "", **fields: Any) -> ModelTurn:
+    """Return a turn that asks for tool calls.
+
+    >>> calls(("read_file", {"path": "a.txt"}), "list_files").stop_reason
+    'tool_use'
+    """
+    made = tuple(map(_call, wanted))
+    return ModelTurn(text=text, tool_calls=made, stop_reason="tool_use", **fields)
+
+
+def _call(wanted: Wanted) -> ToolCall:
+    if isinstance(wanted, ToolCall):
+        return wanted
+    if isinstance(wanted, str):
+        return ToolCall(wanted)
+    name, params = wanted
+    return ToolCall(name, dict(params))
+
+
+class ScriptedAdapter(Adapter):
+    """Plays turns in order. A turn is a text, calls, an error, or a function of the request.
+
+    >>> from weakincentives import MarkdownSection, Prompt, PromptTemplate, Session
+    >>> prompt = Prompt(PromptTemplate(sections=[MarkdownSection(title="Task", template="Greet.")]))
+    >>> ScriptedAdapter(["Hello."]).evaluate(prompt, Session()).text
+    'Hello.'
+    """
+
+    name = "scripted"
+    needs_loop = False
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._turns = iter(turns)
+        self._played = 0
+        self.last_request: ModelRequest | None = None
+        """What the model was last asked."""
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ScriptedAdapter:
+        """Return an adapter that plays a file: a list of turns, in YAML or JSON.
+
+        A turn has ``say`` (a text), ``call`` (a list of ``{tool: parameters}``), or both;
+        ``usage`` with ``input_tokens`` and ``output_tokens`` may stand beside them.
+        """
+        return cls(_read(Path(path)))
+
+    async def complete(self, request: ModelRequest) -> ModelTurn:
+        turn = self._next(request)
+        if isinstance(turn, ProviderError):
+            raise turn
+        if isinstance(turn, str):
+            turn = says(turn)
+        if request.on_text is not None:
+            for line in turn.text.splitlines(keepends=True):
+                request.on_text(line)
+        return turn
+
+    def _next(self, request: ModelRequest) -> _Played:
+        self.last_request = request
+        turn = next(self._turns, None)
+        if turn is None:
+            last = request.messages[-1]
+            raise ProviderRejected(
+                f"the script has {self._played} turns, and the model was asked for one more; "
+                f"the last message was from the {last.role}: {last.text!r}"
+            )
+        self._played += 1
+        return turn(request) if callable(turn) else turn
+
+
+# Scripts in files
+
+
+def _read(path: Path) -> list[Turn]:
+    text = path.read_text("utf-8")
+    turns: object = json.loads(text) if path.suffix == ".json" else _from_yaml(text)
+    if not isinstance(turns, list):
+        raise ValueError(f"{path.name}: a script is a list of turns")
+    return [_turn(path.name, n, each) for n, each in enumerate(cast("list[object]", turns), 1)]
+
+
+def _from_yaml(text: str) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        raise MissingExtra("yaml", "PyYAML") from error
+    return yaml.safe_load(text)
+
+
+def _turn(name: str, number: int, turn: object) -> Turn:
+    where = f"{name}, turn {number}"
+    if isinstance(turn, str):
+        return says(turn)
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"{where}: a turn is a text or a mapping, got {turn!r}")
+    turn = cast("Mapping[str, Any]", turn)
+    unknown = sorted(set(turn) - {"say", "call", "usage"})
+    if unknown:
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; a turn has say, call and usage")
+    made = tuple(_file_call(where, each) for each in turn.get("call", ()))
+    return ModelTurn(
+        text=str(turn.get("say", "")),
+        tool_calls=made,
+        stop_reason="tool_use" if made else "end_turn",
+        usage=TokenUsage(**turn.get("usage", {})),
+    )
+
+
+def _file_call(where: str, wanted: object) -> ToolCall:
+    if isinstance(wanted, str):
+        return ToolCall(wanted)
+    if isinstance(wanted, Mapping) and len(cast("Mapping[str, Any]", wanted)) == 1:
+        ((name, params),) = cast("Mapping[str, Any]", wanted).items()
+        return ToolCall(name, {} if params is None else params)
+    raise ValueError(f"{where}: a call is a tool's name, or {{name: parameters}}; got {wanted!r}")

@@ -1,0 +1,567 @@
+"""One run: the model is asked, the calls of its turn go through the pipeline, until it is done.
+
+The loop is written once, as a coroutine. From sync code it is stepped by hand in the caller's
+thread: only the model is waited for on an event loop, and handlers run where they were called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+from typing import Any, Protocol, TypedDict, TypeVar
+
+from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker
+from weakincentives.call import RunContext, ToolCall, new_call_id
+from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.errors import (
+    CallLimitExceeded,
+    DeadlineExceededError,
+    OutputParseError,
+    PromptEvaluationError,
+    ProviderError,
+    TaskNotCompleted,
+    TurnLimitExceeded,
+    VisibilityExpansionRequired,
+)
+from weakincentives.logs import get_logger
+from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
+from weakincentives.prompt.feedback import FeedbackProvider, collect_feedback, with_feedback
+from weakincentives.prompt.prompt import Prompt
+from weakincentives.prompt.structured_output import parse_structured_output
+from weakincentives.prompt.tool import ToolContext
+from weakincentives.prompt.tool_result import ToolError, ToolResult
+from weakincentives.prompt.visibility import expand
+from weakincentives.retry import RetryPolicies, RetryPolicy
+from weakincentives.runtime.conversation import (
+    Message,
+    ModelRequest,
+    ModelTurn,
+    PromptResponse,
+    Retrying,
+    RunEvent,
+    SentBack,
+    TextDelta,
+    ToolEnded,
+    ToolStarted,
+    TurnEnded,
+    TurnStarted,
+)
+from weakincentives.runtime.events import PromptExecuted, ToolInvoked
+from weakincentives.runtime.session import Session
+from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
+
+__all__ = ["Model", "Run", "RunConfig", "RunOptions"]
+
+T = TypeVar("T")
+
+_logger = get_logger(__name__)
+
+BEGIN = "Begin."
+"""The user's first words where none are given: the prompt says what to do."""
+
+_MAX_SENT_BACK = 3
+"""How often in a row a model that does nothing more is told that it is not done."""
+
+
+class Model(Protocol):
+    """What a run needs of an adapter."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_loop(self) -> bool:
+        """Whether ``complete`` waits for something."""
+        ...
+
+    async def complete(self, request: ModelRequest) -> ModelTurn: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The limits of a run, and who has a say in it. Limits hold whatever the model does."""
+
+    max_turns: int | None = 100
+    max_tool_calls: int | None = None
+    time_limit: float | None = None
+    """Seconds; a deadline that is given with the run comes before it."""
+    budget: Budget | None = None
+    """Tokens; a budget that is given with the run comes before it."""
+    feedback: Sequence[FeedbackProvider] = ()
+    completion: TaskCompletionChecker | None = None
+    """Asked when the model stops: while the task is not done, it is sent back with the reason."""
+    retry: RetryPolicy = field(default=RetryPolicies.STANDARD)
+    """For requests to the provider; tools have their own."""
+    output_retries: int = 2
+    """How often in a row an answer that does not fit the output type is sent back."""
+    max_concurrency: int | None = None
+    """How many calls of one turn run at the same time."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.startswith("max_") and value is not None and value < 1:
+                raise ValueError(f"{each.name} must be at least 1, got {value}")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise ValueError(f"time_limit must be positive, got {self.time_limit}")
+        if self.output_retries < 0:
+            raise ValueError(f"output_retries must not be negative, got {self.output_retries}")
+
+
+class RunOptions(TypedDict, total=False):
+    """What can be given with a run."""
+
+    config: RunConfig
+    deadline: Deadline | None
+    """When the run must end; raises DeadlineExceededError."""
+    budget: Budget | BudgetTracker | None
+    """The tokens that it may use; raises BudgetExceededError."""
+    on_event: Callable[[RunEvent], object] | None
+    """Told what happens while it happens: text, turns, calls."""
+    run_context: RunContext | None
+    """Ids of the run, for tools and records."""
+    heartbeat: Heartbeat | None
+    """Beats with every turn and call."""
+
+
+class Run:
+    """A conversation of one model with one session, from its first turn to its end."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt[Any],
+        session: Session,
+        *,
+        config: RunConfig = RunConfig(),  # noqa: B008  # frozen
+        deadline: Deadline | None = None,
+        budget: Budget | BudgetTracker | None = None,
+        on_event: Callable[[RunEvent], object] | None = None,
+        run_context: RunContext | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._session = session
+        self._config = config
+        self._on_event = on_event
+        self._clock = session.clock
+        if deadline is None and config.time_limit is not None:
+            deadline = Deadline.after(config.time_limit, clock=self._clock)
+        budget = config.budget if budget is None else budget
+        tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        self._context = ToolContext(
+            session=session,
+            prompt=prompt,
+            adapter=model,
+            deadline=deadline,
+            budget_tracker=tracker,
+            run_context=run_context,
+            heartbeat=heartbeat,
+        )
+        self._messages: list[Message] = []
+        self._usage = NO_TOKENS
+        self._turns = 0
+        self._calls = 0
+        self._unfit = 0
+        """How many answers in a row did not fit the output type."""
+        self._idle = 0
+        """How often in a row the model stopped before it was done, and did nothing in between."""
+        self._ids: set[str] = set()
+        self._blocks = False
+
+    # Ways in
+
+    def evaluate(self, message: str | None = None, *, resume: bool = False) -> PromptResponse[Any]:
+        """Run to the end, in the caller's thread."""
+        self._blocks = True
+        return step_by_hand(self._run(message, resume))
+
+    async def aevaluate(
+        self, message: str | None = None, *, resume: bool = False
+    ) -> PromptResponse[Any]:
+        """Run to the end, on the caller's event loop."""
+        return await self._run(message, resume)
+
+    def step(
+        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
+    ) -> PromptResponse[Any]:
+        """Take one turn, in the caller's thread."""
+        self._blocks = True
+        return step_by_hand(self._step(tool_results, message))
+
+    async def astep(
+        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
+    ) -> PromptResponse[Any]:
+        """Take one turn, on the caller's event loop."""
+        return await self._step(tool_results, message)
+
+    # The loop
+
+    async def _run(self, message: str | None, resume: bool) -> PromptResponse[Any]:
+        started, reason = self._clock.time(), "interrupted"
+        stop_listening = self._listen()
+        try:
+            await self._begin(message, resume)
+            while True:
+                turn = await self._turn()
+                if turn.tool_calls:
+                    await self._answer(turn.tool_calls)
+                    self._idle = self._unfit = 0
+                    continue
+                response = self._finished(turn)
+                if response is not None:
+                    reason = response.stop_reason
+                    return response
+        except PromptEvaluationError as error:
+            reason = type(error).__name__
+            error.response = self._response(self._messages[-1].text if self._messages else "")
+            raise
+        finally:
+            stop_listening()
+            self._record(started, reason)
+
+    async def _step(
+        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
+    ) -> PromptResponse[Any]:
+        if tool_results is None:
+            self._say(Message(role="user", text=message or BEGIN, is_first=True))
+        else:
+            self._take_up()
+            self._take_results(tool_results)
+            if message is not None:
+                self._say(Message(role="user", text=message))
+        turn = await self._turn()
+        output = None
+        if not turn.tool_calls and self._output_type is not None:
+            output = parse_structured_output(turn.text, self._output_type)
+        return self._response(turn.text, turn, output)
+
+    @property
+    def _output_type(self) -> Any:
+        return self._prompt.template.output_type
+
+    def _response(
+        self, text: str, turn: ModelTurn | None = None, output: object = None
+    ) -> PromptResponse[Any]:
+        return PromptResponse(
+            text=text,
+            output=output,
+            usage=self._usage,
+            stop_reason="end_turn" if turn is None else turn.stop_reason,
+            tool_calls=() if turn is None else turn.tool_calls,
+            turns=self._turns,
+            calls=self._calls,
+        )
+
+    def _record(self, started: float, reason: str) -> None:
+        event = PromptExecuted(
+            prompt_ns=self._prompt.ns,
+            prompt_key=self._prompt.key,
+            adapter=self._model.name,
+            stop_reason=reason,
+            timestamp=started,
+            duration=self._clock.time() - started,
+            usage=self._usage,
+        )
+        self._session.dispatch(event)
+        self._session.dispatcher.publish(event)
+
+    # The conversation
+
+    def _say(self, message: Message) -> None:
+        self._messages.append(message)
+        self._session.dispatch(message)
+
+    async def _begin(self, message: str | None, resume: bool) -> None:
+        if not resume:
+            self._say(Message(role="user", text=message or BEGIN, is_first=True))
+            return
+        self._take_up()
+        if not self._messages:
+            raise PromptEvaluationError(
+                "there is nothing to resume: the session has no conversation yet"
+            )
+        await self._answer_open_calls()
+        if message is not None or self._messages[-1].role == "model":
+            self._say(Message(role="user", text=message or "Go on."))
+
+    def _take_up(self) -> None:
+        """Go on from the session's last conversation."""
+        found: list[Message] = []
+        for message in self._session[Message].newest_first():
+            found.append(message)
+            if message.is_first:
+                break
+        self._messages = found[::-1]
+
+    def _open_calls(self) -> list[ToolCall]:
+        """Return the calls of the last turn that nobody has answered."""
+        answered: set[str] = set()
+        for message in reversed(self._messages):
+            if message.role == "model":
+                return [call for call in message.tool_calls if call.id not in answered]
+            answered.add(message.call_id)
+        return []
+
+    async def _answer_open_calls(self) -> None:
+        """Answer what was open when the run broke off; what is on record is not run again."""
+        calls = self._open_calls()
+        on_record = self._on_record(calls)
+        for call in calls:
+            if call.id in on_record:
+                self._take_answer(call, on_record[call.id])
+        left = [call for call in calls if call.id not in on_record]
+        if left:
+            self._render()
+            await self._answer(left)
+
+    def _take_results(self, results: Sequence[ToolResult[Any]]) -> None:
+        calls = self._open_calls()
+        by_id = {result.call_id: result for result in results if result.call_id}
+        in_order = iter([result for result in results if not result.call_id])
+        for call in calls:
+            result = by_id.pop(call.id, None) or next(in_order, None)
+            if result is None:
+                raise ValueError(f"there is no result for call {call.id} of tool {call.name!r}")
+            self._take_answer(call, result)
+        if by_id or next(in_order, None) is not None:
+            raise ValueError("a result answers none of the calls of the last turn")
+
+    def _take_answer(self, call: ToolCall, result: ToolResult[Any]) -> None:
+        self._say(Message(role="tool", call_id=call.id, text=result.render()))
+
+    # The model's turn
+
+    async def _turn(self) -> ModelTurn:
+        self._check_limits()
+        request = self._request()
+        self._turns += 1
+        self._tell(TurnStarted, self._turns, request)
+        turn = self._with_ids_of_its_own(await self._ask(request))
+        self._usage = self._usage + turn.usage
+        self._say(
+            Message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
+        )
+        self._tell(TurnEnded, self._turns, turn)
+        tracker = self._context.budget_tracker
+        if tracker is not None:
+            tracker.record(turn.usage)
+            tracker.check()
+        return turn
+
+    def _check_limits(self) -> None:
+        allowed = self._config.max_turns
+        if allowed is not None and self._turns >= allowed:
+            raise TurnLimitExceeded(f"The model had {allowed} turns, all that the run allows")
+        if self._context.deadline is not None:
+            self._context.deadline.check()
+        if self._context.budget_tracker is not None:
+            self._context.budget_tracker.check()
+        self._context.beat()
+
+    def _request(self) -> ModelRequest:
+        self._render()
+        deadline, rendered = self._context.deadline, self._context.rendered_prompt
+        assert rendered is not None
+        return ModelRequest(
+            prompt=rendered,
+            messages=self._messages,
+            output_type=self._output_type,
+            timeout=None if deadline is None else deadline.remaining(),
+            on_text=None if self._on_event is None else self._tell_text,
+        )
+
+    def _render(self) -> None:
+        """Render for what the session holds now: sections may have come, gone, or changed."""
+        rendered = self._prompt.render(self._session)
+        if rendered is not self._context.rendered_prompt:
+            self._context = replace(self._context, rendered_prompt=rendered)
+
+    async def _ask(self, request: ModelRequest) -> ModelTurn:
+        """Ask until the provider answers, as often as the retry policy allows."""
+        policy, attempt = self._config.retry, 0
+        while True:
+            try:
+                return await self._wait_for(lambda: self._complete(request), self._model.needs_loop)
+            except ProviderError as error:
+                failure = ToolError(error.code, str(error), error.recoverable)
+                if not policy.retries(failure, attempt):
+                    raise
+                attempt += 1
+                wait = max(policy.backoff.delay(attempt), error.retry_after or 0.0)
+                self._check_wait(wait, error)
+                _logger.warning("asking %s again in %.1f s: %s", self._model.name, wait, error)
+                self._tell(Retrying, error, wait)
+            await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
+            self._check_limits_of_time()
+
+    async def _complete(self, request: ModelRequest) -> ModelTurn:
+        deadline = self._context.deadline
+        if deadline is None or not self._model.needs_loop:
+            return await self._model.complete(request)
+        import asyncio
+
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                return await self._model.complete(request)
+        except TimeoutError as error:
+            raise DeadlineExceededError("The deadline passed before the model answered") from error
+
+    def _check_wait(self, wait: float, error: ProviderError) -> None:
+        deadline = self._context.deadline
+        if deadline is not None and wait >= deadline.remaining():
+            raise DeadlineExceededError(
+                f"The next try would be in {wait:.1f} s, after the deadline: {error}"
+            ) from error
+
+    def _check_limits_of_time(self) -> None:
+        if self._context.deadline is not None:
+            self._context.deadline.check()
+
+    def _with_ids_of_its_own(self, turn: ModelTurn) -> ModelTurn:
+        """Return the turn with ids that no other call of the session has.
+
+        Some servers count from zero in every turn, and an id is what keeps a call that reaches
+        outside from being made twice.
+        """
+        if not turn.tool_calls:
+            return turn
+        if not self._ids:
+            earlier = self._session[Message]
+            self._ids = {call.id for message in earlier for call in message.tool_calls}
+        calls: list[ToolCall] = []
+        for call in turn.tool_calls:
+            if not call.id or call.id in self._ids:
+                call = replace(call, id=new_call_id())
+            self._ids.add(call.id)
+            calls.append(call)
+        return replace(turn, tool_calls=tuple(calls), stop_reason="tool_use")
+
+    # The answer to its calls
+
+    async def _answer(self, calls: Sequence[ToolCall]) -> None:
+        allowed = self._config.max_tool_calls
+        room = len(calls) if allowed is None else allowed - self._calls
+        for call in calls[:room]:
+            self._tell(ToolStarted, call)
+        results = await self._execute(calls[:room])
+        self._calls += len(results)
+        if self._config.feedback and results:
+            said = collect_feedback(self._config.feedback, context=self._context)
+            results[-1] = with_feedback(results[-1], said)
+        for call, result in zip(calls, results, strict=False):
+            self._take_answer(call, result)
+        if len(calls) > room:
+            raise CallLimitExceeded(
+                f"The model asked for more than {allowed} tool calls, all that the run allows"
+            )
+
+    async def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult[Any]]:
+        results: list[ToolResult[Any]] = []
+        while len(results) < len(calls):
+            left = calls[len(results) :]
+            try:
+                results += await self._run_tools(left)
+            except VisibilityExpansionRequired as request:
+                results += self._opened(left, request)
+        return results
+
+    async def _run_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult[Any]]:
+        run = execute_tools if self._blocks else aexecute_tools
+        answer = run(
+            calls, context=self._context, max_concurrency=self._config.max_concurrency
+        )
+        return answer if isinstance(answer, tuple) else await answer
+
+    def _opened(
+        self, calls: Sequence[ToolCall], request: VisibilityExpansionRequired
+    ) -> list[ToolResult[Any]]:
+        """Open the sections; return the answers up to the call that asked for it."""
+        on_record = self._on_record(calls)
+        results = [on_record[call.id] for call in calls if call.id in on_record]
+        expand(self._session, request)
+        self._render()
+        opened = ", ".join(request.section_keys)
+        answer = ToolResult.ok(None, f"Opened: {opened}. The prompt shows it in full now.")
+        return [*results[:-1], replace(answer, call_id=results[-1].call_id)]
+
+    def _on_record(self, calls: Sequence[ToolCall]) -> dict[str, ToolResult[Any]]:
+        """Return the results of those calls that came to an end, by id."""
+        wanted = {call.id for call in calls}
+        records = self._session[ToolInvoked].select(
+            lambda records: tuple(
+                islice((r for r in records.newest_first() if r.call_id in wanted), len(wanted))
+            )
+        )
+        return {record.call_id: record.result for record in records}
+
+    # The end
+
+    def _finished(self, turn: ModelTurn) -> PromptResponse[Any] | None:
+        """Return the answer, or None when the model was sent back."""
+        checker = self._config.completion
+        if checker is not None:
+            found = check_completion(checker, self._context)
+            if not found.done:
+                self._idle += 1
+                if self._idle > _MAX_SENT_BACK:
+                    raise TaskNotCompleted(f"The model stopped before it was done: {found.reason}")
+                self._send_back(f"The task is not done yet. {found.reason}")
+                return None
+        if self._output_type is None:
+            return self._response(turn.text, turn)
+        try:
+            output = parse_structured_output(turn.text, self._output_type)
+        except OutputParseError as error:
+            self._unfit += 1
+            if self._unfit > self._config.output_retries:
+                raise
+            self._send_back(str(error))
+            return None
+        return self._response(turn.text, turn, output)
+
+    def _send_back(self, reason: str) -> None:
+        self._say(Message(role="user", text=reason))
+        self._tell(SentBack, reason)
+
+    # Whoever listens, and waiting
+
+    def _listen(self) -> Callable[[], None]:
+        """Pass on how calls end, as soon as each does."""
+        if self._on_event is None:
+            return _nothing
+
+        def ended(record: ToolInvoked) -> None:
+            if record.call_id in self._ids:
+                call = ToolCall(record.tool_name, record.params, record.call_id)
+                self._tell(ToolEnded, call, record.result)
+
+        return self._session.dispatcher.subscribe(ToolInvoked, ended)
+
+    def _tell(self, event: Callable[..., RunEvent], *about: Any) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event(*about))
+        except Exception:
+            _logger.exception("the listener of a run failed on %s", event)
+
+    def _tell_text(self, text: str) -> None:
+        if text:
+            self._tell(TextDelta, text)
+
+    async def _wait_for(
+        self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool = True
+    ) -> T:
+        """Wait for what needs an event loop: the caller's, or one in the background."""
+        if not (self._blocks and needs_loop):
+            return await start()
+        from weakincentives.runtime.loops import run_blocking
+
+        return run_blocking(start)
+
+
+def _nothing() -> None:
+    """Stop listening where nobody does."""
