@@ -23,6 +23,7 @@ from seed_names import (
 )
 from seed_scenarios import Model, Run, run_tests, scenario, waits_for
 
+from weakincentives.adapters import ModelRequest, ScriptedAdapter
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import (
     MarkdownSection,
@@ -34,8 +35,8 @@ from weakincentives.prompt import (
     ToolContext,
     ToolResult,
 )
-from weakincentives.resources import ResourceRegistry
-from weakincentives.runtime import Session, ToolInvoked
+from weakincentives.resources import Binding, ResourceRegistry
+from weakincentives.runtime import Dispatcher, MainLoop, MainLoopConfig, Session, ToolInvoked
 from weakincentives.testing import make_context, make_vfs
 
 DEPLOY_DENIED = (
@@ -372,11 +373,45 @@ def bundled_tools(run: Run) -> None:
     assert [tool.name for tool in bare.render().tools] == ["read_file"]
 
 
-@waits_for("adapters (issue 7)", "MainLoop", "Chapter", "7. Use MainLoop for Resource Management")
+@scenario("Chapter", "7. Use MainLoop for Resource Management")
 def main_loop_for_resources(run: Run) -> None:
-    from weakincentives.runtime import MainLoop, MainLoopConfig
+    """The loop closes what it opened; by hand, the ``with`` statement does."""
+    closed: list[object] = []
 
-    run(MyLoop=MainLoop, MainLoopConfig=MainLoopConfig)
+    class HTTPClient:
+        def close(self) -> None:
+            closed.append(self)
+
+    class MyLoop(MainLoop[str, Any]):
+        def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
+            return Prompt(template), Session()
+
+    made = Binding(HTTPClient, lambda resources: HTTPClient())
+    texts: list[str] = []
+
+    def greet(request: ModelRequest) -> str:
+        texts.append(request.prompt.text)
+        return "Hello."
+
+    template = PromptTemplate(
+        sections=[MarkdownSection(title="Greeting", template="Greet.")],
+        resources={HTTPClient: made},
+    )
+    seen = run(
+        MyLoop=MyLoop,
+        MainLoopConfig=MainLoopConfig,
+        adapter=ScriptedAdapter([greet, greet]),
+        bus=Dispatcher(),
+        HTTPClient=HTTPClient,
+        http_client=made,
+        request="greet",
+        prompt=Prompt(template),
+        session=Session(),
+    )
+
+    assert seen.response.text == "Hello."
+    assert texts == ["## 1. Greeting\n\nGreet."] * 2
+    assert closed == []  # nobody asked for it, so it was never made
 
 
 @scenario("Chapter", "8. Trust Transactions, Don't Reinvent Rollback")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import TestCase
 
@@ -13,10 +14,25 @@ from seed_names import FileContents, ReadFileParams, tool_of
 from seed_scenarios import Model, Run, scenario, waits_for
 
 from weakincentives import resources as resources_package
+from weakincentives.adapters import ScriptedAdapter, calls
 from weakincentives.errors import DeadlineExceededError, ToolDefinitionError
-from weakincentives.prompt import MarkdownSection, PromptTemplate, Tool, ToolContext, ToolResult
+from weakincentives.prompt import (
+    MarkdownSection,
+    Prompt,
+    PromptTemplate,
+    Tool,
+    ToolContext,
+    ToolResult,
+)
 from weakincentives.resources import Binding, ResourceRegistry
-from weakincentives.runtime import Session, ToolCall, ToolInvoked, execute_tool
+from weakincentives.runtime import (
+    Dispatcher,
+    MainLoop,
+    Session,
+    ToolCall,
+    ToolInvoked,
+    execute_tool,
+)
 from weakincentives.testing import make_context, make_context_with_files, make_vfs
 
 
@@ -70,13 +86,33 @@ def tool_context_fields(run: Run) -> None:
         context.session = Session()  # type: ignore[misc]
 
 
-@waits_for(
-    "adapters (issue 7)", "weakincentives.adapters", "Chapter", "Binding Resources to Prompts"
-)
+@scenario("Chapter", "Binding Resources to Prompts")
 def instances_bound_to_a_prompt(run: Run) -> None:
-    import weakincentives.adapters as adapters
+    """The tools of the run get the very client that was bound."""
+    got: list[object] = []
 
-    run(adapter=adapters, template=PromptTemplate(), session=Session())
+    @dataclass
+    class HTTPClient:
+        base_url: str
+
+    def fetch(params: None, *, context: ToolContext) -> ToolResult[None]:
+        got.append(context.resources.get(HTTPClient))
+        return ToolResult.ok(None, "fetched")
+
+    tool = Tool[None, None](name="fetch", description="Fetch.", handler=fetch)
+    template = PromptTemplate(sections=[MarkdownSection(title="Web", tools=[tool])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "myapp", ModuleType("myapp"))
+        patch.setitem(sys.modules, "myapp.http", SimpleNamespace(HTTPClient=HTTPClient))
+        seen = run(
+            adapter=ScriptedAdapter([calls("fetch"), "Done."]),
+            template=template,
+            session=Session(),
+            params=None,
+        )
+
+    assert seen.response.text == "Done."
+    assert got == [seen.http_client]
 
 
 @scenario("Chapter", "Binding Resources to Prompts", 2)
@@ -135,9 +171,59 @@ def lazy_bindings_of_a_prompt(run: Run) -> None:
     assert tracers[0] is not tracers[1]
 
 
-@waits_for("adapters (issue 7)", "MainLoopConfig", "Chapter", "Using MainLoop (Recommended)")
+@scenario("Chapter", "Using MainLoop (Recommended)")
 def resources_of_a_main_loop(run: Run) -> None:
-    run()
+    """Bound for every request, made when asked for, closed at its end; a request may add some."""
+    made: list[str] = []
+
+    class Config:
+        url = "https://api.example.com"
+
+        @classmethod
+        def from_env(cls) -> Config:
+            return cls()
+
+    class HTTPClient:
+        def __init__(self, url: str) -> None:
+            made.append(f"client of {url}")
+
+        def close(self) -> None:
+            made.append("closed")
+
+    class Tracer:
+        pass
+
+    def fetch(params: None, *, context: ToolContext) -> ToolResult[None]:
+        context.resources.get(HTTPClient)
+        made.append("traced" if context.resources.find(Tracer) is tracer else "not traced")
+        return ToolResult.ok(None, "fetched")
+
+    tool = Tool[None, None](name="fetch", description="Fetch.", handler=fetch)
+    template = PromptTemplate(sections=[MarkdownSection(title="Web", tools=[tool])])
+
+    class MyLoop(MainLoop[str, Any]):
+        def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
+            return Prompt(template), Session(dispatcher=self.bus)
+
+    tracer = Tracer()
+    bus = Dispatcher()
+    heard: list[ToolInvoked] = []
+    bus.subscribe(ToolInvoked, heard.append)
+    seen = run(
+        Config=Config,
+        HTTPClient=HTTPClient,
+        Tracer=Tracer,
+        tracer=tracer,
+        MyLoop=MyLoop,
+        adapter=ScriptedAdapter([calls("fetch"), "One.", calls("fetch"), "Two."]),
+        bus=bus,
+        request="fetch it",
+    )
+
+    once = ["client of https://api.example.com", "not traced", "closed"]
+    assert made == [*once, *once[:1], "traced", "closed"]
+    assert seen.response.text == "Two."
+    assert seen.session[ToolInvoked].latest() is heard[1]
 
 
 @scenario("Chapter", "Dependency Injection Example")

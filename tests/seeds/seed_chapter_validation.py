@@ -22,10 +22,19 @@ from seed_names import (
     tool_of,
     write_file_handler,
 )
-from seed_scenarios import Model, Run, run_tests, scenario, waits_for
+from seed_scenarios import Model, Run, run_tests, scenario
 
+from weakincentives.adapters import ModelRequest, ModelTurn, ScriptedAdapter, calls
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
-from weakincentives.prompt import RateLimitPolicy, ToolContext, ToolResult
+from weakincentives.prompt import (
+    MarkdownSection,
+    Prompt,
+    PromptTemplate,
+    RateLimitPolicy,
+    Tool,
+    ToolContext,
+    ToolResult,
+)
 from weakincentives.runtime import Session, ToolInvoked
 from weakincentives.testing import make_context, make_context_with_files, make_vfs
 
@@ -782,17 +791,44 @@ def tests_of_rollback(run: Run) -> None:
     assert run_tests(run(ProcessParams=ProcessParams, process_handler=process_handler)) == 2
 
 
-@waits_for(
-    "adapters (issue 7)",
-    "weakincentives.adapters",
-    "Chapter",
-    "Integration Tests with Model Behavior",
-)
+@scenario("Chapter", "Integration Tests with Model Behavior")
 def test_of_a_model_that_recovers(run: Run) -> None:
-    import weakincentives.adapters as adapters
+    """Reads with ``step`` in place of ``evaluate``: one turn of the model at a time."""
 
-    (test,) = run().defined.values()
-    test[0](adapter=adapters, session=Session())
+    @dataclass(frozen=True)
+    class WriteFile:
+        path: str
+        content: str
+        overwrite: bool = False
+
+    def write(params: WriteFile, *, context: ToolContext) -> ToolResult[None]:
+        if context.filesystem.exists(params.path) and not params.overwrite:
+            return ToolResult.error(
+                f"{params.path} already exists; set overwrite=true to replace it"
+            )
+        context.filesystem.write(params.path, params.content)
+        return ToolResult.ok(None, "written")
+
+    tool = Tool[WriteFile, None](name="write_file", description="Write a file.", handler=write)
+    prompt = Prompt(
+        PromptTemplate(
+            sections=[MarkdownSection(title="Files", template="Write files.", tools=[tool])],
+            resources={Filesystem: make_vfs({"a.txt": "old"})},
+        )
+    )
+    params: dict[str, object] = {"path": "a.txt", "content": "new"}
+    answers: list[str] = []
+
+    def again(request: ModelRequest) -> ModelTurn:
+        answers.append(request.messages[-1].text)
+        return calls(("write_file", {**params, "overwrite": True}))
+
+    model = ScriptedAdapter([calls(("write_file", params)), again])
+    (test,) = run(make_prompt_with_write_file_tool=lambda: prompt).defined.values()
+    test[0](adapter=SimpleNamespace(evaluate=model.step), session=Session())
+
+    assert answers == ["a.txt already exists; set overwrite=true to replace it"]
+    assert prompt.resources.get(Filesystem).read("a.txt") == "new"
 
 
 @scenario("Chapter", "Fuzzing Validation Logic")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         sequence,
     )
     from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
+    from weakincentives.runtime.main_loop import MainLoop, MainLoopConfig, RequestFinished
     from weakincentives.runtime.memory import (
         EventBus,
         MemoryManager,
@@ -59,6 +60,8 @@ __all__ = [
     "ConditionalOutput",
     "Dispatcher",
     "EventBus",
+    "MainLoop",
+    "MainLoopConfig",
     "MemoryManager",
     "MemoryMatch",
     "MemoryScope",
@@ -69,6 +72,7 @@ __all__ = [
     "Permissions",
     "PromptExecuted",
     "PromptRendered",
+    "RequestFinished",
     "RunContext",
     "SequenceOutput",
     "Session",
@@ -114,6 +118,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "sequence",
             ],
             "ledger": ["CallOutcome", "Outcome", "OutcomeLedger"],
+            "main_loop": ["MainLoop", "MainLoopConfig", "RequestFinished"],
             "registry": ["ToolRegistry"],
             "memory": ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"],
         },

@@ -341,9 +341,7 @@ class Run:
         self._tell(TurnStarted, self._turns, request)
         turn = self._with_ids_of_its_own(await self._ask(request))
         self._usage = self._usage + turn.usage
-        self._say(
-            Message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
-        )
+        self._say(Message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire))
         self._tell(TurnEnded, self._turns, turn)
         tracker = self._context.budget_tracker
         if tracker is not None:
@@ -470,9 +468,7 @@ class Run:
 
     async def _run_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult[Any]]:
         run = execute_tools if self._blocks else aexecute_tools
-        answer = run(
-            calls, context=self._context, max_concurrency=self._config.max_concurrency
-        )
+        answer = run(calls, context=self._context, max_concurrency=self._config.max_concurrency)
         return answer if isinstance(answer, tuple) else await answer
 
     def _opened(
