@@ -136,7 +136,8 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         self.name = name or (self.nodes[0].title if self.nodes else "prompt")
         self.key = key or re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "prompt"
         self.ns = ns or "default"
-        self.output_type = output_type
+        # Any stands for "not said" where a type must be written; the answer is then plain text.
+        self.output_type = None if output_type is Any else output_type
         self.original: PromptTemplate[OutT] | None = None
         """Where overrides were applied: the template they were applied to."""
         _check(self.nodes, self.policies)

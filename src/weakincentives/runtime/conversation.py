@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weakincentives.errors import ProviderError
     from weakincentives.prompt.prompt import RenderedPrompt
     from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.runtime.session import Session
 
     OutT = TypeVarWithDefault("OutT", default=Any)
 else:
@@ -75,6 +76,8 @@ class ModelRequest:
     """Seconds until the run's deadline."""
     on_text: Callable[[str], None] | None = None
     """Takes text as it comes; None when nobody listens, and streaming would bring nothing."""
+    session: Session | None = None
+    """Where the run keeps its state, for adapters that look on; None for one made by hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

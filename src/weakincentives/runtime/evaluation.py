@@ -26,13 +26,14 @@ from weakincentives.errors import (
 )
 from weakincentives.logs import get_logger
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
-from weakincentives.prompt.feedback import FeedbackProvider, collect_feedback, with_feedback
+from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
 from weakincentives.prompt.prompt import Prompt
-from weakincentives.prompt.structured_output import parse_structured_output
+from weakincentives.prompt.structured_output import output_schema, parse_structured_output
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.prompt.visibility import expand
 from weakincentives.retry import RetryPolicies, RetryPolicy
+from weakincentives.runtime import instrumentation
 from weakincentives.runtime.conversation import (
     Message,
     ModelRequest,
@@ -160,6 +161,8 @@ class Run:
             run_context=run_context,
             heartbeat=heartbeat,
         )
+        if self._output_type is not None:
+            output_schema(self._output_type)  # a type that cannot be answered with is refused now
         self._messages: list[Message] = []
         self._usage = NO_TOKENS
         self._turns = 0
@@ -176,20 +179,20 @@ class Run:
     def evaluate(self, message: str | None = None, *, resume: bool = False) -> PromptResponse[Any]:
         """Run to the end, in the caller's thread."""
         self._blocks = True
-        return step_by_hand(self._run(message, resume))
+        return step_by_hand(self._traced, message, resume)
 
     async def aevaluate(
         self, message: str | None = None, *, resume: bool = False
     ) -> PromptResponse[Any]:
         """Run to the end, on the caller's event loop."""
-        return await self._run(message, resume)
+        return await self._traced(message, resume)
 
     def step(
         self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
     ) -> PromptResponse[Any]:
         """Take one turn, in the caller's thread."""
         self._blocks = True
-        return step_by_hand(self._step(tool_results, message))
+        return step_by_hand(self._step, tool_results, message)
 
     async def astep(
         self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
@@ -198,6 +201,15 @@ class Run:
         return await self._step(tool_results, message)
 
     # The loop
+
+    def _traced(
+        self, message: str | None, resume: bool
+    ) -> Coroutine[Any, Any, PromptResponse[Any]]:
+        """Return the run, in a span where telemetry is on."""
+        telemetry = instrumentation.telemetry
+        if telemetry is None:
+            return self._run(message, resume)
+        return telemetry.run(self._context, self._run, message, resume)
 
     async def _run(self, message: str | None, resume: bool) -> PromptResponse[Any]:
         started, reason = self._clock.time(), "interrupted"
@@ -329,8 +341,12 @@ class Run:
         if by_id or next(in_order, None) is not None:
             raise ValueError("a result answers none of the calls of the last turn")
 
-    def _take_answer(self, call: ToolCall, result: ToolResult[Any]) -> None:
-        self._say(Message(role="tool", call_id=call.id, text=result.render()))
+    def _take_answer(
+        self, call: ToolCall, result: ToolResult[Any], feedback: Sequence[Feedback] = ()
+    ) -> None:
+        parts = [result.render(), *(each.text for each in feedback)]
+        text = "\n\n".join(part for part in parts if part)
+        self._say(Message(role="tool", call_id=call.id, text=text))
 
     # The model's turn
 
@@ -339,7 +355,13 @@ class Run:
         request = self._request()
         self._turns += 1
         self._tell(TurnStarted, self._turns, request)
-        turn = self._with_ids_of_its_own(await self._ask(request))
+        telemetry = instrumentation.telemetry
+        answer = await (
+            self._ask(request)
+            if telemetry is None
+            else telemetry.turn(self._context, self._ask, request)
+        )
+        turn = self._with_ids_of_its_own(answer)
         self._usage = self._usage + turn.usage
         self._say(Message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire))
         self._tell(TurnEnded, self._turns, turn)
@@ -369,6 +391,7 @@ class Run:
             output_type=self._output_type,
             timeout=None if deadline is None else deadline.remaining(),
             on_text=None if self._on_event is None else self._tell_text,
+            session=self._session,
         )
 
     def _render(self) -> None:
@@ -392,6 +415,8 @@ class Run:
                 self._check_wait(wait, error)
                 _logger.warning("asking %s again in %.1f s: %s", self._model.name, wait, error)
                 self._tell(Retrying, error, wait)
+                if instrumentation.telemetry is not None:
+                    instrumentation.telemetry.asked_again(attempt + 1, error, wait)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
             self._check_limits_of_time()
 
@@ -446,11 +471,11 @@ class Run:
             self._tell(ToolStarted, call)
         results = await self._execute(calls[:room])
         self._calls += len(results)
+        feedback: tuple[Feedback, ...] = ()
         if self._config.feedback and results:
-            said = collect_feedback(self._config.feedback, context=self._context)
-            results[-1] = with_feedback(results[-1], said)
-        for call, result in zip(calls, results, strict=False):
-            self._take_answer(call, result)
+            feedback = collect_feedback(self._config.feedback, context=self._context)
+        for place, (call, result) in enumerate(zip(calls, results, strict=False), 1):
+            self._take_answer(call, result, feedback if place == len(results) else ())
         if len(calls) > room:
             raise CallLimitExceeded(
                 f"The model asked for more than {allowed} tool calls, all that the run allows"

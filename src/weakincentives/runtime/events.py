@@ -41,6 +41,8 @@ class ToolInvoked:
     """Whether the handler was started: False for every refusal."""
     notes: tuple[str, ...] = ()
     """What policies had to say: who approved it, for example."""
+    denied_by: str = ""
+    """The policy that refused it."""
     place: int | None = None
     """The call's place among the calls of its turn; the first is 0."""
     attempts: int = 1

@@ -43,6 +43,7 @@ from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
+from weakincentives.runtime import instrumentation
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import (
@@ -196,7 +197,7 @@ def _run(
         if needs_loop:
             return _in_turn(gates, _run_on_loop, *args)
         here = cast("Callable[..., ToolResult[Any]]", copy_context().run)
-        return _in_turn(gates, here, _step, *args)
+        return _in_turn(gates, here, step_by_hand, _traced, _pipeline, *args)
     finally:
         _publish(session, parent, recorded)
 
@@ -215,17 +216,13 @@ def _in_turn(gates: tuple[Lock, ...], run: Callable[..., T], *args: Any) -> T:
 def _run_on_loop(*args: Any) -> ToolResult[Any]:
     from weakincentives.runtime.loops import run_blocking
 
-    return run_blocking(lambda: _pipeline(*args))
+    return run_blocking(lambda: _traced(_pipeline, *args))
 
 
-def _step(*args: Any) -> ToolResult[Any]:
-    return step_by_hand(_pipeline(*args))
-
-
-def step_by_hand(coroutine: Coroutine[Any, Any, T]) -> T:
+def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
-        coroutine.send(None)
+        start(*args).send(None)  # at once: an interrupt must not find it made and not begun
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("a sync call waited for something; this is a bug in the runtime")
@@ -239,7 +236,7 @@ async def _arun(
     try:
         gates = _gates(session, context)
         return await _ain_turn(
-            gates, _pipeline, call, offers, context, session, parent, recorded, place
+            gates, _traced, _pipeline, call, offers, context, session, parent, recorded, place
         )
     finally:
         _publish(session, parent, recorded)
@@ -375,6 +372,14 @@ def _resource_context(context: ToolContext) -> ResourceContext:
 # The pipeline
 
 
+def _traced(
+    run: Callable[..., Coroutine[Any, Any, ToolResult[Any]]], *args: Any
+) -> Coroutine[Any, Any, ToolResult[Any]]:
+    """Return a call ready to run, in a span where telemetry is on."""
+    telemetry = instrumentation.telemetry
+    return run(*args) if telemetry is None else telemetry.tool_call(run, *args)
+
+
 class _Progress:
     """How far a call has come."""
 
@@ -393,6 +398,7 @@ class _Progress:
     """Seconds to the next attempt."""
     applied: tuple[Effect, ...] = ()
     notes: tuple[str, ...] = ()
+    denied_by: str = ""
     degraded: tuple[str, ...] = ()
     undone: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
@@ -457,7 +463,7 @@ async def _pipeline(
                     except Exception as error:
                         raise _undecided(policy, error) from error
                     if reason is not None:
-                        raise PolicyDenied(reason)
+                        raise PolicyDenied(reason, policy=policy.name)
                 if tool.preconditions:
                     await _check_preconditions(progress, tool, params, bound)
                 _check_limits(bound, depth)
@@ -533,7 +539,8 @@ async def _denial(progress: _Progress, policy: AttachedPolicy, verdict: Any) -> 
 def _undecided(policy: AttachedPolicy, error: Exception) -> PolicyDenied:
     """Fail closed: a policy that cannot decide does not allow."""
     _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
-    return PolicyDenied(f"Policy '{policy.name}' could not decide and denies the call: {error!r}")
+    reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
+    return PolicyDenied(reason, policy=policy.name)
 
 
 async def _check_preconditions(
@@ -842,20 +849,15 @@ async def _together(
 
     async def take(index: int, call: ToolCall, place: Place) -> _Outcome:
         async with slots:
-            while True:
-                try:
-                    result = await _pipeline(
-                        call, turn.offers, turn.context, session, parent, records[index], place
-                    )
-                except _TakeAgain:
-                    place.attempts += 1
-                except BaseException as error:
-                    # As a value: an interrupt raised in a task would end the whole loop. The next
-                    # place is not reached: what raises through ends the turn.
-                    return None, error
-                else:
-                    reached[index + 1].set()
-                    return result, None
+            args = (call, turn.offers, turn.context, session, parent, records[index], place)
+            try:
+                result = await _traced(_until_it_holds, *args)
+            except BaseException as error:
+                # As a value: an interrupt raised in a task would end the whole loop. The next
+                # place is not reached: what raises through ends the turn.
+                return None, error
+            reached[index + 1].set()
+            return result, None
 
     tasks = [
         asyncio.create_task(take(index, call, Place(number, reached[index])))
@@ -888,6 +890,16 @@ async def _stop(tasks: Iterable[Task[Any]]) -> None:
             _, pending = await asyncio.wait(pending)
         except asyncio.CancelledError:  # cancelled once more: told to them again, then waited for
             pending = {task for task in pending if not task.done()}
+
+
+async def _until_it_holds(*args: Any) -> ToolResult[Any]:
+    """Take a call until nothing that it depends on has changed meanwhile."""
+    place: Place = args[-1]
+    while True:
+        try:
+            return await _pipeline(*args)
+        except _TakeAgain:
+            place.attempts += 1
 
 
 class _TakeAgain(Exception):
@@ -968,6 +980,8 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     )
     if progress.notes:
         event.notes = progress.notes
+    if progress.denied_by:
+        event.denied_by = progress.denied_by
     place = progress.place
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
@@ -1074,9 +1088,8 @@ async def _follow_up(
             if isinstance(effect, CascadeEffect) and effect.apply is None:
                 call, found = _cascaded(effect, result, offers)
                 if call is not None:
-                    await _pipeline(
-                        call, found, context, transaction.base, None, recorded, None, depth + 1
-                    )
+                    args = (call, found, context, transaction.base, None, recorded)
+                    await _traced(_pipeline, *args, None, depth + 1)
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 recorded.append(partial(effect.emit, context, result))
             else:
@@ -1117,6 +1130,8 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
         return _well_formed(progress.call, error.result)
     text = _text(error)
     if isinstance(error, Refusal):
+        if isinstance(error, PolicyDenied):
+            progress.denied_by = error.policy
         return ToolResult.error(text, code=error.code, suggestions=error.suggestions)
     if isinstance(error, ToolTimeout):
         return ToolResult.error(text, code="TIMEOUT")

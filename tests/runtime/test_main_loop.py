@@ -1,0 +1,266 @@
+"""Serving requests: prompts and sessions, resources, limits, and a queue until stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weakincentives as wink
+from weakincentives.adapters import ModelRequest, RunConfig, ScriptedAdapter, calls
+from weakincentives.errors import CallLimitExceeded, TurnLimitExceeded
+from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ToolContext
+from weakincentives.resources import Binding
+from weakincentives.runtime import (
+    Dispatcher,
+    MainLoop,
+    MainLoopConfig,
+    PromptExecuted,
+    RequestFinished,
+    Session,
+    ToolInvoked,
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    text: str
+
+
+class Client:
+    def __init__(self, log: list[str], name: str = "client") -> None:
+        self.log, self.name = log, name
+        log.append(f"{name} opened")
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
+
+
+@wink.tool
+def fetch(*, context: ToolContext) -> str:
+    """Fetch something."""
+    return f"fetched with {context.resources.get(Client).name}"
+
+
+TEMPLATE = PromptTemplate[Any](
+    sections=[MarkdownSection[Question](title="Question", template="${text}", tools=[fetch])]
+)
+
+
+class Answering(MainLoop[str, Any]):
+    def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
+        if not request:
+            raise ValueError("an empty request")
+        return Prompt(TEMPLATE).bind(Question(request)), Session()
+
+
+def echo(request: ModelRequest) -> str:
+    return request.prompt.text.rsplit("\n", 1)[-1].upper()
+
+
+def test_a_request_gets_an_answer_and_its_session():
+    response, session = Answering(adapter=ScriptedAdapter([echo])).execute("hello")
+
+    assert response.text == "HELLO"
+    assert session[PromptExecuted].latest().stop_reason == "end_turn"
+
+
+def test_a_request_can_be_served_on_an_event_loop():
+    loop = Answering(adapter=ScriptedAdapter([echo]))
+
+    response, _ = asyncio.run(loop.aexecute("hello"))
+
+    assert response.text == "HELLO"
+
+
+def test_resources_of_the_loop_are_opened_and_closed_with_every_request():
+    log: list[str] = []
+    config = MainLoopConfig(resources={Client: Binding(Client, lambda r: Client(log))})
+    script = [calls("fetch"), "One.", calls("fetch"), "Two."]
+    loop = Answering(adapter=ScriptedAdapter(script), config=config)
+
+    loop.execute("first")
+    loop.execute("second")
+
+    assert log == ["client opened", "client closed"] * 2
+
+
+def test_what_is_given_with_a_request_comes_before_what_the_loop_has():
+    log: list[str] = []
+    config = MainLoopConfig(resources={Client: Client(log)})
+    loop = Answering(adapter=ScriptedAdapter([calls("fetch"), "Done."]), config=config)
+
+    _, session = loop.execute("first", resources={Client: Client(log, "mine")})
+
+    assert session[ToolInvoked].latest().result.value == "fetched with mine"
+    assert "client closed" not in log, "what was handed in open is not the loop's to close"
+
+
+def test_resources_are_closed_also_when_a_request_fails():
+    log: list[str] = []
+    config = MainLoopConfig(
+        resources={Client: Binding(Client, lambda r: Client(log))}, max_tool_calls=1
+    )
+    loop = Answering(adapter=ScriptedAdapter([calls("fetch", "fetch")]), config=config)
+
+    with pytest.raises(CallLimitExceeded):
+        loop.execute("first")
+
+    assert log == ["client opened", "client closed"]
+
+
+def test_the_limits_of_the_loop_hold_for_every_request_and_can_be_replaced_for_one():
+    log: list[str] = []
+    config = MainLoopConfig(resources={Client: Client(log)}, max_turns=1)
+    loop = Answering(adapter=ScriptedAdapter([calls("fetch")] * 3 + ["Done."]), config=config)
+
+    with pytest.raises(TurnLimitExceeded):
+        loop.execute("first")
+    response, _ = loop.execute("second", config=replace(config, max_turns=3))
+
+    assert response.turns == 3
+
+
+def test_a_config_of_a_run_is_one_of_a_loop():
+    assert isinstance(MainLoopConfig(max_turns=3), RunConfig)
+    with pytest.raises(ValueError, match="max_turns"):
+        MainLoopConfig(max_turns=0)
+
+
+def test_the_bus_hears_every_session_and_how_each_request_ended():
+    bus, heard, ended = Dispatcher(), list[ToolInvoked](), list[RequestFinished]()
+    bus.subscribe(ToolInvoked, heard.append)
+    bus.subscribe(RequestFinished, ended.append)
+    config = MainLoopConfig(resources={Client: Client([])})
+    adapter = ScriptedAdapter([calls("fetch"), "Done."])
+    loop = Answering(adapter=adapter, bus=bus, config=config)
+
+    response, session = loop.execute("first")
+    with pytest.raises(ValueError, match="empty"):
+        loop.execute("")
+
+    assert [record.tool_name for record in heard] == ["fetch"]
+    assert (ended[0].response, ended[0].session, ended[0].error) == (response, session, None)
+    assert ended[1].session is None
+    assert isinstance(ended[1].error, ValueError)
+
+
+# Requests from a queue
+
+
+def test_requests_are_served_in_order_until_the_loop_is_stopped():
+    loop = Answering(adapter=ScriptedAdapter([echo] * 3))
+    futures = [loop.submit(text) for text in ("one", "two", "three")]
+    futures[-1].add_done_callback(lambda _: loop.stop())
+
+    assert loop.run() == 3
+
+    assert [future.result()[0].text for future in futures] == ["ONE", "TWO", "THREE"]
+
+
+def test_a_request_that_fails_does_not_stop_the_loop(caplog: pytest.LogCaptureFixture):
+    loop = Answering(adapter=ScriptedAdapter([echo]))
+    bad, good = loop.submit(""), loop.submit("good")
+    good.add_done_callback(lambda _: loop.stop())
+
+    loop.run()
+
+    assert isinstance(bad.exception(), ValueError)
+    assert good.result()[0].text == "GOOD"
+    assert "an empty request" in caplog.text
+
+
+def test_what_is_under_way_is_finished_and_what_was_not_begun_is_cancelled():
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(request: ModelRequest) -> str:
+        started.set()
+        go_on.wait(10)
+        return "finished"
+
+    loop = Answering(adapter=ScriptedAdapter([slow]))
+    under_way, waiting = loop.submit("first"), loop.submit("second")
+    runner = threading.Thread(target=loop.run)
+    runner.start()
+    started.wait(10)
+
+    loop.stop()
+    go_on.set()
+    runner.join(10)
+
+    assert under_way.result(timeout=10)[0].text == "finished"
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=10)
+    with pytest.raises(RuntimeError, match="takes no more requests"):
+        loop.submit("third")
+
+
+def test_several_threads_can_serve_one_queue():
+    both = threading.Barrier(2)
+
+    def together(request: ModelRequest) -> str:
+        both.wait(10)
+        return "done"
+
+    loop = Answering(adapter=ScriptedAdapter([together] * 2))
+    futures = [loop.submit("one"), loop.submit("two")]
+    runners = [threading.Thread(target=loop.run) for _ in range(2)]
+    for runner in runners:
+        runner.start()
+
+    assert [future.result(timeout=10)[0].text for future in futures] == ["done", "done"]
+    loop.stop()
+    for runner in runners:
+        runner.join(10)
+        assert not runner.is_alive()
+
+
+PROGRAM = """
+import os, signal, sys, threading
+from weakincentives import MarkdownSection, Prompt, PromptTemplate, Session
+from weakincentives.adapters import ScriptedAdapter
+from weakincentives.runtime import MainLoop
+
+class Loop(MainLoop):
+    def prepare(self, request):
+        section = MarkdownSection(title="Task", template="Wait.")
+        return Prompt(PromptTemplate(sections=[section])), Session()
+
+def slow(request):
+    print("started", flush=True)
+    sys.stdin.readline()
+    return "finished"
+
+loop = Loop(adapter=ScriptedAdapter([slow]))
+first, second = loop.submit("one"), loop.submit("two")
+served = loop.run()
+print(served, first.result()[0].text, second.cancelled(), flush=True)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+"""
+
+
+def test_sigterm_finishes_what_is_under_way(tmp_path: Path):
+    program = tmp_path / "serve.py"
+    program.write_text(PROGRAM)
+    child = subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "started\n"
+        os.kill(child.pid, signal.SIGTERM)
+        shown, _ = child.communicate("go on\n", timeout=30)
+    finally:
+        child.kill()
+
+    assert shown.splitlines() == ["1 finished True", "True"]
+    assert child.returncode == 0
