@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENDORS := $(VENV)/.vendors
+# On all cores; the blocks of a page stay together, in order.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: demo test test-all torture check lint bench picture clean
 
@@ -10,10 +13,10 @@ demo: $(READY)  ## Watch calls commit, be denied and roll back. No key, no netwo
 	@$(BIN)/python examples/tour.py
 
 test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
-test-all: $(READY)  ## Everything: more random examples, packaging, other Pythons.
-	WINK_HEAVY=1 WINK_THOROUGH=1 $(BIN)/python -m pytest
+test-all: $(VENDORS)  ## Everything: vendors' programs, sandboxes, kills, more random examples.
+	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST)
 
 torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names its SEED= to repeat.
 	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
@@ -37,4 +40,8 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+$(VENDORS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vendors]'
 	@touch $@

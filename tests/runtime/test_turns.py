@@ -292,7 +292,7 @@ class TestMaxConcurrency:
                 return done()
 
         handler = threaded if concurrent else work
-        desk = Desk([tool("work", handler, reach="read", concurrent=concurrent)])
+        desk = Desk([tool("work", handler, reach="read", concurrent=concurrent or None)])
 
         results = desk.turn(*[call("work")] * 6, max_concurrency=limit)
 
@@ -548,7 +548,7 @@ class TestFailures:
             raise error
 
         handler = raises_in_thread if concurrent else raises
-        desk = Desk([tool("note", note), tool("raises", handler, concurrent=concurrent)])
+        desk = Desk([tool("note", note), tool("raises", handler, concurrent=concurrent or None)])
         calls = [call("note", "a"), call("raises"), call("note", "b"), call("note", "c")]
 
         with pytest.raises(type(error)):
@@ -759,7 +759,7 @@ class TestResources:
 
         handler = adds_in_thread if concurrent else adds
         desk = Desk(
-            [tool("add", handler, concurrent=concurrent)],
+            [tool("add", handler, concurrent=concurrent or None)],
             resources={
                 Counter: Binding(Counter, lambda r: Counter()),
                 Shop: Binding(Shop, lambda r: Shop(r.get(Counter))),
@@ -900,7 +900,7 @@ class TestNested:
 
         handlers = {"async": asynchronous, "blocking": blocking}
         handler = handlers.get(kind, synchronous)
-        outer = tool("outer", handler, concurrent=kind == "thread")
+        outer = tool("outer", handler, concurrent=kind == "thread" or None)
         desk = Desk([outer, tool("bump", bump), tool("fail", fail)])
 
         results = desk.turn(call("bump"), call("outer"), call("outer"))

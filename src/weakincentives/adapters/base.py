@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from weakincentives.prompt.prompt import Prompt
+    from weakincentives.prompt.tool import Tool
     from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.evaluation import RunOptions
+    from weakincentives.runtime.evaluation import Model, RunOptions
     from weakincentives.runtime.session import Session
 
 __all__ = ["Adapter"]
@@ -32,6 +33,16 @@ class Adapter(ABC):
     """How records and telemetry name it."""
     needs_loop: bool = True
     """Whether ``complete`` waits for something; one that never does is run without a loop."""
+
+    provider_tools: Sequence[Tool[Any, Any]] = ()
+    """Tools that the provider runs itself, each with a handler that waits until it has."""
+
+    def begin_run(self) -> Model:
+        """Return what is asked in one run: this adapter, unless a run has a state of its own."""
+        return self
+
+    async def end_run(self) -> None:
+        """Told, of what ``begin_run`` returned, that the run is over."""
 
     @abstractmethod
     async def complete(self, request: ModelRequest) -> ModelTurn:
@@ -59,7 +70,7 @@ class Adapter(ABC):
                 answered first; those on record are not run again.
             options: Limits, and who is told what; see ``RunOptions``.
         """
-        return Run(self, prompt, session, **options).evaluate(message, resume=resume)
+        return Run(self.begin_run(), prompt, session, **options).evaluate(message, resume=resume)
 
     async def aevaluate(
         self,
@@ -71,7 +82,7 @@ class Adapter(ABC):
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Run the prompt to its end on the caller's event loop."""
-        run = Run(self, prompt, session, **options)
+        run = Run(self.begin_run(), prompt, session, **options)
         return await run.aevaluate(message, resume=resume)
 
     def step(
@@ -87,7 +98,7 @@ class Adapter(ABC):
 
         Without ``tool_results`` a conversation begins; with them the session's last one goes on.
         """
-        return Run(self, prompt, session, **options).step(tool_results, message)
+        return Run(self.begin_run(), prompt, session, **options).step(tool_results, message)
 
     async def astep(
         self,
@@ -99,4 +110,4 @@ class Adapter(ABC):
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Take one turn of the model on the caller's event loop."""
-        return await Run(self, prompt, session, **options).astep(tool_results, message)
+        return await Run(self.begin_run(), prompt, session, **options).astep(tool_results, message)

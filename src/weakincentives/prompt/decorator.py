@@ -35,7 +35,7 @@ def tool(
     reach: Reach | None = None,
     writes: Writes = "api",
     timeout: float | None = None,
-    concurrent: bool = False,
+    concurrent: bool | None = None,
     title: str = "",
 ) -> Callable[[Callable[..., Any]], Tool[Any, Any]]: ...
 def tool(

@@ -86,7 +86,7 @@ class Offer:
         members = getattr(tool.handler, "composed_of", ())
         may_run_beside = (
             tool.reach in ("read", "reversible")
-            and (tool.is_async or tool.concurrent)
+            and (tool.is_async if tool.concurrent is None else tool.concurrent)
             and tool.writes == "api"  # a scan could not tell whose change it was
             and tool.handler is not None
             and not any(policy.asks_a_person for policy in policies)
@@ -106,9 +106,25 @@ class RenderedPrompt:
     """The paths of the sections that are shown as a summary."""
     overrides_tag: str = ""
     """The tag of the overrides in use, if any."""
+    listeners: tuple[AttachedPolicy, ...] = field(repr=False, default=())
+    """The policies of the prompt that want to hear of every success."""
 
     def __str__(self) -> str:
         return self.text
+
+    def with_provider_tools(
+        self, tools: Iterable[Tool[Any, Any]], policies: tuple[AttachedPolicy, ...]
+    ) -> RenderedPrompt:
+        """Return this rendering with tools that the provider runs: calls find them, too.
+
+        Where a section declares one of them, with ``handler=None``, its policies hold as well.
+        """
+        offers = dict(self.offers)
+        for tool in tools:
+            declared = offers.get(tool.name)
+            rules = policies if declared is None else declared.rules
+            offers[tool.name] = Offer.of(tool, rules, self.listeners)
+        return replace(self, offers=offers)
 
     def says_the_same_as(self, other: RenderedPrompt) -> bool:
         """Whether a model is told the same by both."""
@@ -311,14 +327,21 @@ class Prompt(Generic[OutT]):
         """
         shown = list(self._shown(self._nodes, "", session, chosen(session)))
         kept = self._kept
+        text = "\n\n".join([kept.block(each, session, examples) for each in shown])
         tools, offers = kept.offered(shown)
-        self._rendered = rendered = RenderedPrompt(
-            text="\n\n".join([kept.block(each, session, examples) for each in shown]),
-            tools=tools,
-            offers=offers,
-            summarized=tuple([each.node.path for each in shown if not each.is_open]),
-            overrides_tag="" if self.overrides is None else self.overrides.tag,
-        )
+        summarized = tuple([each.node.path for each in shown if not each.is_open])
+        rendered = self._rendered
+        # A run renders before every turn: what has not changed is the same object as before.
+        if (
+            rendered is None
+            or rendered.text != text
+            or rendered.offers is not offers
+            or rendered.summarized != summarized
+        ):
+            tag = "" if self.overrides is None else self.overrides.tag
+            rendered = self._rendered = RenderedPrompt(
+                text, tools, offers, summarized, tag, kept.listeners
+            )
         if session is not None:
             session.offer(self, rendered)
         return rendered
@@ -450,12 +473,12 @@ class _Kept:
         self._ours = ours
         # Those of sections that are not enabled now hear, too: they may be later.
         every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
-        self._listeners = _each_once(p for p in every if p.on_result is not None)
+        self.listeners = _each_once(p for p in every if p.on_result is not None)
         tools = [tool for node in _walk(nodes) for tool in node.section.tools]
         if any(tool.preconditions for tool in tools):
             from weakincentives.prompt.contracts import dependency_listeners
 
-            self._listeners = (*self._listeners, *dependency_listeners(tools))
+            self.listeners = (*self.listeners, *dependency_listeners(tools))
         self._blocks: dict[_Node, _Block] = {}
         self._examples: dict[_Node, str] = {}
         self._offers: dict[_Node | None, tuple[Offer, ...]] = {}
@@ -489,7 +512,7 @@ class _Kept:
             tools = disclosure_tools() if place is None else place.section.tools
             own = () if place is None else place.section.policies
             policies = _each_once((*own, *self._ours))
-            offers = tuple(Offer.of(tool, policies, self._listeners) for tool in tools)
+            offers = tuple(Offer.of(tool, policies, self.listeners) for tool in tools)
             self._offers[place] = offers
         return offers
 
@@ -520,7 +543,7 @@ class _Kept:
     ) -> tuple[str, ...]:
         node, params = shown.node, shown.given.params
         if not shown.is_open:
-            return node.section.summary_text(params), how_to_open(node.path)
+            return node.section.summary_text(params, session), how_to_open(node.path)
         body = node.section.body(params, session)
         if not with_examples:
             return (body,)

@@ -183,7 +183,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
                 f"visibility must return a SectionVisibility, got {answer!r}"
             ) from None
 
-    def summary_text(self, params: object) -> str:
+    def summary_text(self, params: object, session: Session | None) -> str:
         """Return the summary with the parameters in their places."""
         return _filled(self._summary, params)
 

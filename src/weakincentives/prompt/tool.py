@@ -236,8 +236,8 @@ class Tool(TypedConstructor, Generic[P, R]):
     writes: Writes = "api"
     timeout: float | None = None
     """Seconds the handler may take; a sync handler with a timeout runs in a thread."""
-    concurrent: bool = False
-    """Whether a sync handler may run beside other calls of the same turn."""
+    concurrent: bool | None = None
+    """Whether it may run beside other calls of the same turn; by default an async handler may."""
     preconditions: Sequence[Precondition] = ()
     """What must hold before it runs."""
     effects: Sequence[Effect] = ()

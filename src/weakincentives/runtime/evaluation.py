@@ -27,9 +27,9 @@ from weakincentives.errors import (
 from weakincentives.logs import get_logger
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
-from weakincentives.prompt.prompt import Prompt
+from weakincentives.prompt.prompt import Prompt, RenderedPrompt
 from weakincentives.prompt.structured_output import output_schema, parse_structured_output
-from weakincentives.prompt.tool import ToolContext
+from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.prompt.visibility import expand
 from weakincentives.retry import RetryPolicies, RetryPolicy
@@ -76,7 +76,12 @@ class Model(Protocol):
         """Whether ``complete`` waits for something."""
         ...
 
+    @property
+    def provider_tools(self) -> Sequence[Tool[Any, Any]]: ...
+
     async def complete(self, request: ModelRequest) -> ModelTurn: ...
+
+    async def end_run(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +168,7 @@ class Run:
         )
         if self._output_type is not None:
             output_schema(self._output_type)  # a type that cannot be answered with is refused now
+        self._rendered: RenderedPrompt | None = None
         self._messages: list[Message] = []
         self._usage = NO_TOKENS
         self._turns = 0
@@ -233,6 +239,7 @@ class Run:
         finally:
             stop_listening()
             self._record(started, reason)
+            await self._wait_for(self._model.end_run, self._model.needs_loop)
 
     async def _step(
         self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
@@ -244,7 +251,10 @@ class Run:
             self._take_results(tool_results)
             if message is not None:
                 self._say(Message(role="user", text=message))
-        turn = await self._turn()
+        try:
+            turn = await self._turn()
+        finally:
+            await self._wait_for(self._model.end_run, self._model.needs_loop)
         output = None
         if not turn.tool_calls and self._output_type is not None:
             output = parse_structured_output(turn.text, self._output_type)
@@ -397,8 +407,14 @@ class Run:
     def _render(self) -> None:
         """Render for what the session holds now: sections may have come, gone, or changed."""
         rendered = self._prompt.render(self._session)
-        if rendered is not self._context.rendered_prompt:
-            self._context = replace(self._context, rendered_prompt=rendered)
+        if rendered is self._rendered:
+            return
+        self._rendered = rendered
+        if self._model.provider_tools:
+            rendered = rendered.with_provider_tools(
+                self._model.provider_tools, self._prompt.policies
+            )
+        self._context = replace(self._context, rendered_prompt=rendered)
 
     async def _ask(self, request: ModelRequest) -> ModelTurn:
         """Ask until the provider answers, as often as the retry policy allows."""

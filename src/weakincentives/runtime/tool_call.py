@@ -75,6 +75,8 @@ T = TypeVar("T")
 _Group = list[tuple[int, ToolCall]]
 # What happened, for subscribers; and what is to be done once nobody waits for the call any more.
 _Recorded = ToolInvoked | Callable[[], object]
+# A call that is ready to run.
+_Start = Callable[[], Coroutine[Any, Any, ToolResult[Any]]]
 _Outcome = tuple[ToolResult[Any] | None, BaseException | None]
 
 _logger = get_logger(__name__)
@@ -192,12 +194,9 @@ def _run(
     session, parent = _base(context)
     gates = _gates(session, context)
     recorded: list[_Recorded] = []
-    args = (call, offers, context, session, parent, recorded, place)
+    start = partial(_traced, _pipeline, call, offers, context, session, parent, recorded, place)
     try:
-        if needs_loop:
-            return _in_turn(gates, _run_on_loop, *args)
-        here = cast("Callable[..., ToolResult[Any]]", copy_context().run)
-        return _in_turn(gates, here, step_by_hand, _traced, _pipeline, *args)
+        return _in_turn(gates, _run_on_loop if needs_loop else _run_here, start)
     finally:
         _publish(session, parent, recorded)
 
@@ -206,17 +205,21 @@ def _in_turn(gates: tuple[Lock, ...], run: Callable[..., T], *args: Any) -> T:
     """Run once all gates are ours."""
     if not gates:
         return run(*args)
-    gate, *others = gates
+    gate, others = gates[0], gates[1:]
     if gate.locked():
         _wait(gate)
     with gate:
-        return _in_turn(tuple(others), run, *args) if others else run(*args)
+        return _in_turn(others, run, *args) if others else run(*args)
 
 
-def _run_on_loop(*args: Any) -> ToolResult[Any]:
+def _run_on_loop(start: _Start) -> ToolResult[Any]:
     from weakincentives.runtime.loops import run_blocking
 
-    return run_blocking(lambda: _traced(_pipeline, *args))
+    return run_blocking(start)
+
+
+def _run_here(start: _Start) -> ToolResult[Any]:
+    return copy_context().run(step_by_hand, start)
 
 
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
