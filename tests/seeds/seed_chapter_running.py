@@ -21,9 +21,10 @@ from seed_names import (
     session_with_plan,
     tool_of,
 )
-from seed_scenarios import Model, Run, run_tests, scenario, waits_for
+from seed_scenarios import Model, Run, run_tests, scenario
 
 from weakincentives.adapters import ModelRequest, ScriptedAdapter
+from weakincentives.contrib.tools import VfsConfig
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import (
     MarkdownSection,
@@ -60,9 +61,15 @@ def tools_with_guidance(run: Run) -> None:
     assert model.call("health_check").success
 
 
-@waits_for("suites (issue 9)", "weakincentives.contrib", "Chapter", "Example: VFS Tool Suite")
+@scenario("Chapter", "Example: VFS Tool Suite")
 def vfs_tool_suite(run: Run) -> None:
-    run(session=Session(), template=PromptTemplate())
+    """Instructions, tools and an in-memory Filesystem below the virtual prefix that it is given."""
+    model = Model(run(session=Session(), template=PromptTemplate(), params=None).prompt)
+    offered = {tool.name for tool in model.rendered.tools}
+    assert offered >= {"read_file", "write_file", "list_directory", "delete_file"}
+    assert "Use these tools to read and write files" in model.rendered.text
+    assert model.call("write_file", path="/tmp/workspace/a.txt", content="mine").success
+    assert model.prompt.resources.get(Filesystem).read("a.txt") == "mine"
 
 
 # Transactions
@@ -257,11 +264,16 @@ def policies_on_a_section(run: Run) -> None:
     assert model.call("deploy").success
 
 
-@waits_for(
-    "suites (issue 9)", "weakincentives.contrib", "Chapter", "Default Policies on Contrib Sections"
-)
+@scenario("Chapter", "Default Policies on Contrib Sections")
 def default_policies_of_a_suite(run: Run) -> None:
-    run(session=Session(), vfs_config=None)
+    """A file that exists is read before it is written, without anybody asking for the policy."""
+    config = VfsConfig(files={"config.json": "{}"})
+    model = Model.given(run(session=Session(), vfs_config=config).vfs)
+    change = {"path": "config.json", "content": "new", "overwrite": True}
+    refused = denial(model.call("write_file", **change))
+    assert refused == "Cannot write to config.json without reading it first"
+    assert model.call("read_file", path="config.json").success
+    assert model.call("write_file", **change).success
 
 
 @scenario("Chapter", "Custom Policies")

@@ -11,10 +11,11 @@ from unittest import TestCase
 
 import pytest
 from seed_names import FileContents, ReadFileParams, tool_of
-from seed_scenarios import Model, Run, scenario, waits_for
+from seed_scenarios import Model, Run, scenario
 
 from weakincentives import resources as resources_package
 from weakincentives.adapters import ScriptedAdapter, calls
+from weakincentives.contrib.tools import VfsConfig
 from weakincentives.errors import DeadlineExceededError, ToolDefinitionError
 from weakincentives.prompt import (
     MarkdownSection,
@@ -307,9 +308,15 @@ def resources_in_a_handler(run: Run) -> None:
     assert tracer.spans == ["fetching http://x"]
 
 
-@waits_for("suites (issue 9)", "weakincentives.contrib", "Chapter", "Filesystem Resource")
+@scenario("Chapter", "Filesystem Resource")
 def filesystem_of_a_suite(run: Run) -> None:
-    run(session=Session(), vfs_config=None)
+    """The suite brings the Filesystem that a handler of the same prompt reads from."""
+    config = VfsConfig(files={"a.txt": "mine"})
+    seen = run(session=Session(), vfs_config=config, ReadFileResult=FileContents)
+    tool = tool_of(seen.read_file_handler, "mine", ReadFileParams, FileContents)
+    model = Model.given(seen.vfs, MarkdownSection(title="Mine", tools=[tool]))
+
+    assert model.call("mine", path="a.txt").value == FileContents("mine")
 
 
 @scenario("Chapter", "ToolResult Structure")

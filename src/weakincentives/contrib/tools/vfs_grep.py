@@ -1,0 +1,187 @@
+"""Looking for text in many files: ripgrep rules files out where it sees what the call sees.
+
+What is found never depends on it: it is asked only for a text that every match must contain, and
+each file that may hold a match is read and matched here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weakincentives.call import CancellationToken
+from weakincentives.contrib.tools.vfs_values import listed, size_of
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem import Filesystem, GrepMatch
+from weakincentives.filesystem.patterns import matching_lines
+from weakincentives.regex import linear_matcher
+
+__all__ = ["Search", "may_match", "pattern_matcher", "required_text"]
+
+MAX_PATTERN = 1_000
+MAX_REPEATS = 1_000
+
+WORTH_ASKING = 200
+"""From so many files on, starting a program is quicker than reading them."""
+
+_RIPGREP_TIMEOUT = 20.0
+
+_TOKEN = re.compile(
+    r"""
+    (?P<text>  # a character that stands for itself
+        \\(?P<escaped>[-\\.+*?()|\[\]{}^$#&~/"'!%,:;=@_`\ ]) | [^\\.^$*+?{}\[\]()|]
+    )
+    # a class, or a place
+    | \\[dDwWsSbBAz](?!\{) | [.^$] | \[\^?\]?(?:\\.|[^\[\]\\])*\]
+    # one or more of the one before
+    | \+\??(?![*+?{])
+    # perhaps none of it
+    | (?P<maybe> [*+?] | \{[^}]*\} )
+    """,
+    re.VERBOSE,
+)
+
+
+def pattern_matcher(pattern: str, *, ignore_case: bool) -> Callable[[str], bool]:
+    """Return whether a line has a match of a model's pattern; a bad one raises InvalidPattern."""
+    return linear_matcher(
+        pattern, max_length=MAX_PATTERN, max_repeats=MAX_REPEATS, ignore_case=ignore_case
+    )
+
+
+@dataclass(slots=True)
+class Search:
+    """A search for lines, file by file; it notes which files were too large."""
+
+    files: Filesystem
+    signal: CancellationToken
+    """Ends the search when nobody waits for it any more."""
+    is_match: Callable[[str], bool]
+    max_bytes: int
+    too_large: list[str] = field(default_factory=list[str])
+
+    def lines(self, names: Iterable[str]) -> Iterator[GrepMatch]:
+        for name in names:
+            if self.signal.cancelled:
+                return
+            for number, line in matching_lines(self._read(name), self.is_match):
+                yield GrepMatch(path=name, line_number=number, line=line)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            if self.files.stat(name).size <= self.max_bytes:
+                return self.files.read_bytes(name)
+        except FilesystemError:
+            return b""  # gone meanwhile, or not to be read: there is nothing to be found in it
+        self.too_large.append(name)
+        return b""
+
+    @property
+    def notice(self) -> str:
+        if not self.too_large:
+            return ""
+        return f"Not searched, larger than {size_of(self.max_bytes)}: {listed(self.too_large)}"
+
+
+def required_text(pattern: str, *, ignore_case: bool = False) -> str:
+    """Return the longest text found that every match contains; empty where none is certain.
+
+    >>> required_text(r"def \\w+_test\\(self")
+    '_test(self'
+    """
+    if "|" in pattern:
+        return ""
+    runs = [""]
+    position = 0
+    while token := _TOKEN.match(pattern, position):
+        position = token.end()
+        text = token["escaped"] or token["text"]
+        if text is None:
+            if token["maybe"]:
+                runs[-1] = runs[-1][:-1]  # the one before may be missing
+            runs.append("")
+        elif ignore_case and not text.isascii():
+            runs.append("")  # its cases are a matter of tables, and those have versions
+        else:
+            runs[-1] += text
+    # A group, or what is not understood, ends the search: what came before it still holds.
+    return max(runs, key=len)
+
+
+def may_match(
+    search: Search, path: str, names: Sequence[str], text: str, *, ignore_case: bool
+) -> Sequence[str]:
+    """Return the files below a directory that are to be looked at for a text; at worst all."""
+    if not text or len(names) < WORTH_ASKING:
+        return names
+    root = _root_on_disk(search.files)
+    program = None if root is None else _ripgrep(root)
+    if root is None or program is None:
+        return names
+    inside = search.files.normalize(path)
+    where = root / inside
+    having = _files_with(program, where, text, ignore_case)
+    if having is None:
+        return names
+    start = 0 if inside == "." else len(inside) + 1
+    places = ((name, f"{where}/{name[start:]}") for name in names)
+    return [
+        name for name, place in places if place in having or _counts_anyway(place, search.max_bytes)
+    ]
+
+
+def _counts_anyway(place: str, max_bytes: int) -> bool:
+    """Whether a file is looked at though it was not named: a link, which ripgrep does not follow,
+    or a file so large that nothing is said but that.
+    """
+    try:
+        status = os.lstat(place)
+    except OSError:
+        return True
+    return stat.S_ISLNK(status.st_mode) or status.st_size > max_bytes
+
+
+def _root_on_disk(files: Filesystem) -> Path | None:
+    """Return the directory of a workspace, where a program sees what the call sees."""
+    from weakincentives.filesystem import HostFilesystem
+
+    if not isinstance(files, HostFilesystem) or not files.shows_disk:
+        return None
+    return files.root
+
+
+def _ripgrep(root: Path) -> str | None:
+    """Return the program, unless it lies in the workspace: a model may have written that one."""
+    program = shutil.which("rg")
+    if program is None or not os.path.isabs(program):
+        return None
+    candidates = (Path(program), Path(os.path.realpath(program)))
+    return None if any(each.is_relative_to(root) for each in candidates) else program
+
+
+def _files_with(program: str, where: Path, text: str, ignore_case: bool) -> set[str] | None:
+    """Return the files below a directory that contain a text, or None when that is not certain."""
+    # Hidden and ignored files are files like any other; nothing that the user has set counts.
+    command = [program, "--no-config", "--no-ignore", "--hidden", "--fixed-strings"]
+    command += ["--ignore-case"] if ignore_case else []
+    command += ["--files-with-matches", "--null", "--regexp", text, "--", str(where)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_RIPGREP_TIMEOUT,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired, ValueError):  # ValueError: a NUL in the text
+        return None
+    if done.returncode not in (0, 1):  # 1 is "none"; 2 may have left something out
+        return None
+    return set(map(os.fsdecode, done.stdout.split(b"\0")))
