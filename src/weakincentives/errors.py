@@ -29,6 +29,7 @@
     ├── ReadOnlyView                     a write from a tool whose reach is "read"
     ├── MergeConflict                    what a view read or wrote was changed by another
     ├── WorkspaceLocked                  another process has the directory open
+    ├── SandboxUnavailable               the operator must act: nothing can shut a command in
     ├── MissingExtra                     the operator must install something (also an ImportError)
     ├── PromptError
     │   ├── PromptValidationError          a template is wrong as it stands
@@ -42,6 +43,7 @@
     │       ├── TurnLimitExceeded
     │       ├── CallLimitExceeded
     │       ├── TaskNotCompleted             the model stops, and the task is not done
+    │       ├── ReplayDiverged               a replayed run does not do what was recorded
     │       └── ProviderError                what serves the model failed
     │           ├── ProviderThrottled          it was asked too often
     │           ├── ProviderUnavailable        it cannot be reached, or broke off
@@ -64,6 +66,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weakincentives.adapters.recording import Divergence
     from weakincentives.runtime.conversation import PromptResponse
 
 __all__ = [
@@ -105,7 +108,9 @@ __all__ = [
     "ReadOnlyView",
     "ReducerError",
     "Refusal",
+    "ReplayDiverged",
     "ResourceError",
+    "SandboxUnavailable",
     "SessionError",
     "SnapshotError",
     "SnapshotExpired",
@@ -207,9 +212,13 @@ class InvalidArguments(Refusal):
 
 
 class PolicyDenied(Refusal):
-    """A policy does not allow the call now."""
+    """A policy does not allow the call now; ``policy`` is its name."""
 
     code = "POLICY_DENIED"
+
+    def __init__(self, message: str, *, policy: str = "", suggestions: Sequence[str] = ()) -> None:
+        super().__init__(message, suggestions=suggestions)
+        self.policy = policy
 
 
 class PreconditionFailed(Refusal):
@@ -264,6 +273,10 @@ class MergeConflict(WinkError):
     def __init__(self, message: str, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.paths = tuple(paths)
+
+
+class SandboxUnavailable(WinkError):
+    """No sandbox works here; the message has the reason for each."""
 
 
 class MissingExtra(WinkError, ImportError):
@@ -351,6 +364,14 @@ class CallLimitExceeded(PromptEvaluationError):
 
 class TaskNotCompleted(PromptEvaluationError):
     """The model stopped, was sent back with the reason, and stopped again without doing more."""
+
+
+class ReplayDiverged(PromptEvaluationError):
+    """A run that is replayed strictly does not do what was recorded; ``divergence`` says where."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        super().__init__(f"The run differs from its recording: {divergence}")
+        self.divergence = divergence
 
 
 class ProviderError(PromptEvaluationError):

@@ -122,15 +122,17 @@ class Model:
                 self.entries[path] = replace(entry, modified=seen[path].modified)
 
     def part_links(self, seen: dict[str, Seen]) -> None:
-        """Take names as those of different files where they are found to be.
+        """Take names outside of the root as those of another file where they are found to be.
 
-        Going back over what was committed brings a deleted directory back from a copy: a file in
-        it that has a name elsewhere becomes a file of its own.
+        Going back over what was committed makes a deleted file again. Of its other names only
+        those below the root can be found.
         """
-        for path in self.entries:
-            if path in seen and seen[path].names < self.names_of(self.entries[path]):
+        for path, entry in list(self.entries.items()):
+            names = self.names_of(entry)
+            inside = {name for name in names if name.startswith(f"{ROOT}/")}
+            if path in inside and path in seen and seen[path].names == inside < names:
                 number = next(_numbers)
-                for name in seen[path].names:
+                for name in inside:
                     self.entries[name] = replace(self.entries[name], number=number)
 
     def names_of(self, entry: Entry) -> set[str]:

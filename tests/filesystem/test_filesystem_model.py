@@ -293,13 +293,7 @@ class Files(RuleBasedStateMachine):
         return self.levels[-2].view if len(self.levels) > 1 else self.place.fs
 
     def operations(self, model: Model) -> st.SearchStrategy[tuple[Any, ...]]:
-        anything = operations(self.paths, model.some_paths())
-        # A view does not know which other names a file has: see the test of that below.
-        return (
-            anything.filter(lambda it: not is_of_several_names(it, model))
-            if self.privates
-            else anything
-        )
+        return operations(self.paths, model.some_paths())
 
     # Direct use, and calls in place
 
@@ -475,20 +469,6 @@ class Files(RuleBasedStateMachine):
         self.model.check(self.place.look(self.top))
 
 
-def is_of_several_names(operation: tuple[Any, ...], model: Model) -> bool:
-    """Tell whether an operation changes a file in place that has other names."""
-    name, path, *_ = operation
-    if name not in ("write_bytes", "append", "set_readonly"):
-        return False
-    try:
-        entry = model.entries.get(model.resolve(path))
-    except FilesystemError:
-        return False
-    if entry is None:
-        return False
-    return len([place for place in model.names_of(entry) if place.startswith(ROOT)]) > 1
-
-
 def pick(data: st.DataObject, among: Sequence[Any], label: str) -> Any:
     """Draw by number: what is drawn is printed, and a view is a lot to print."""
     return among[data.draw(st.integers(0, len(among) - 1), label=label)]
@@ -662,7 +642,6 @@ class TestOnDisk(FilesOnDisk.TestCase):
     settings = settings(max_examples=EXAMPLES // 4, stateful_step_count=25)
 
 
-@pytest.mark.xfail(reason="a private view keeps changes by path, not by file", strict=True)
 def test_view_sees_its_change_through_another_name_of_the_file(tmp_path):
     """What a view did is what running it alone would have done."""
     (tmp_path / "workspace").mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trees import Seen, has_xattrs, look, make_repository, put, run_git
+from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
 
 from weakincentives.errors import (
     CommandFailed,
@@ -117,7 +118,7 @@ def _without_times_of_directories(seen: dict[str, Seen]) -> dict[str, Seen]:
 
 
 # The files with several names are changed as such only by these.
-SEVERAL_NAMES = ("in place", "link again", "relink", "unlink")
+SEVERAL_NAMES = ("in place", "link again", "relink", "unlink", "part", "anew")
 
 # Each leaves every time that it sets at a fixed value, so that two runs give the same.
 SCRIPTS = {
@@ -130,6 +131,8 @@ SCRIPTS = {
     "relink": "rm one; ln two one; rm link; ln -s two link; touch -h -d @1000 link",
     "remove": "rm -rf node_modules empty dangling pipe",
     "unlink": "rm one",
+    "part": "printf other > x; mv x two; printf more >> one; touch -d @1000 one two",
+    "anew": "rm one two; printf other > one; touch -d @1000 one",
     "again": "rm -rf src; mkdir src; printf y > src/y; touch -d @1000 src/y",
     "kinds": "rm data.bin; mkdir -p data.bin/in; rm -rf src; printf f > src; touch -d @1000 src",
     "pipes": "mkfifo -m 600 other; rm pipe; mkdir pipe; touch -d @1000 other",
@@ -169,6 +172,37 @@ def test_a_command_that_is_kept_leaves_what_a_plain_run_leaves(
     assert _without_times_of_directories(look(root)) == _without_times_of_directories(look(plain))
 
 
+@pytest.mark.parametrize("name", [*SEVERAL_NAMES, "link", "move", "again"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_command_leaves_the_same_with_the_store_on_another_filesystem(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, name: str
+):
+    """Kept or rolled back, also what was written before it, and what it links stays linked."""
+    if engine == "scan":
+        _without_overlays(monkeypatch)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    _build(plain)
+    put(plain / "one", "written\n")
+    os.utime(plain / "one", (7, 7))
+    subprocess.run(["sh", "-ec", SCRIPTS[name]], cwd=plain, check=True)
+    before = look(root)
+    with elsewhere(tmp_path) as place, HostFilesystem(root, store=place / "store") as fs, fs.gate:
+        if engine == "overlay":
+            _needs_overlays(fs)
+            if os.geteuid():
+                pytest.skip("without root, an overlay cannot tell which names are one file")
+        for end in (fs.discard, fs.merge):
+            view = fs.fork_in_place()
+            view.write("one", "written\n")
+            os.utime(root / "one", (7, 7))
+            assert view.run(["sh", "-ec", SCRIPTS[name]]).engine == engine
+            assert not end(view)
+            assert end is not fs.discard or look(root) == before
+
+    assert _without_times_of_directories(look(root)) == _without_times_of_directories(look(plain))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_command_that_is_rolled_back_leaves_no_trace(fs: HostFilesystem, root: Path, name: str):
     before = look(root)
@@ -186,9 +220,7 @@ def test_a_command_that_is_rolled_back_leaves_no_trace(fs: HostFilesystem, root:
 def test_a_committed_command_can_be_reverted(fs: HostFilesystem, root: Path, name: str):
     fs.write("start", "here")
     before = look(root)
-    result = fs.run(["sh", "-c", SCRIPTS[name]])
-    if name in SEVERAL_NAMES and result.engine == "overlay":
-        pytest.skip("the history knows what a file held, not which other names it had")
+    fs.run(["sh", "-c", SCRIPTS[name]])
 
     assert fs.revert_to(fs.history()[0].call_id) == ()
 
@@ -445,8 +477,8 @@ def test_a_private_views_command_sees_its_changes_and_nobody_elses(
 def test_a_private_views_command_is_merged_as_if_it_had_run_in_place(
     over: HostFilesystem, root: Path, tmp_path: Path, name: str
 ):
-    if name in SEVERAL_NAMES:
-        pytest.skip("in a private view a file with several names is one file for each of them")
+    if name in SEVERAL_NAMES and os.geteuid():
+        pytest.skip("without root, an overlay cannot tell which names are one file")
     plain = tmp_path / "plain"
     plain.mkdir()
     _build(plain)
@@ -757,3 +789,40 @@ def test_it_works_for_any_user(tmp_path: Path):
         subprocess.run(["rm", "-rf", home], check=True)
 
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# A process that is killed while a command of its runs
+
+CALLER = """
+import sys
+from weakincentives.filesystem import HostFilesystem, overlay
+
+overlay.SEARCH = "/nowhere"
+fs = HostFilesystem(sys.argv[1])
+view = fs.fork_in_place()
+view.run(["sh", "-c", sys.argv[2]])
+"""
+
+
+def test_a_command_without_an_overlay_dies_with_the_process_that_started_it(
+    root: Path, tmp_path: Path
+):
+    """And so does what it started; by the time the directory is open again, all of them are."""
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    busy = f"exec >'{fifo}'; (while :; do date > made; rm made; done) & echo started; wait"
+    before = look(root)
+    alive = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        process = subprocess.Popen([sys.executable, "-c", CALLER, root, busy])
+        assert select.select([alive], [], [], 60)[0]
+        assert os.read(alive, 8) == b"started\n"
+        process.kill()
+        process.wait()
+        with HostFilesystem(root) as fs:
+            assert all("is now in" in line for line in fs.recovered)
+
+        assert os.read(alive, 8) == b""  # nobody is left who could write
+    finally:
+        os.close(alive)
+    assert look(root) == before

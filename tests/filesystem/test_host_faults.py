@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from trees import Seen, look
+from trees import elsewhere as another_filesystem
 
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
@@ -563,19 +564,33 @@ def test_a_read_only_disk_can_be_read(
     assert look(readonly / "work") == before
 
 
+@each_change()
+def test_a_change_that_fails_on_a_read_only_disk_leaves_nothing_to_undo(
+    readonly: Path, tmp_path: Path, change: Change
+):
+    root, store = readonly / "work", tmp_path / "store"
+    before = look(root)
+    remount(readonly, "ro")
+    with HostFilesystem(root, store=store) as fs:
+        with pytest.raises(FilesystemError, match=os.strerror(errno.EROFS)):
+            change(fs)
+        view = fs.fork_in_place()
+        with pytest.raises(FilesystemError, match=os.strerror(errno.EROFS)):
+            change(view)
+        assert fs.discard(view) == ()
+    with HostFilesystem(root, store=store) as fs:
+        assert fs.recovered == ()
+    assert look(root) == before
+
+
 # A store on another filesystem
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Path]:
     """A directory on another filesystem than the workspace's."""
-    for candidate in (Path("/dev/shm"), Path.home(), Path("/var/tmp")):
-        usable = os.access(candidate, os.W_OK)
-        if usable and candidate.stat().st_dev != tmp_path.stat().st_dev:
-            with tempfile.TemporaryDirectory(prefix="wink-test-", dir=candidate) as place:
-                yield Path(place)
-            return
-    pytest.skip("there is only one filesystem here")
+    with another_filesystem(tmp_path) as place:
+        yield place
 
 
 @each_change()
@@ -609,6 +624,26 @@ def test_a_killed_call_is_undone_with_the_store_on_another_filesystem(
     run_and_kill(root, f"test_host_faults.CHANGES[{name!r}](view)", store=store)
     with HostFilesystem(root, store=store):
         assert look(root) == before
+
+
+def test_with_the_store_elsewhere_a_root_without_write_permission_is_no_obstacle(
+    unprivileged: Path,
+):
+    """What a call replaces waits on the workspace's filesystem, as far up as that is allowed."""
+    root = fill(unprivileged / "work")
+    root.chmod(0o555)
+    before = look(root)
+    with (
+        another_filesystem(unprivileged) as place,
+        HostFilesystem(root, store=place / "store") as fs,
+    ):
+        view = fs.fork_in_place()
+        view.write("dir/c.txt", "changed")
+        view.delete("dir/sub", recursive=True)
+        assert fs.discard(view) == ()
+        assert look(root) == before
+        fs.write("dir/c.txt", "changed")
+    assert not list(root.rglob(".wink*"))
 
 
 # A store or workspace that is not what it was

@@ -25,6 +25,7 @@ from typing import Any
 import killed_child
 import pytest
 from killed_child import Call, Death, Orders, Seen, Step, Tree, build, fill, look, plan
+from trees import elsewhere
 
 from weakincentives.filesystem import HostFilesystem
 
@@ -255,38 +256,15 @@ def test_a_kill_at_a_random_moment_leaves_the_last_call_or_the_next(tmp_path: Pa
     survive(tmp_path, seed, 6 if HEAVY else 4, engines=OURS)
 
 
-@pytest.mark.xfail(
-    reason="seldom, when the recovery of an external call is killed as well, one name of a"
-    " hard-linked file comes back as a file of its own: docs/disk.md, Limits",
-    strict=False,
-)
 @pytest.mark.parametrize("seed", range(30 if HEAVY else 2))
 def test_a_kill_is_survived_beside_programs_that_change_files_themselves(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 6 if HEAVY else 4)
 
 
-@pytest.mark.xfail(
-    reason="a second kill, while files are copied back from another filesystem, can leave a"
-    " temporary file behind or a file unrestored: docs/disk.md, Limits",
-    strict=False,
-)
 @pytest.mark.parametrize("seed", range(1000, 1010 if HEAVY else 1001))
 def test_a_kill_is_survived_with_the_store_on_another_filesystem(tmp_path: Path, seed: int):
     with elsewhere(tmp_path) as place:
-        # What a command links comes over one by one when the store is on another filesystem:
-        # the names are not those of one file any more (docs/disk.md, Limits).
-        engines = [each for each in ENGINES if each != "command"]
-        survive(tmp_path, seed, 4, place / "store", engines)
-
-
-@contextlib.contextmanager
-def elsewhere(here: Path) -> Iterator[Path]:
-    """Give a directory on another filesystem."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK) or shared.stat().st_dev == here.stat().st_dev:
-        pytest.skip("there is no second filesystem here")
-    with tempfile.TemporaryDirectory(prefix="wink-test-", dir=shared) as place:
-        yield Path(place)
+        survive(tmp_path, seed, 4, place / "store")
 
 
 if TORTURE:  # `make torture`: fresh seeds are for finding things, not for passing
@@ -372,6 +350,14 @@ BY_A_PROGRAM = {
     ],
 }
 
+HARD_LINKS_TAKEN_APART = [
+    Step("delete", "links/one"),
+    Step("delete", "links/two"),
+    Step("delete", "three"),
+    Step("write", "three", data=b"another"),
+    Step("link", "three", "links/two"),
+]
+
 SCENARIOS = [
     *((name, "api", kept, steps) for name, steps in A_CALL.items() for kept in (True, False)),
     *((name, "view", True, steps) for name, steps in A_CALL.items() if "savepoint" not in name),
@@ -381,6 +367,7 @@ SCENARIOS = [
         for engine in ("command", "external")
         for kept in (True, False)
     ),
+    ("take hard links apart", "external", False, HARD_LINKS_TAKEN_APART),
 ]
 ALWAYS = [
     ("write over a file", "api", True),
@@ -403,21 +390,50 @@ def test_a_kill_between_any_two_system_calls_leaves_all_or_nothing(
     tmp_path: Path, engine: str, kept: bool, steps: list[Step]
 ):
     """Also with a write cut in half, and with the recovery killed at one step or another."""
+    kill_everywhere(tmp_path, Call(engine, tuple(steps), kept))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("engine", "kept", "name"),
+    [
+        ("api", True, "a bit of everything"),
+        ("api", False, "a bit of everything"),
+        ("api", False, "change a hard link and move it"),
+        ("view", True, "move a hard link over a file"),
+        ("command", True, "change a little"),
+        ("external", False, "turn things over"),
+    ],
+)
+def test_it_does_so_with_the_store_on_another_filesystem(
+    tmp_path: Path, engine: str, kept: bool, name: str
+):
+    steps = A_CALL.get(name) or BY_A_PROGRAM[name]
+    with elsewhere(tmp_path) as place:
+        kill_everywhere(tmp_path, Call(engine, tuple(steps), kept), place)
+
+
+def kill_everywhere(base: Path, call: Call, away: Path | None = None) -> None:
+    """Kill a call at every step; with the store in ``away``, or beside the workspace."""
     tree = killed_child.first_tree()
     after = tree
-    for step in steps if kept else ():
+    for step in call.steps if call.kept else ():
         after = killed_child.apply(after, step, 1)
-    call = Call(engine, tuple(steps), kept)
-    orders = Orders(tmp_path, calls=[call], death_at_work=True)
-    steady = engine != "external"  # how many steps a scan takes depends on the clock
+    orders = Orders(base, calls=[call], death_at_work=True)
+    steady = call.engine != "external"  # how many steps a scan takes depends on the clock
     committed = False
-    for death in deaths(Workspace(fresh(tmp_path / "0"), [tree, after]), orders):
-        space = Workspace(fresh(tmp_path / "killed"), [tree, after])
+
+    def begun() -> Workspace:
+        store = None if away is None else fresh(away / "killed") / "store"
+        return Workspace(fresh(base / "killed"), [tree, after], store)
+
+    for death in deaths(begun(), orders):
+        space = begun()
         if space.work(replace(orders, death=death)) is not None:
             assert not steady, f"{death} was not reached"
             continue
         kill_recoveries(space, death)
-        committed |= space.recover() == 1 and kept and steady
+        committed |= space.recover() == 1 and call.kept and steady
         assert not committed or space.done == 1, f"kept at an earlier step, gone at {death}"
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem import HostFilesystem, MemoryFilesystem
 
@@ -185,6 +187,18 @@ def make_repository(directory: Path) -> None:
     run_git(directory, "commit", "--quiet", "--message=first")
     put(directory / "tracked.py", "print('staged')\n")
     run_git(directory, "add", "tracked.py")
+
+
+@contextlib.contextmanager
+def elsewhere(here: Path) -> Iterator[Path]:
+    """Give a directory on another filesystem."""
+    for candidate in (Path("/dev/shm"), Path.home(), Path("/var/tmp")):
+        usable = os.access(candidate, os.W_OK)
+        if usable and candidate.stat().st_dev != here.stat().st_dev:
+            with tempfile.TemporaryDirectory(prefix="wink-test-", dir=candidate) as place:
+                yield Path(place)
+            return
+    pytest.skip("there is only one filesystem here")
 
 
 def plant(above: Path, repository: Path) -> None:

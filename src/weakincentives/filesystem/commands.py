@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
 from weakincentives.filesystem.overlay import (
+    Handle,
     Layers,
     Step,
     Way,
@@ -27,8 +29,9 @@ from weakincentives.filesystem.overlay import (
     kill_group,
     remove_tree,
     start_apart,
+    with_odd_variables,
 )
-from weakincentives.filesystem.protocol import shown
+from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.store import Store
 
@@ -42,6 +45,8 @@ __all__ = [
     "Commands",
     "Engine",
     "EngineUse",
+    "Running",
+    "Watch",
     "apply_steps",
     "engines",
     "run_over",
@@ -62,6 +67,17 @@ DRAINS = 64
 # How much of what a command said goes into the message when it had to succeed.
 SAID = 2000
 
+# Stays with a command on the workspace itself, and leads its process group. Descriptor 3 is the
+# command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never written to: it ends when
+# the caller dies, and then the whole group is killed. What the shell itself has to say (`Killed`)
+# is not the command's output.
+SCRIPT = """
+exec 3>&2 4<&0 5<"$1" 2>/dev/null
+shift
+{ read -r _ <&4; kill -KILL 0; } >/dev/null 3>&- 5<&- &
+(exec "$@") <&5 2>&3 3>&- 4<&- 5<&-
+"""
+
 KILLED = 128 + signal.SIGKILL
 
 Engine = Literal["overlay", "scan"]
@@ -80,6 +96,8 @@ class CommandResult:
     """The middle of the output was left out: it was longer than the limit."""
     stderr_truncated: bool = False
     timed_out: bool = False
+    stopped: str | None = None
+    """Why the one who watched it had it killed."""
     kept: bool = True
     """False when the command was killed: then the workspace is as if it had never run."""
     engine: Engine
@@ -193,6 +211,20 @@ def _take(selector: selectors.BaseSelector, wait: float) -> bool:
     return taken
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A command under way, for those who watch it."""
+
+    pid: int
+    """The process that all others of the command descend from."""
+    layer: Path | None
+    """Where what it writes lies until it is kept; None when that is the workspace itself."""
+
+
+Watch = Callable[[Running], str | None]
+"""Looks at a command again and again while it runs; what it returns is why to kill it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """A program to start, and how."""
@@ -203,6 +235,7 @@ class Command:
     stdin: bytes = b""
     timeout: float | None = None
     output_limit: int = DEFAULT_OUTPUT_LIMIT
+    watch: Watch | None = None
 
     @classmethod
     def of(
@@ -213,6 +246,7 @@ class Command:
         stdin: bytes | str | None,
         timeout: float | None,
         limit: int,
+        watch: Watch | None,
     ) -> Command:
         """Return the command that was asked for, if it can be one."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)
@@ -225,7 +259,9 @@ class Command:
         if limit < 0:
             raise ValueError(f"output_limit must not be negative, got {limit}")
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
-        return cls(argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit)
+        return cls(
+            argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit, watch=watch
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +273,7 @@ class Ran:
     stdout: Output
     stderr: Output
     ending: Ending
+    stopped: str | None = None
 
     def is_kept(self, check: bool) -> bool:
         """Whether what the command changed is to stay."""
@@ -253,6 +290,7 @@ class Ran:
             stdout_truncated=self.stdout.dropped > 0,
             stderr_truncated=self.stderr.dropped > 0,
             timed_out=self.ending == "timed out",
+            stopped=self.stopped,
             kept=self.is_kept(check),
             engine=engine,
             engine_reason=reason,
@@ -265,6 +303,8 @@ class Ran:
 def _failure(result: CommandResult, timeout: float | None) -> str:
     name = shown(shlex.join(result.argv))
     how = f"took longer than {timeout} s" if result.timed_out else f"ended with {result.returncode}"
+    if result.stopped is not None:
+        how = f"was killed because {result.stopped}"
     said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
     return f"{name} {how}, and nothing that it changed was kept" + (f":\n{said}" if said else "")
 
@@ -338,14 +378,30 @@ def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> R
     outputs = Output.of(command.output_limit), Output.of(command.output_limit)
     try:
         process = _start_over(layers, command)
+        watched = _Watched(command.watch, Running(process.pid, layers.upper), stopped)
         ending = collect(
-            process, outputs, timeout=command.timeout, stopped=stopped, kill=layers.kill
+            process, outputs, timeout=command.timeout, stopped=watched, kill=layers.kill
         )
     finally:
         layers.end()
     if ending == "ended" and not layers.started:
         raise _not_started(outputs[1].text.strip())
-    return Ran(command, _as_shells_count(process.returncode), *outputs, ending)
+    return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Whether a command is to be stopped; it keeps the reason."""
+
+    watch: Watch | None
+    running: Running
+    stopped: Callable[[], bool]
+    reason: str | None = None
+
+    def __call__(self) -> bool:
+        if self.watch is not None:
+            self.reason = self.watch(self.running)
+        return self.reason is not None or self.stopped()
 
 
 def _start_over(layers: Layers, command: Command) -> subprocess.Popen[bytes]:
@@ -359,36 +415,59 @@ def _not_started(reason: str) -> FilesystemError:
     return FilesystemError(f"The command could not be started over an overlay: {reason}")
 
 
-def run_plainly(command: Command, stopped: Callable[[], bool]) -> Ran:
+def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
     """Run a command on the workspace itself; others must find out what it changed."""
     outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    with tempfile.TemporaryFile() as stdin:
+    with tempfile.NamedTemporaryFile() as stdin:
         stdin.write(command.stdin)
-        stdin.seek(0)
+        stdin.flush()
         try:
-            process = start_apart(
-                command.argv, cwd=command.directory, env=command.env, stdin=stdin.fileno()
-            )
+            process, lifeline = _start_plainly(command, store, stdin.name)
         except OSError as error:
             # As a shell puts it, and as it is over an overlay.
             outputs[1].add(f"{command.argv[0]}: {error.strerror}\n".encode())
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return Ran(command, code, *outputs, "ended")
+        watched = _Watched(command.watch, Running(process.pid, None), stopped)
         try:
             ending = collect(
                 process,
                 outputs,
                 timeout=command.timeout,
-                stopped=stopped,
+                stopped=watched,
                 kill=lambda: kill_group(process),
             )
         finally:
             kill_group(process)
             process.wait()
+            os.close(lifeline)
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
-    return Ran(command, _as_shells_count(process.returncode), *outputs, ending)
+    return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
+
+
+def _start_plainly(
+    command: Command, store: Store, stdin: str
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command; it is killed when the descriptor returned with it is closed, or we die."""
+    argv = with_odd_variables(command.argv, os.environ if command.env is None else command.env)
+    reading, lifeline = os.pipe()
+    try:
+        with store.running() as lock:
+            process = start_apart(
+                ["/bin/sh", "-c", SCRIPT, "wink", stdin, *argv],
+                cwd=command.directory,
+                env=command.env,
+                stdin=reading,
+                inherited=[lock],
+            )
+    except BaseException:
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(reading)
+    return process, lifeline
 
 
 def _as_shells_count(returncode: int) -> int:
@@ -402,6 +481,8 @@ def apply_steps(steps: Sequence[Step], edit: Edit) -> None:
             edit.remove(step.parts)
         elif step.action == "directory":
             edit.make_directory(step.parts)
+        elif step.handle is not None:
+            _link(step.handle, step.parts, edit)
         elif step.source is not None:
             if step.action == "move":
                 edit.put_file(step.parts, step.source)
@@ -417,6 +498,16 @@ def apply_steps(steps: Sequence[Step], edit: Edit) -> None:
                 gid=own.gid,
                 xattrs=own.xattrs,
             )
+
+
+def _link(handle: Handle, parts: Parts, edit: Edit) -> None:
+    opened = handle.open()
+    if opened is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+    try:
+        edit.link(Path(f"/proc/self/fd/{opened}"), parts)
+    finally:
+        os.close(opened)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

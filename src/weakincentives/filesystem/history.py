@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.filesystem.confined import Ident, Tree
+from weakincentives.filesystem.confined import Ident, Tree, ident_of
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Journal, Record, read_journal
-from weakincentives.filesystem.store import Entry, Store, copy_exactly, digest_of, entry_at
+from weakincentives.filesystem.store import (
+    Entry,
+    Store,
+    apply_entry,
+    copy_content,
+    copy_exactly,
+    digest_of,
+    entry_at,
+)
 
-__all__ = ["Committed", "Delta", "History"]
+__all__ = ["Committed", "Delta", "History", "Link", "kept_at", "replaced"]
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -47,6 +57,15 @@ class Committed:
     """Bytes that are kept only so that it can be undone."""
 
 
+class Link(NamedTuple):
+    """A file in a directory that a call took away, and that stayed under another name."""
+
+    place: Parts
+    """Where it is in the directory."""
+    ino: int
+    """Of the file that stayed; in the directory is a copy of what it was."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A committed call with its changes, in order; each says what was there before."""
@@ -55,6 +74,8 @@ class Delta:
     records: tuple[Record, ...]
     after: Mapping[Parts, Ident | None]
     """What was at each path when it was committed."""
+    links: Mapping[str, tuple[Link, ...]]
+    """The files in each directory it took away that had names elsewhere, too."""
 
 
 class History:
@@ -110,17 +131,27 @@ class History:
             tuple(path.split("/")) if path else (): None if ident is None else Ident(*ident)
             for path, ident in meta["after"]
         }
-        return Delta(committed, changes, after)
+        return Delta(committed, changes, after, _links_in(meta))
 
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
         return self._path / f"{serial:012d}.trees"
 
-    def copy_tree(self, serial: int, kept: str, tree: Tree, name: str) -> None:
-        """Make a copy of a directory that a call took away."""
-        trees = Tree(self.trees(serial))
+    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Ident]:
+        """Make a copy of a directory that a call took away; returns what was in it.
+
+        Of a directory, size and time are -1.
+        """
+        trees = Tree(self.trees(delta.committed.serial))
+        stayed = {link.place: link.ino for link in delta.links.get(kept, ())}
         try:
             copy_exactly(trees, (kept,), tree, (name,))
+            return {
+                parts[1:]: Ident(status.st_ino, -1, -1)
+                if stat.S_ISDIR(status.st_mode)
+                else ident_of(status)._replace(ino=stayed.get(parts[1:], status.st_ino))
+                for parts, status in trees.walk((kept,))
+            }
         finally:
             trees.close()
 
@@ -135,8 +166,12 @@ class History:
         records: Sequence[Record],
         call: ToolCall | None,
         after: Mapping[Parts, Ident | None],
+        tree: Tree,
     ) -> int | None:
-        """Commit: from here on the changes stay. Returns their place, or None if there are none."""
+        """Commit: from here on the changes stay. Returns their place, or None if there are none.
+
+        ``tree`` is the workspace, in which rooms may have what was replaced.
+        """
         if not any(record.op in _CHANGES for record in records):
             self.journal.cut(0)
             return None
@@ -145,15 +180,16 @@ class History:
             self.journal.cut(0)  # nobody can ever ask for it: forgetting how to undo is to commit
             return None
         serial = self.last + 1
-        entries, size = self._entries(records)
+        entries, size = self._entries(records, tree)
         meta = {
             "serial": serial,
             "call": f"direct_{serial}" if call is None else call.id,
             "tool": "" if call is None else call.name,
             "time": self._clock.time(),
-            "entries": entries,
+            "entries": [(index, entry.encode()) for index, entry in entries],
             "after": [["/".join(parts), ident] for parts, ident in after.items()],
             "size": size,
+            "links": self._links(records, entries, tree),
         }
         commit = Record(op="commit", commit=meta)
         self.journal.append(commit)
@@ -178,8 +214,17 @@ class History:
         """Move what a committed transaction kept to its place. Does no harm when done twice."""
         meta: dict[str, Any] = records[-1].commit or {}
         serial, size = int(meta["serial"]), int(meta["size"])
-        for index, encoded in meta["entries"]:
-            self._settle(records[int(index)], Entry.decode(encoded), serial)
+        entries = {int(index): Entry.decode(encoded) for index, encoded in meta["entries"]}
+        edits = [index for index in sorted(entries) if records[index].op == "edit"]
+        # First what was changed in place: what was taken away may be the same file.
+        for index in [*edits, *(entries.keys() - edits)]:
+            entry = entries[index]
+            if entry.kind == "directory":
+                later = [entries[edit] for edit in edits if edit > index]
+                links = _links_in(meta).get(records[index].kept or "", ())
+                self._settle_directory(records[index], serial, links, later)
+            else:
+                self._settle_file(records[index], entry)
         self._path.mkdir(mode=0o700, exist_ok=True)
         self.journal.move(self._path / f"{serial:012d}-{size}")
         if self._sizes is not None:
@@ -192,34 +237,54 @@ class History:
         """Return the names, in the transaction's directory, of what a history is made from."""
         return {_source(record) for record in records if record.op in ("put", "gone", "edit")}
 
-    def _entries(self, records: Sequence[Record]) -> tuple[list[tuple[int, list[Any]]], int]:
+    def _entries(
+        self, records: Sequence[Record], tree: Tree
+    ) -> tuple[list[tuple[int, Entry]], int]:
         """Return what the records replaced, in full, and how many bytes that takes anew."""
-        entries: list[tuple[int, list[Any]]] = []
+        entries: list[tuple[int, Entry]] = []
         total = 0
-        for index, record in enumerate(records):
-            if record.op not in ("put", "gone", "edit") or record.kept is None:
-                continue
-            entry, size = self._entry(record)
-            if entry is not None:
-                entries.append((index, entry.encode()))
-                total += size
-        return entries, total
+        for index, entry, source in replaced(records, self.store.tree, tree):
+            entry, size = self._complete(entry, source)
+            entries.append((index, entry))
+            total += size
+        return entries[::-1], total
 
-    def _entry(self, record: Record) -> tuple[Entry | None, int]:
-        tree = self.store.tree
-        if record.op == "edit" and record.before is not None and record.copy is not None:
-            entry, source = record.before, (record.copy,)
-        else:
-            source = (record.kept or "",)
-            entry = entry_at(tree, source)
-        if entry is None or entry.kind not in ("file", "directory"):
-            return entry, 0
+    def _complete(self, entry: Entry, name: str) -> tuple[Entry, int]:
+        """Return an entry with its digest, and how many bytes it takes to keep it."""
         if entry.kind == "directory":
-            return entry, sum(status.st_size for _, status in tree.walk(source))
-        if entry.size > self._limit and self.needed() is None:
+            return entry, sum(status.st_size for _, status in self.store.tree.walk((name,)))
+        if entry.kind != "file" or (entry.size > self._limit and self.needed() is None):
             return entry, 0
-        digest = self._digest(source)
+        digest = self._digest((name,))
         return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
+
+    def _links(
+        self, records: Sequence[Record], entries: Sequence[tuple[int, Entry]], tree: Tree
+    ) -> list[tuple[str, list[tuple[str, int]]]]:
+        """Return which files in directories that were taken away have names elsewhere, too."""
+        own = self.store.tree
+        taken = [records[index] for index, entry in entries if entry.kind == "directory"]
+        linked = [(record, _linked(*kept_at(record, own, tree))) for record in taken]
+        if not any(files for _, files in linked):
+            return []
+        # Names that are only for undoing do not count.
+        undoing = [r for r in records if r.kept and r.op in ("edit", "moved", "moved over")]
+        statuses = [
+            own_tree.status(parts)
+            for own_tree, parts in (kept_at(record, own, tree) for record in undoing)
+        ]
+        ours = Counter(status.st_ino for status in statuses if status is not None)
+        found: list[tuple[str, list[tuple[str, int]]]] = []
+        for record, files in linked:
+            # What a room has is copied: every file is another one in the history.
+            links = [
+                ("/".join(place), ino)
+                for ino, (places, names) in files.items()
+                if record.room is not None or names > len(places) + ours[ino]
+                for place in places
+            ]
+            found += [(record.kept or "", links)] if links else []
+        return found
 
     def _digest(self, source: Parts) -> str:
         try:
@@ -232,36 +297,43 @@ class History:
         finally:
             os.close(fd)
 
-    def _settle(self, record: Record, entry: Entry, serial: int) -> None:
+    def _settle_file(self, record: Record, entry: Entry) -> None:
         name = _source(record)
         status = self.store.tree.status((name,))
-        if status is None:
+        if status is None or entry.digest is None or entry.digest in self.store.objects:
             return
-        if stat.S_ISDIR(status.st_mode):
-            self._part_links(name)
+        self._make_object(name, status, entry.digest)
+
+    def _settle_directory(
+        self, record: Record, serial: int, links: Sequence[Link], later: Sequence[Entry]
+    ) -> None:
+        name = record.kept or ""
+        if self.store.tree.status((name,)) is not None:
+            self._part_links(name, links, later)
             trees = self.trees(serial)
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
-        elif entry.digest is not None and entry.digest not in self.store.objects:
-            self._make_object(name, status, entry.digest)
 
-    def _part_links(self, name: str) -> None:
+    def _part_links(self, name: str, links: Sequence[Link], later: Sequence[Entry]) -> None:
         """Give files that have names outside a directory an inode of their own in it.
 
-        They would change with what is in the workspace.
+        They would change with what is in the workspace. ``later`` tells, in order, which were
+        changed after the directory had been taken away.
         """
         tree = self.store.tree
-        linked: dict[int, list[Parts]] = {}
-        names: dict[int, int] = {}
-        for parts, status in tree.walk((name,)):
-            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-                linked.setdefault(status.st_ino, []).append(parts)
-                names[status.st_ino] = status.st_nlink
-        for ino, places in linked.items():
-            if len(places) == names[ino]:
+        taken = {entry.ino: entry for entry in reversed(later)}
+        files: dict[int, list[Parts]] = {}
+        for link in links:
+            files.setdefault(link.ino, []).append((name, *link.place))
+        for ino, places in files.items():
+            status = tree.status(places[0])
+            if ino not in taken and status is not None and status.st_nlink == len(places):
                 continue
             staged = self.store.fresh()
-            copy_exactly(tree, places[0], tree, (staged,))
+            if ino in taken:
+                self.make_file(taken[ino], tree, staged)
+            else:
+                copy_exactly(tree, places[0], tree, (staged,))
             for place in places:
                 with tree.parent(place) as above:
                     before = os.fstat(above)
@@ -271,6 +343,21 @@ class History:
                     os.rename(spare, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
                     os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
             os.unlink(staged, dir_fd=tree.fd)
+
+    def make_file(self, entry: Entry, tree: Tree, name: str) -> None:
+        """Make a file again, at a free name; raises FileNotFoundError if it was not kept."""
+        if entry.digest is None:
+            raise FileNotFoundError(errno.ENOENT, "its content was not kept", name)
+        reading = self.store.objects.open(entry.digest)
+        try:
+            writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=tree.fd)
+            try:
+                copy_content(reading, writing)
+            finally:
+                os.close(writing)
+        finally:
+            os.close(reading)
+        apply_entry(tree, (name,), entry)
 
     def _make_object(self, name: str, status: os.stat_result, digest: str) -> None:
         if status.st_nlink == 1:
@@ -338,6 +425,48 @@ class History:
 
     def _file(self, serial: int) -> Path:
         return self._path / f"{serial:012d}-{self._known()[serial]}"
+
+
+def kept_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:
+    """Return where a transaction has what a record keeps: in its own directory, or in a room."""
+    if record.room is None:
+        return own, (record.kept or "",)
+    return workspace, (*record.room, record.kept or "")
+
+
+def replaced(
+    records: Sequence[Record], own: Tree, workspace: Tree
+) -> Iterator[tuple[int, Entry, str]]:
+    """Yield what each record replaced, newest first: number, what it was, what has its content."""
+    edited: dict[int, tuple[Entry, str]] = {}
+    for index in reversed(range(len(records))):
+        record = records[index]
+        if record.op == "edit" and record.before is not None and record.copy is not None:
+            edited[record.before.ino] = record.before, record.copy
+            yield index, record.before, record.copy
+        elif record.op in ("put", "gone") and record.kept is not None:
+            entry = entry_at(*kept_at(record, own, workspace))
+            if entry is not None:
+                # It may have been changed since, through another name of the file.
+                taken = edited.get(entry.ino) if entry.kind == "file" else None
+                yield index, *(taken or (entry, record.kept))
+
+
+def _linked(tree: Tree, top: Parts) -> dict[int, tuple[list[Parts], int]]:
+    """Return the files below a directory that have several names: those in it, how many in all."""
+    linked: dict[int, tuple[list[Parts], int]] = {}
+    for parts, status in tree.walk(top):
+        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+            places, _ = linked.setdefault(status.st_ino, ([], status.st_nlink))
+            places.append(parts[len(top) :])
+    return linked
+
+
+def _links_in(meta: Mapping[str, Any]) -> dict[str, tuple[Link, ...]]:
+    return {
+        kept: tuple(Link(tuple(place.split("/")), ino) for place, ino in links)
+        for kept, links in meta.get("links", ())
+    }
 
 
 def _source(record: Record) -> str:

@@ -30,14 +30,25 @@ from weakincentives.filesystem.commands import (
     Command,
     CommandResult,
     Commands,
+    Watch,
     apply_steps,
     run_over,
     run_plainly,
 )
 from weakincentives.filesystem.confined import BARRED, Tree, escapes, resolve, supported
-from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed, History
-from weakincentives.filesystem.journal import TEMPORARY, Changes, recover
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, Present, undone
+from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed, Delta, History, replaced
+from weakincentives.filesystem.journal import Changes, recover
+from weakincentives.filesystem.layers import (
+    Changed,
+    Disk,
+    Layer,
+    Look,
+    Node,
+    Present,
+    Taken,
+    names_of,
+    undone,
+)
 from weakincentives.filesystem.overlay import Layers
 from weakincentives.filesystem.patterns import (
     GlobPattern,
@@ -62,10 +73,11 @@ from weakincentives.filesystem.protocol import (
     split_root,
 )
 from weakincentives.filesystem.revert import describe, go_back
+from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
-from weakincentives.filesystem.store import Store, entry_at
+from weakincentives.filesystem.store import Store
 from weakincentives.interrupts import undisturbed
 
 __all__ = ["HostFilesystem"]
@@ -144,6 +156,8 @@ class _Workspace:
         self.in_place_thread = 0
         self.disk = Disk(self.tree)
         self.present = Present(self.disk)
+        self._stages: list[tuple[int, Present]] = []
+        """What was the present in the call that works in place, by how many changes it had made."""
         self.recovered = recover(self.tree, self.history)
 
     def place(self) -> _Place:
@@ -156,34 +170,77 @@ class _Workspace:
         """Return how things were at a place."""
         look: Look = self.present
         for serial in self.history.after(place.serial):
-            look = undone(
-                Layer(look), self.history.read(serial).records, self.store, self.trees(serial)
-            )
+            delta = self.history.read(serial)
+            look = undone(Layer(look), delta.records, self._taken(delta))
         return look
 
-    def trees(self, serial: int) -> Tree | None:
-        """Return the directories that a call took away."""
-        folder = self.history.trees(serial)
-        return Tree(folder) if folder.exists() else None
+    def _taken(self, delta: Delta) -> Taken:
+        """Return where that is what a call has replaced."""
+        folder = self.history.trees(delta.committed.serial)
+        tree = Tree(folder) if folder.exists() else None
+        return Taken(self.store, tree, links=delta.links)
 
     def committed(self, serial: int | None) -> None:
         """Let the private views go on seeing what was there when they were forked."""
         if serial is None or not self.private:
             return
-        records = self.history.read(serial).records
-        self.present = self.present.supersede(records, self.store, self.trees(serial))
+        delta = self.history.read(serial)
+        self.present = self.present.supersede(delta.records, self._taken(delta))
+
+    # Private views beside a call that works in place, and of one
+
+    def begin_in_place(self) -> Changes:
+        """Open the one transaction that works in place."""
+        self.in_place = Changes(self.tree, self.history)
+        self.in_place_thread = threading.get_ident()
+        self._stages = [(0, self.present)]
+        return self.in_place
+
+    def forked(self) -> Present:
+        """Return what a view is forked from: it ends with the call that works in place, if any."""
+        changes = self.in_place
+        if changes is not None and self._stages[-1][0] != len(changes.records):
+            # Nobody has looked at what was there between.
+            self._begin_stage(changes, Present(self.disk))
+        return self.present
 
     def changed_in_place(self, changes: Changes, index: int) -> None:
         """Like ``committed``, for changes that are not committed yet."""
         if not self.private or len(changes.records) == index:
             return
-        records = [
-            replace(record, before=entry_at(self.store.tree, (record.kept,)))
-            if record.before is None and record.kept is not None and record.op in ("put", "gone")
-            else record
-            for record in changes.records[index:]
-        ]
-        self.present = self.present.supersede(records, self.store, self.store.tree)
+        records = changes.records[index:]
+        for number, entry, name in replaced(records, self.store.tree, self.tree):
+            record = records[number]
+            room = record.room if name == record.kept else None
+            records[number] = replace(record, before=entry, kept=name, room=room)
+        taken = Taken(self.store, self.store.tree, self.tree)
+        self._begin_stage(changes, self.present.supersede(records, taken))
+
+    def _begin_stage(self, changes: Changes, present: Present) -> None:
+        self.present = present
+        self._stages.append((len(changes.records), present))
+
+    @contextlib.contextmanager
+    def undoing(self, changes: Changes) -> Generator[None]:
+        """Undo changes in the block; views of what is undone have nothing to show afterwards."""
+        with self.external.undoing(changes):
+            yield
+        self._go_back_to(len(changes.records), "what this view was forked from was undone")
+
+    def end_in_place(self, serial: int | None) -> None:
+        """Close the transaction that works in place, now that it was committed or rolled back."""
+        self.in_place = None
+        self._go_back_to(0, "the call that this view was forked from has ended")
+        self._stages = []
+        self.committed(serial)
+
+    def _go_back_to(self, count: int, reason: str) -> None:
+        """Have what was the present after so many changes be the present again."""
+        while self._stages and self._stages[-1][0] > count:
+            self._stages.pop()[1].close(reason)
+        if self._stages:
+            self.present = self._stages[-1][1]
+            self.present.resume()
 
 
 def _oldest(places: weakref.WeakSet[_Place]) -> int | None:
@@ -321,6 +378,14 @@ class HostFilesystem:
         return self._workspace.gate
 
     @property
+    def shows_disk(self) -> bool:
+        """Whether what it shows is the directory as it is: a program that reads it sees the same.
+
+        A private view shows the directory as it was, and what the view has changed.
+        """
+        return current_view(self)._staging is None
+
+    @property
     def recovered(self) -> tuple[str, ...]:
         """What opening the directory found and could not put back, a sentence each."""
         return self._workspace.recovered
@@ -332,9 +397,9 @@ class HostFilesystem:
             return
         with workspace.lock:
             if workspace.in_place is not None and workspace.store.pid == os.getpid():
-                with workspace.external.undoing(workspace.in_place):
+                with workspace.undoing(workspace.in_place):
                     workspace.in_place.roll_back()
-                workspace.in_place = None
+                workspace.end_in_place(None)
             workspace.history.journal.close()
             workspace.closing()
 
@@ -447,7 +512,7 @@ class HostFilesystem:
         )
         matches: list[GrepMatch] = []
         for name, file in files:
-            for number, line in matching_lines(self._try_read(file), regex):
+            for number, line in matching_lines(self._try_read(file), regex.search):
                 if len(matches) == limit:
                     return tuple(matches)
                 matches.append(GrepMatch(path=name, line_number=number, line=line))
@@ -584,7 +649,7 @@ class HostFilesystem:
                 case _Staged() if token.staging is self._staging:
                     token.staging.state = token.state
                 case _Mark() if token.changes is self._changes:
-                    with self._workspace.external.undoing(token.changes):
+                    with self._workspace.undoing(token.changes):
                         token.changes.undo_to(token.mark)
                 case _Staged() if self._staging is not None and self._is_ours(token.place):
                     # Of another view: what that one began with, and what it did.
@@ -614,17 +679,21 @@ class HostFilesystem:
     def fork(self) -> HostFilesystem:
         """Return a private view: it starts as this is now, and neither sees the other's changes.
 
-        What it writes is kept beside the directory until it is merged.
+        What it writes is kept beside the directory until it is merged. A view of a call that works
+        in place ends with it: once that call has ended, or what it had done until the fork was
+        undone, the view raises ``ViewClosed``, also on reading.
         """
         workspace = self._workspace
         with workspace.lock, self._lock:
             view = self._view()
-            base = workspace.present if self._staging is None else self._staging.layer
-            view._staging = Staging(base, workspace.store)
+            if self._staging is None:
+                view._present = workspace.forked()
+                view._staging = Staging(view._present, workspace.store)
+            else:
+                view._staging = Staging(self._staging.layer, workspace.store)
             view._look = view._staging
             view._seen = Seen()
             view._place = None if self._staging is not None else workspace.place()
-            view._present = workspace.present
             workspace.private.add(view)
         return view
 
@@ -646,8 +715,7 @@ class HostFilesystem:
             if workspace.in_place is not None:
                 raise RuntimeError("another call works on this directory in place: hold its gate")
             workspace.commands.wait()
-            view._changes = workspace.in_place = Changes(workspace.tree, workspace.history)
-            workspace.in_place_thread = threading.get_ident()
+            view._changes = workspace.begin_in_place()
         return view
 
     def _view(self) -> HostFilesystem:
@@ -673,7 +741,7 @@ class HostFilesystem:
                 base = view._staging.base
                 assert isinstance(base, Layer)
                 changed = base.differing(self._staging.layer)
-            if changed:
+            if changed.paths or changed.files:
                 _check_conflicts(view._seen, changed, view._staging.base, self._look)
 
     def merge(self, view: HostFilesystem) -> None:
@@ -721,21 +789,19 @@ class HostFilesystem:
         changes = view._changes
         if changes is None or (view._mark is None and workspace.in_place is not changes):
             return ()
-        with workspace.external.undoing(changes):
+        with workspace.undoing(changes):
             if view._mark is not None:
                 return changes.undo_to(view._mark)
             left = changes.roll_back()
-            workspace.in_place = None
-            return left
+        workspace.end_in_place(None)
+        return left
 
     def _keep(self, view: HostFilesystem) -> None:
         """Keep what was changed in place; the outermost view's changes are committed."""
         changes = view._changes
         if view._mark is None and changes is not None:
             self._workspace.external.settle(changes)
-            serial = changes.commit(view.call)
-            self._workspace.in_place = None
-            self._workspace.committed(serial)
+            self._workspace.end_in_place(changes.commit(view.call))
         view._ended = True
         view.seal("this view was merged")
 
@@ -796,6 +862,7 @@ class HostFilesystem:
         timeout: float | None = None,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
         check: bool = False,
+        watch: Watch | None = None,
     ) -> CommandResult:
         """Run a command in the directory; what it changes is kept or undone with the call.
 
@@ -816,9 +883,13 @@ class HostFilesystem:
             output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
             check: Raise :class:`~weakincentives.errors.CommandFailed` when it does not end well;
                 then what it changed is not kept.
+            watch: Asked again and again while the command runs; what it returns is why the command
+                is killed then, as by a timeout.
         """
         view = current_view(self)
-        command = Command.of(argv, env=env, stdin=stdin, timeout=timeout, limit=output_limit)
+        command = Command.of(
+            argv, env=env, stdin=stdin, timeout=timeout, limit=output_limit, watch=watch
+        )
         if view._parent is not None:
             return view._run(command, cwd, check)
         with view._turn():
@@ -884,7 +955,7 @@ class HostFilesystem:
             external.begin(changes)
         index = len(changes.records)
         try:
-            ran = run_plainly(command, lambda: self._sealed is not None)
+            ran = run_plainly(command, self._workspace.store, lambda: self._sealed is not None)
             with self._lock:
                 external.settle(changes)
                 if ran.is_kept(check):
@@ -930,6 +1001,18 @@ class HostFilesystem:
         with workspace.lock:
             return describe(workspace.history, self._serial_of(call_id), workspace.disk)
 
+    def changed_since(self, token: object) -> tuple[str, ...]:
+        """Return the paths that were changed by what was committed since a snapshot, sorted.
+
+        A directory that was moved stands for all that is in it.
+        """
+        if not isinstance(token, _Place) or not self._is_ours(token):
+            raise ValueError("the token is not a snapshot of this filesystem")
+        history = self._workspace.history
+        with self._workspace.lock:
+            deltas = map(history.read, history.after(token.serial))
+            return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
+
     def revert_to(self, call_id: str) -> tuple[str, ...]:
         """Go back to how things were right after a call: what came later is undone.
 
@@ -941,7 +1024,9 @@ class HostFilesystem:
             raise ValueError("a private view has no history of its own")
         with self._workspace.lock, self._lock:
             self._check_writable("revert_to", (call_id,))
-            return self._go_back(self._serial_of(call_id))
+            serial = self._serial_of(call_id)
+            with contextlib.nullcontext() if self._parent is None else self._whole():
+                return self._go_back(serial)
 
     def _serial_of(self, call_id: str) -> int:
         history = self._workspace.history
@@ -1255,17 +1340,19 @@ class HostFilesystem:
                     pending.append((*directory, name))
 
 
-def _check_conflicts(seen: Seen, changed: set[Parts], base: Look, current: Look) -> None:
+def _check_conflicts(seen: Seen, changes: Changed, base: Look, current: Look) -> None:
     """Raise if anything the view depends on is not what it was when the view was forked."""
-    changed = {parts for parts in changed if _node(base, parts) != _node(current, parts)}
+    changed = changes.paths
+    if changes.files:
+        changed = changed | names_of(base, changes.files, seen.touched)
+    changed = {parts for parts in changed if not _is_same(base, current, parts)}
     within = {parts[:depth] for parts in changed for depth in range(len(parts) + 1)}
 
     def differs(parts: Parts) -> bool:
         if parts in within:
             return True
-        return any(parts[:depth] in changed for depth in range(len(parts))) and (
-            _node(base, parts) != _node(current, parts)
-        )
+        inside = any(parts[:depth] in changed for depth in range(len(parts)))
+        return inside and not _is_same(base, current, parts)
 
     conflicts = {parts for parts in seen.touched if differs(parts)}
     conflicts |= {
@@ -1278,25 +1365,38 @@ def _check_conflicts(seen: Seen, changed: set[Parts], base: Look, current: Look)
         raise conflict(conflicts)
 
 
-def _node(look: Look, parts: Parts) -> tuple[object, ...] | None:
-    """Return what tells one state of a path from another; None for nothing."""
+def _is_same(base: Look, current: Look, parts: Parts) -> bool:
+    """Tell whether what is at a path is what was there."""
+    was, now = _node(base, parts), _node(current, parts)
+    if was is None or now is None:
+        return was is now
+    if (was.kind, was.mode) != (now.kind, now.mode):
+        return False
+    if was.kind == "directory":
+        return True
+    if was.file != now.file and max(was.links, now.links) > 1:
+        return False  # another file, even if it holds the same
+    return (was.size, was.mtime_ns) == (now.size, now.mtime_ns)
+
+
+def _node(look: Look, parts: Parts) -> Node | None:
     try:
-        node = look.node(parts)
+        return look.node(parts)
     except OSError:
-        return ("barred",)
-    if node is None or node.kind == "directory":
-        return node and (node.kind, node.mode)
-    return node.kind, node.mode, node.size, node.mtime_ns
+        return _BARRED
+
+
+_BARRED = Node("other", -1, 0, 0, 0)
 
 
 def _is_directory(look: Look, parts: Parts) -> bool:
     node = _node(look, parts)
-    return node is not None and node[0] == "directory"
+    return node is not None and node.kind == "directory"
 
 
 def _bars(look: Look, parts: Parts) -> bool:
     node = _node(look, parts)
-    return node is not None and node[0] != "directory"
+    return node is not None and node.kind != "directory"
 
 
 def _stat(path: str, node: Node) -> FileStat:

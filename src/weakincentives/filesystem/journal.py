@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,6 @@ from weakincentives.filesystem.confined import (
     Held,
     Ident,
     Tree,
-    exchange,
     ident_of,
     set_xattrs,
     status_is_directory,
@@ -36,6 +35,7 @@ from weakincentives.filesystem.confined import (
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record, read_journal
+from weakincentives.filesystem.rooms import Room, Rooms, set_time
 from weakincentives.filesystem.store import (
     Entry,
     Store,
@@ -45,18 +45,12 @@ from weakincentives.filesystem.store import (
     entry_at,
 )
 
-__all__ = ["TEMPORARY", "Changes", "matches", "recover"]
+__all__ = ["Changes", "matches", "recover"]
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 COPIED_WHEN_MOVED = 8 << 20
 """A moved file up to this size is copied, so that it comes back as it was even if it was edited."""
-
-TEMPORARY = ".wink-temporary-"
-"""How names begin that stand beside a path while it is changed across filesystems."""
-
-ANY_INO = 0
-"""In an ident: not known before the change was made."""
 
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 # What a path is to blame for; anything else, such as a full disk, may be better later.
@@ -80,8 +74,6 @@ class _Undoing:
     external: bool = False
     """All that happened is the transaction's, and what is replaced is set aside."""
     ours: dict[Parts, set[Ident | None]] = field(default_factory=dict[Parts, "set[Ident | None]"])
-    linked: dict[int, Parts] = field(default_factory=dict[int, Parts])
-    """Files brought back that had several names, by their former inode."""
     sentences: list[str] = field(default_factory=list[str])
 
 
@@ -97,13 +89,17 @@ class Changes:
         self.history = history
         self.store = history.store
         self.journal = history.journal
+        self.rooms = Rooms(tree, self.store)
         self.records: list[Record] = []
         self._marks: dict[int, int] = {}
         self._next_mark = 0
         self._kept: dict[Parts, Record] = {}
         """What was first put at a path since the last mark: what was there before is kept."""
-        self._touched: dict[Parts, bool] = {}
-        self._litter: set[str] = set()
+        self._touched: dict[Parts, int] = {}
+        """The directories that were changed since the last mark, with their devices."""
+        self._litter: set[tuple[Room, str]] = set()
+        self._arrived: dict[Ident, Parts] = {}
+        """Where files went that have more names in the store, and come from there one by one."""
 
     # Changing
 
@@ -114,16 +110,36 @@ class Changes:
             if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
                 self._edit(above, parts, status, data)
                 return
-            staged = self._stage(above, parts, status, data)
-            self._put(above, parts, staged, status)
+            room = self._room(above, parts[:-1])
+            staged = self._stage(room, above, parts, status, data)
+            self._put(above, parts, room, staged, status)
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Make the file at ``source`` what is at the path, with all that it is; it is consumed."""
         with self._made_parent(parts) as above:
-            staged = self.store.fresh()
+            staged = self._fresh(self.rooms.own)
             os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
-            self._litter.add(staged)
-            self._place(above, parts, staged)
+            room = self._room(above, parts[:-1])
+            if room is not self.rooms.own:
+                self._bring_in(room, parts, staged)
+            self._place(above, parts, room, staged)
+
+    def link(self, opened: Path, parts: Parts) -> None:
+        """Make the path one more name of a file; ``opened`` is the path of a descriptor of it."""
+        with self._made_parent(parts) as above:
+            room = self._room(above, parts[:-1])
+            staged = self._fresh(room)
+            with room.open() as fd:
+                os.link(opened, staged, dst_dir_fd=fd)
+            self._place(above, parts, room, staged)
+
+    def add_name(self, origin: Parts, parts: Parts) -> None:
+        """Make the path one more name of the file at another; what is there is taken away."""
+        with self._made_parent(parts) as above, self.tree.parent(origin) as here:
+            room = self._room(above, parts[:-1])
+            staged = self._fresh(room)
+            room.link(here, origin[-1], staged)
+            self._place(above, parts, room, staged)
 
     def put(self, parts: Parts, source: Path) -> None:
         """Like ``put_file``, for anything: a link or a whole directory, too."""
@@ -132,13 +148,14 @@ class Changes:
     def put_symlink(self, parts: Parts, target: str, *, mtime_ns: int | None = None) -> None:
         """Make a symbolic link of what is at the path."""
         with self._made_parent(parts) as above:
-            staged = self.store.fresh()
-            os.symlink(target, staged, dir_fd=self.store.tx_fd)
-            self._litter.add(staged)
-            if mtime_ns is not None:
-                times = (mtime_ns, mtime_ns)
-                os.utime(staged, ns=times, dir_fd=self.store.tx_fd, follow_symlinks=False)
-            self._place(above, parts, staged)
+            room = self._room(above, parts[:-1])
+            staged = self._fresh(room)
+            with room.open() as fd:
+                os.symlink(target, staged, dir_fd=fd)
+                if mtime_ns is not None:
+                    times = (mtime_ns, mtime_ns)
+                    os.utime(staged, ns=times, dir_fd=fd, follow_symlinks=False)
+            self._place(above, parts, room, staged)
 
     def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
         """Make a directory, and those it needs; one that is there is fine."""
@@ -163,21 +180,32 @@ class Changes:
         with self._made_parent(target) as there, self.tree.parent(origin) as here:
             status = os.stat(origin[-1], dir_fd=here, follow_symlinks=False)
             replaced = _status(there, target[-1])
+            if replaced is not None and os.path.samestat(status, replaced):
+                # Two names of one file: the system would leave both.
+                self._take_away(here, origin, status)
+                return
             directories = stat.S_ISDIR(status.st_mode) or _is_directory(replaced)
             if replaced is not None and directories:
                 self._take_away(there, target, replaced)
                 replaced = None
             if os.fstat(here).st_dev != os.fstat(there).st_dev:
-                self._copy_over(origin, there, target)
+                self._place_copy(self.tree, origin, there, target)
                 self._take_away(here, origin, status)
                 return
             times = self._times(here, origin[:-1]) + self._times(there, target[:-1])
             if replaced is not None:
                 # Always kept anew: undoing the move clears the path.
                 self._kept.pop(target, None)
-                kept = self._keep(there, target, replaced)
-                old, new = _lasting(replaced), _lasting(status)
-                record = Record(op="put", path=target, kept=kept, old=old, new=new, times=times)
+                room = self._room(there, target[:-1])
+                record = Record(
+                    op="put",
+                    path=target,
+                    kept=self._keep(room, there, target, replaced),
+                    room=room.mark,
+                    old=_lasting(replaced),
+                    new=_lasting(status),
+                    times=times,
+                )
                 with self._change(record):
                     self._take_if_not_kept(there, record)
                 times = ()
@@ -195,15 +223,12 @@ class Changes:
     def copy(self, origin: Parts, target: Parts) -> None:
         """Put a copy of a file, link or directory at another path; what is there is taken away."""
         with self._made_parent(target) as there:
-            self._copy_over(origin, there, target)
+            self._place_copy(self.tree, origin, there, target)
 
     def put_tree(self, source: Tree, origin: Parts, target: Parts) -> None:
         """Put a copy of something elsewhere at a path; what is there is taken away."""
         with self._made_parent(target) as there:
-            staged = self.store.fresh()
-            self._litter.add(staged)
-            copy_exactly(source, origin, self.store.tree, (staged,))
-            self._place(there, target, staged)
+            self._place_copy(source, origin, there, target)
 
     def set_attributes(
         self,
@@ -236,14 +261,19 @@ class Changes:
             apply_entry(self.tree, parts, wanted)
 
     def found(
-        self, parts: Parts, before: Entry | None, times: tuple[tuple[Parts, int], ...] = ()
+        self,
+        parts: Parts,
+        before: Entry | None,
+        times: tuple[tuple[Parts, int], ...] = (),
+        twin: Parts | None = None,
     ) -> None:
         """Note that somebody else changed a path: undoing brings ``before`` back.
 
-        Directories come before what is in them. ``times`` are directories' times, set last.
+        Directories come before what is in them. ``times`` are directories' times, set last. The
+        ``twin``, another name of the same file, was found later: so it is back before.
         """
         self._forget_below(parts)
-        self._append(Record(op="found", path=parts, before=before, times=times))
+        self._append(Record(op="found", path=parts, before=before, times=times, twin=twin))
 
     def expect_external(self) -> None:
         """Note that others change files from here on: whatever happens is the transaction's."""
@@ -279,6 +309,7 @@ class Changes:
             self.history.unfinished = self._finish_undoing
         else:
             self._sweep()
+            self.rooms.leave()
         return sentences
 
     def _finish_undoing(self) -> None:
@@ -299,25 +330,29 @@ class Changes:
         """Keep everything; returns the number in the history, or None if nothing was changed."""
         self._marks.clear()
         if not self.records:
+            self.rooms.leave()
             return None
         if self.store.safe:
             self._write_through(self.records)
-        for record in self.records:
-            self._bring_over(record)
-        serial = self.history.add(self.records, call, self._idents())
+        self.bring_over(self.records)
+        serial = self.history.add(self.records, call, self._idents(), self.tree)
         unfinished = self.history.unfinished is not None
         self._sweep(self.history.sources(self.records) if unfinished else frozenset())
-        drop_temporaries(self.tree, self.records)
+        self.rooms.leave()
         self.records = []
         self._forget()
         return serial
 
-    def _bring_over(self, record: Record) -> None:
-        """Copy what was taken away on another filesystem to where the history can have it."""
-        if record.op == "gone" and record.temp is not None and record.kept is not None:
-            self.store.tree.remove_all((record.kept,))
-            beside = (*record.path[:-1], record.temp)
-            copy_exactly(self.tree, beside, self.store.tree, (record.kept,))
+    def bring_over(self, records: Sequence[Record]) -> None:
+        """Copy what was replaced on other filesystems to where the history can have it."""
+        for record in records:
+            if record.room is not None and record.op in ("put", "gone"):
+                name, room = record.kept or "", self.rooms.of(record.room)
+                if room.status(name) is not None:
+                    # What took its place may have come from there, under the same name.
+                    self.rooms.own.remove(name)
+                    self._litter.add((self.rooms.own, name))
+                    copy_exactly(room.tree, room.at(name), self.store.tree, (name,))
 
     def _idents(self) -> dict[Parts, Ident | None]:
         """Return what is now at each path that was changed, by whomever."""
@@ -325,12 +360,13 @@ class Changes:
         paths |= {record.origin for record in self.records if record.origin is not None}
         idents: dict[Parts, Ident | None] = {}
         for parts in paths:
-            try:
-                status = self.tree.status(parts)
-            except OSError:
-                continue
-            idents[parts] = None if status is None else _lasting(status)
+            with contextlib.suppress(OSError):
+                idents[parts] = self._ident(parts)
         return idents
+
+    def _ident(self, parts: Parts) -> Ident | None:
+        status = self.tree.status(parts)
+        return None if status is None else _lasting(status)
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
         """Undo what a process that is gone has left unfinished."""
@@ -363,6 +399,9 @@ class Changes:
     def _append(self, record: Record) -> None:
         if not self.records:
             self.history.finish_earlier()
+        if self.store.safe and record.room is not None:
+            with self.tree.directory(record.room) as fd:
+                os.fsync(fd)
         self.journal.append(record)
         self.records.append(record)
 
@@ -384,16 +423,23 @@ class Changes:
         if parent in self._touched:
             return ()
         status = os.fstat(above)
-        self._touched[parent] = status.st_dev == self.store.tree.device
+        self._touched[parent] = status.st_dev
         return ((parent, status.st_mtime_ns),)
 
-    def _near(self, above: int, parent: Parts) -> bool:
-        """Tell whether a directory is on the store's filesystem, so that a rename is enough."""
-        if parent not in self._touched:
-            return os.fstat(above).st_dev == self.store.tree.device
-        return self._touched[parent]
+    def _room(self, above: int, parent: Parts) -> Room:
+        """Return the room on a directory's filesystem, from which a rename is enough."""
+        device = self._touched.get(parent)
+        return self.rooms.on(os.fstat(above).st_dev if device is None else device, parent)
 
-    def _keep(self, above: int, parts: Parts, status: os.stat_result | None) -> str | None:
+    def _fresh(self, room: Room, mark: str = "n") -> str:
+        """Return a free name in a room, for something that is removed at the end."""
+        name = self.store.fresh(mark)
+        self._litter.add((room, name))
+        return name
+
+    def _keep(
+        self, room: Room, above: int, parts: Parts, status: os.stat_result | None
+    ) -> str | None:
         """Keep what is about to be replaced; None if there is nothing, or it is kept already.
 
         Where the system does not give a second name, the name returned is still free: then the
@@ -401,30 +447,22 @@ class Changes:
         """
         if status is None or parts in self._kept:
             return None
-        kept = self.store.fresh("k")
-        self._litter.add(kept)
-        if self._near(above, parts[:-1]):
-            try:
-                os.link(
-                    parts[-1],
-                    kept,
-                    src_dir_fd=above,
-                    dst_dir_fd=self.store.tx_fd,
-                    follow_symlinks=False,
-                )
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-            return kept
-        copy_exactly(self.tree, parts, self.store.tree, (kept,))
+        kept = self._fresh(room, "k")
+        try:
+            room.link(above, parts[-1], kept)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
         return kept
 
-    def _stage(self, above: int, parts: Parts, status: os.stat_result | None, data: bytes) -> str:
-        """Write a new file in the store, with all but the content of the one it replaces."""
-        staged = self.store.fresh()
+    def _stage(
+        self, room: Room, above: int, parts: Parts, status: os.stat_result | None, data: bytes
+    ) -> str:
+        """Write a new file, with all but the content of the one it replaces."""
+        staged = self._fresh(room)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        fd = os.open(staged, flags, 0o666, dir_fd=self.store.tx_fd)
-        self._litter.add(staged)
+        with room.open() as directory:
+            fd = os.open(staged, flags, 0o666, dir_fd=directory)
         try:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
@@ -452,46 +490,64 @@ class Changes:
             if xattrs:
                 set_xattrs(fd, xattrs)
 
-    def _place(self, above: int, parts: Parts, staged: str) -> None:
+    def _bring_in(self, room: Room, parts: Parts, staged: str) -> None:
+        """Copy something from the store to another room; names of one file stay together."""
+        status = os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False)
+        ident = _lasting(status)
+        known = self._arrived.get(ident)
+        self._litter.add((room, staged))
+        if known is not None and status.st_nlink > 1 and matches(ident, self._ident(known)):
+            with self.tree.parent(known) as other:
+                room.link(other, known[-1], staged)
+            return
+        copy_exactly(self.store.tree, (staged,), room.tree, room.at(staged))
+        if not _is_directory(status):
+            self._arrived[ident] = parts
+
+    def _place(self, above: int, parts: Parts, room: Room, staged: str) -> None:
         """Put something staged at a path, whatever is there."""
         status = _status(above, parts[-1])
         if status is not None and _is_directory(status):
             self._take_away(above, parts, status)
             status = None
-        self._put(above, parts, staged, status)
+        self._put(above, parts, room, staged, status)
 
-    def _put(self, above: int, parts: Parts, staged: str, status: os.stat_result | None) -> None:
+    def _put(
+        self, above: int, parts: Parts, room: Room, staged: str, status: os.stat_result | None
+    ) -> None:
         """Put something staged at a path, and keep what is there."""
-        new = _lasting(os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False))
+        with room.open() as fd:
+            new = _lasting(os.stat(staged, dir_fd=fd, follow_symlinks=False))
         first = self._kept.get(parts)
+        record = Record(op="put", path=parts, room=room.mark, new=new)
         if first is not None:
-            record = Record(op="again", path=parts, kept=first.kept, old=first.old, new=new)
+            record.op, record.kept, record.old = "again", first.kept, first.old
         else:
-            times = self._times(above, parts[:-1])
-            old = None if status is None else _lasting(status)
-            record = Record(op="put", path=parts, old=old, new=new, times=times)
-        if first is None and status is not None and self._exchange(above, staged, record):
+            record.times = self._times(above, parts[:-1])
+            record.old = None if status is None else _lasting(status)
+        if first is None and status is not None and self._exchange(above, room, staged, record):
             self._kept[parts] = record
             return
         if first is None and status is not None:
-            record.kept = self._keep(above, parts, status)
+            record.kept = self._keep(room, above, parts, status)
             record.away = status.st_uid != os.geteuid()
-        self._rename_in(above, staged, record)
-        if first is None and record.temp is None:
+        with self._change(record):
+            self._take_if_not_kept(above, record)
+            room.put(staged, above, parts[-1])
+            self._litter.discard((room, staged))
+        if first is None:
             self._kept[parts] = record
 
-    def _exchange(self, above: int, staged: str, record: Record) -> bool:
+    def _exchange(self, above: int, room: Room, staged: str, record: Record) -> bool:
         """Let the new and the old change places; False where that cannot be.
 
         Never is there nothing at the path; and a filesystem that writes a file out to the disk when
         it replaces another, as many do, does not do so here.
         """
-        if not self._touched[record.path[:-1]]:
-            return False
         record.kept = staged
         self._append(record)
         try:
-            if exchange(self.store.tx_fd, staged, above, record.path[-1]):
+            if room.exchange(staged, above, record.path[-1]):
                 return True
         except BaseException:
             self._take_back(record)
@@ -505,63 +561,32 @@ class Changes:
         self.journal.cut(record.offset)
         self.records.pop()
 
-    def _rename_in(self, above: int, staged: str, record: Record) -> None:
-        parts = record.path
-        near = self._near(above, parts[:-1])
-        if not near:
-            record.temp = _temporary()
-            record.new = None if record.new is None else record.new._replace(ino=ANY_INO)
-        with self._change(record):
-            if near:
-                self._take_if_not_kept(above, record)
-                os.rename(staged, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
-                self._litter.discard(staged)
-            else:
-                self._copy_in(staged, above, parts, record.temp or "")
-
     def _take_if_not_kept(self, above: int, record: Record) -> None:
         """Take a thing away that could not be given a second name."""
-        if record.kept is not None and record.away and not _status(self.store.tx_fd, record.kept):
-            os.rename(record.path[-1], record.kept, src_dir_fd=above, dst_dir_fd=self.store.tx_fd)
+        if record.kept is not None and record.away:
+            room = self.rooms.of(record.room)
+            if room.status(record.kept) is None:
+                room.take(above, record.path[-1], record.kept)
 
-    def _copy_in(self, name: str, above: int, parts: Parts, temp: str) -> None:
-        """Put a copy of something in the store at a path on another filesystem."""
-        beside = (*parts[:-1], temp)
-        self.tree.remove_all(beside)
-        try:
-            copy_exactly(self.store.tree, (name,), self.tree, beside)
-        except OSError as error:
-            self.tree.remove_all(beside)
-            if error.errno != errno.ENOSPC:
-                raise
-            # What is replaced makes room; that it comes back is in the journal.
-            self.tree.remove_all(parts)
-            copy_exactly(self.store.tree, (name,), self.tree, beside)
-        status = _status(above, parts[-1])
-        if _is_directory(status):
-            self.tree.remove_all(parts)
-        os.rename(temp, parts[-1], src_dir_fd=above, dst_dir_fd=above)
-
-    def _copy_over(self, origin: Parts, there: int, target: Parts) -> None:
-        """Put a copy of something in the workspace at another path."""
-        staged = self.store.fresh()
-        self._litter.add(staged)
-        copy_exactly(self.tree, origin, self.store.tree, (staged,))
-        self._place(there, target, staged)
+    def _place_copy(self, source: Tree, origin: Parts, there: int, target: Parts) -> None:
+        """Put a copy of something at a path."""
+        room = self._room(there, target[:-1])
+        staged = self._fresh(room)
+        copy_exactly(source, origin, room.tree, room.at(staged))
+        self._place(there, target, room, staged)
 
     def _take_away(self, above: int, parts: Parts, status: os.stat_result) -> None:
-        times = self._times(above, parts[:-1])
-        kept = self.store.fresh("k")
-        self._litter.add(kept)
-        record = Record(op="gone", path=parts, kept=kept, old=_lasting(status), times=times)
-        if not self._touched[parts[:-1]]:
-            # On another filesystem it waits beside its place, under a name that nobody has.
-            record.temp = _temporary()
+        room = self._room(above, parts[:-1])
+        record = Record(
+            op="gone",
+            path=parts,
+            kept=self._fresh(room, "k"),
+            room=room.mark,
+            old=_lasting(status),
+            times=self._times(above, parts[:-1]),
+        )
         with self._change(record):
-            if record.temp is None:
-                os.rename(parts[-1], kept, src_dir_fd=above, dst_dir_fd=self.store.tx_fd)
-            else:
-                os.rename(parts[-1], record.temp, src_dir_fd=above, dst_dir_fd=above)
+            room.take(above, parts[-1], record.kept or "")
         self._forget_below(parts)
 
     def _edit(self, above: int, parts: Parts, status: os.stat_result, data: bytes) -> None:
@@ -578,24 +603,19 @@ class Changes:
 
     def _edit_record(self, above: int, parts: Parts, entry: Entry) -> Record:
         """Keep a file that is about to be changed in place: a name for it, and its content."""
-        kept = self.store.fresh("k")
-        copy = self.store.fresh("c")
-        self._litter |= {kept, copy}
+        room = self._room(above, parts[:-1])
+        kept = self._fresh(room, "k")
+        copy = self._fresh(self.rooms.own, "c")
         self._kept.pop(parts, None)
         self._copy_content(parts, copy)
         with _links_may_be_refused():  # without one, only the content comes back
-            os.link(
-                parts[-1],
-                kept,
-                src_dir_fd=above,
-                dst_dir_fd=self.store.tx_fd,
-                follow_symlinks=False,
-            )
+            room.link(above, parts[-1], kept)
         return Record(
             op="edit",
             path=parts,
-            kept=kept if _status(self.store.tx_fd, kept) else None,
+            kept=kept if room.status(kept) is not None else None,
             copy=copy,
+            room=room.mark,
             before=entry,
             old=entry.ident,
             new=Ident(entry.ino, -1, -1),
@@ -629,23 +649,16 @@ class Changes:
         record = Record(op="moved", path=target, origin=origin, old=ident, new=ident, times=times)
         if stat.S_ISDIR(status.st_mode):
             return record
-        kept = self.store.fresh("k")
+        room = self._room(here, origin[:-1])
+        kept = self._fresh(room, "k")
         with _links_may_be_refused():  # without one, it is found again at its new path
-            os.link(
-                origin[-1],
-                kept,
-                src_dir_fd=here,
-                dst_dir_fd=self.store.tx_fd,
-                follow_symlinks=False,
-            )
-            self._litter.add(kept)
-            record.kept = kept
+            room.link(here, origin[-1], kept)
+            record.kept, record.room = kept, room.mark
         if stat.S_ISREG(status.st_mode) and status.st_size <= COPIED_WHEN_MOVED:
             with contextlib.suppress(PermissionError):
-                copy = self.store.fresh("c")
+                copy = self._fresh(self.rooms.own, "c")
                 record.before = entry_at(self.tree, origin)
                 self._copy_content(origin, copy)
-                self._litter.add(copy)
                 record.copy = copy
         return record
 
@@ -653,7 +666,7 @@ class Changes:
         """Keep anew what is below a directory that is another one now."""
         depth = len(parts)
         self._kept = {k: first for k, first in self._kept.items() if k[:depth] != parts}
-        self._touched = {k: near for k, near in self._touched.items() if k[:depth] != parts}
+        self._touched = {k: device for k, device in self._touched.items() if k[:depth] != parts}
 
     def _forget(self) -> None:
         self._kept.clear()
@@ -661,12 +674,13 @@ class Changes:
 
     def _sweep(self, used: AbstractSet[str] = frozenset()) -> None:
         """Remove the transaction's own files but those still used."""
-        for name in self._litter - used:
-            for _ in range(2):  # a name of the user's file must not stay for one failure
+        for room, name in self._litter:
+            for _ in range(0 if name in used else 2):
+                # A name of the user's file must not stay for one failure.
                 with contextlib.suppress(OSError):
-                    self.store.tree.remove_all((name,))
+                    room.remove(name)
                     break
-        self._litter &= used
+        self._litter = {one for one in self._litter if one[1] in used}
 
     def _write_through(self, records: Sequence[Record]) -> None:
         """Have the disk hold every change before the record that says so."""
@@ -743,7 +757,7 @@ class Changes:
         else:
             self._undo_one(record, undoing)
         for parts, mtime in record.times:
-            self._set_time(parts, mtime)
+            set_time(self.tree, parts, mtime)
 
     def _undo_one(self, record: Record, undoing: _Undoing) -> None:
         match record.op:
@@ -766,13 +780,6 @@ class Changes:
 
     def _put_back(self, record: Record, undoing: _Undoing) -> None:
         with self._parent_again(record.path, undoing) as above:
-            if record.op == "gone" and record.temp is not None:
-                if _status(above, record.temp) is not None:
-                    self._aside(above, record.path, undoing)
-                    os.rename(record.temp, record.path[-1], src_dir_fd=above, dst_dir_fd=above)
-                return
-            if record.temp is not None:
-                self.tree.remove_all((*record.path[:-1], record.temp))
             if record.kept is not None:
                 self._return(above, record.path, record, undoing)
             else:
@@ -780,30 +787,21 @@ class Changes:
 
     def _return(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> None:
         """Put what was kept back to its place; if it is not there, it is in its place already."""
-        kept = record.kept or ""
-        if undoing.recovering and undoing.external and self._kept_elsewhere(above, parts, kept):
+        kept, room = record.kept or "", self.rooms.of(record.room)
+        external = undoing.recovering and undoing.external
+        if external and _is_elsewhere(room, kept, above, parts[-1]):
             self._aside(above, parts, undoing)
         if self._was_not_made(above, parts, record, undoing):
             return
         try:
-            self._rename_back(kept, above, parts, undoing)
+            self._rename_back(room, kept, above, parts, undoing)
         except FileNotFoundError:
             in_place = self._is_in_place(above, parts, record)
             if not (undoing.recovering or undoing.tolerant or in_place):
                 raise
             return
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            self._copy_in(kept, above, parts, record.temp or _temporary())
-        try:
-            # Still there if both names were one file, or if it was copied.
-            os.unlink(kept, dir_fd=self.store.tx_fd)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self.store.tree.remove_all((kept,))
-        self._litter.discard(kept)
+        room.remove(kept)  # still there if both names were one file
+        self._litter.discard((room, kept))
 
     def _was_not_made(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> bool:
         """Tell whether a change was only about to be made."""
@@ -811,27 +809,23 @@ class Changes:
             return True
         if record.op != "put" or record.new is None or not (undoing.tolerant or undoing.recovering):
             return False
-        kept = _status(self.store.tx_fd, record.kept or "")
+        kept = self.rooms.of(record.room).status(record.kept or "")
         return kept is not None and kept.st_ino == record.new.ino  # they did not change places
 
     def _is_in_place(self, above: int, parts: Parts, record: Record) -> bool:
         status = _status(above, parts[-1])
         return matches(record.old, None if status is None else _lasting(status))
 
-    def _rename_back(self, kept: str, above: int, parts: Parts, undoing: _Undoing) -> None:
+    def _rename_back(
+        self, room: Room, kept: str, above: int, parts: Parts, undoing: _Undoing
+    ) -> None:
         try:
-            os.rename(kept, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+            room.put(kept, above, parts[-1])
         except OSError as error:
             if error.errno not in _OCCUPIED:
                 raise
             self._aside(above, parts, undoing)
-            os.rename(kept, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
-
-    def _kept_elsewhere(self, above: int, parts: Parts, kept: str) -> bool:
-        """Tell whether something was kept, and something else is in its place."""
-        old = _status(self.store.tx_fd, kept)
-        now = _status(above, parts[-1])
-        return old is not None and now is not None and old.st_ino != now.st_ino
+            room.put(kept, above, parts[-1])
 
     def _clear(self, above: int, record: Record, undoing: _Undoing) -> None:
         """Take away what is at a path where nothing was."""
@@ -839,7 +833,7 @@ class Changes:
         status = _status(above, name)
         if status is None:
             return
-        ours = record.new is not None and record.new.ino in (ANY_INO, status.st_ino)
+        ours = record.new is not None and record.new.ino == status.st_ino
         if undoing.recovering and undoing.external:
             self._aside(above, record.path, undoing)
         elif not _is_directory(status):
@@ -897,17 +891,20 @@ class Changes:
         before, copy = record.before, record.copy
         if before is None or copy is None or _status(self.store.tx_fd, copy) is None:
             return
-        if record.kept is not None and _status(self.store.tx_fd, record.kept) is not None:
-            self._refill(self.store.tree, (record.kept,), copy, before)
+        room = self.rooms.of(record.room)
+        if record.kept is not None and room.status(record.kept) is not None:
+            self._refill(room.tree, room.at(record.kept), copy, before)
             return
         status = self.tree.status(record.path)
         if status is not None and status.st_ino == before.ino:
             self._refill(self.tree, record.path, copy, before)
         elif record.kept is None:
             # None of its names is left to us: a copy is all there is.
-            apply_entry(self.store.tree, (copy,), before)
+            staged = self._fresh(room)
+            copy_exactly(self.store.tree, (copy,), room.tree, room.at(staged))
+            apply_entry(room.tree, room.at(staged), before)
             with self.tree.parent(record.path) as above:
-                self._rename_or_copy(copy, above, record.path)
+                room.put(staged, above, record.path[-1])
 
     def _refill(self, tree: Tree, parts: Parts, name: str, before: Entry) -> None:
         """Make a file's content that of one in the store, for all the names it has."""
@@ -985,7 +982,7 @@ class Changes:
                     os.mkdir(parts[-1], 0o700, dir_fd=above)
                 apply_entry(self.tree, parts, before)
                 return
-            self._bring_back_file(above, parts, before, status, undoing)
+            self._bring_back_file(above, record, before, status, undoing)
 
     def _remove_found(self, parts: Parts, undoing: _Undoing) -> None:
         try:
@@ -1006,58 +1003,81 @@ class Changes:
     def _bring_back_file(
         self,
         above: int,
-        parts: Parts,
+        record: Record,
         before: Entry,
         status: os.stat_result | None,
         undoing: _Undoing,
     ) -> None:
-        same = status is not None and status.st_ino == before.ino and stat.S_ISREG(status.st_mode)
-        staged = self.store.fresh()
-        self._litter.add(staged)
-        known = undoing.linked.get(before.ino) if before.nlink > 1 and not same else None
-        if known is not None:
-            with self.tree.parent(known) as other:
-                os.link(known[-1], staged, src_dir_fd=other, dst_dir_fd=self.store.tx_fd)
+        parts, twin = record.path, self._twin(record, before)
+        if status is not None and twin is not None and status.st_ino == twin.st_ino:
+            return
+        if status is not None and twin is None and self._is_back(parts, before, status):
+            apply_entry(self.tree, parts, before)
+            return
+        if twin is None and _is_still(status, before):
+            content = self._fresh(self.rooms.own)
+            self._make_again(self.rooms.own, content, before)
+            self._refill(self.tree, parts, content, before)
+            return
+        room = self._room(above, parts[:-1])
+        staged = self._fresh(room)
+        if twin is None or record.twin is None:
+            self._make_again(room, staged, before)
         else:
-            self._make_again(staged, before)
-        if same and before.nlink > 1:
-            self._refill(self.tree, parts, staged, before)
-        else:
-            if status is not None and (undoing.recovering or _is_directory(status)):
-                self._aside(above, parts, undoing)
-            self._rename_or_copy(staged, above, parts)
-        if before.nlink > 1:
-            undoing.linked[before.ino] = parts
+            with self.tree.parent(record.twin) as other:
+                room.link(other, record.twin[-1], staged)
+        if status is not None and (undoing.recovering or _is_directory(status)):
+            self._aside(above, parts, undoing)
+        room.put(staged, above, parts[-1])
 
-    def _make_again(self, staged: str, before: Entry) -> None:
-        fd = self.store.tx_fd
-        match before.kind:
-            case "file" if before.digest is not None:
-                reading = self.store.objects.open(before.digest)
-                try:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                    writing = os.open(staged, flags, 0o600, dir_fd=fd)
-                    try:
-                        copy_content(reading, writing)
-                    finally:
-                        os.close(writing)
-                finally:
-                    os.close(reading)
-            case "symlink":
-                os.symlink(before.target or "", staged, dir_fd=fd)
-            case "fifo":
-                os.mkfifo(staged, 0o600, dir_fd=fd)
-            case _:
-                raise OSError(errno.ENOENT, "its content was not kept")
-        apply_entry(self.store.tree, (staged,), before)
-
-    def _rename_or_copy(self, staged: str, above: int, parts: Parts) -> None:
+    def _twin(self, record: Record, before: Entry) -> os.stat_result | None:
+        """Return the other name's status, if it was brought back as it should be."""
+        if record.twin is None:
+            return None
         try:
-            os.rename(staged, parts[-1], src_dir_fd=self.store.tx_fd, dst_dir_fd=above)
+            status = self.tree.status(record.twin)
         except OSError as error:
-            if error.errno != errno.EXDEV:
+            if error.errno not in BARRED:
                 raise
-            self._copy_in(staged, above, parts, _temporary())
+            return None
+        return status if status is not None and matches(before.ident, _lasting(status)) else None
+
+    def _is_back(self, parts: Parts, before: Entry, status: os.stat_result) -> bool:
+        """Tell whether a file is what it was: a recovery that was killed has brought it back."""
+        if before.digest is None or status.st_nlink > 1 or not stat.S_ISREG(status.st_mode):
+            return False
+        if not matches(before.ident, _lasting(status)):
+            return False
+        reading = self.store.objects.open(before.digest)
+        try:
+            return _has_content(self.tree, parts, reading)
+        finally:
+            os.close(reading)
+
+    def _make_again(self, room: Room, staged: str, before: Entry) -> None:
+        with room.open() as fd:
+            match before.kind:
+                case "file" if before.digest is not None:
+                    self._write_object(before.digest, fd, staged)
+                case "symlink":
+                    os.symlink(before.target or "", staged, dir_fd=fd)
+                case "fifo":
+                    os.mkfifo(staged, 0o600, dir_fd=fd)
+                case _:
+                    raise OSError(errno.ENOENT, "its content was not kept")
+        apply_entry(room.tree, room.at(staged), before)
+
+    def _write_object(self, digest: str, above: int, name: str) -> None:
+        reading = self.store.objects.open(digest)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            writing = os.open(name, flags, 0o600, dir_fd=above)
+            try:
+                copy_content(reading, writing)
+            finally:
+                os.close(writing)
+        finally:
+            os.close(reading)
 
     def _parent_again(self, parts: Parts, undoing: _Undoing) -> Held:
         """Open a directory to put something back into, which may have been taken away."""
@@ -1075,28 +1095,22 @@ class Changes:
                 )
         return self.tree.parent(parts)
 
-    def _set_time(self, parts: Parts, mtime_ns: int) -> None:
-        with contextlib.suppress(FileNotFoundError), self.tree.directory(parts) as fd:
-            status = os.fstat(fd)
-            if status.st_mtime_ns != mtime_ns:
-                os.utime(fd, ns=(status.st_atime_ns, mtime_ns))
-
     def _drifted(self, record: Record, undoing: _Undoing) -> bool:
         """Tell whether a path is neither as we left it nor as it was."""
         if record.op not in ("put", "again", "gone", "edit"):
             return False
-        status = self.tree.status(record.path)
-        now = None if status is None else _lasting(status)
+        now = self._ident(record.path)
         return not any(matches(known, now) for known in undoing.ours[record.path])
 
     def _set_aside(self, record: Record) -> str:
         """Keep what could not be put back where it can be found, and say where."""
+        room = self.rooms.own if record.op == "edit" else self.rooms.of(record.room)
         source = record.copy if record.op == "edit" else record.kept
-        if source is None or _status(self.store.tx_fd, source) is None:
+        if source is None or room.status(source) is None:
             return ""
         place = self.store.left(record.path)
         with contextlib.suppress(OSError):
-            os.rename(source, place, src_dir_fd=self.store.tx_fd)
+            _move_to_left(room, source, place)
             return f"; what was there before is in {place}"
         return ""
 
@@ -1104,57 +1118,77 @@ class Changes:
 def recover(tree: Tree, history: History) -> tuple[str, ...]:
     """Undo, or finish, what a process that is gone has left; says what could not be put back."""
     store = history.store
-    names = store.tree.names(())
-    if not names:
+    changes = Changes(tree, history)
+    rooms = changes.rooms
+    if not rooms.recall() and not store.tree.names(()):
         return ()
     records, damage = read_journal(history.journal.path)
     if damage == "broken":
-        place = store.left(("journal",))
-        place.mkdir()
-        for name in names:
-            os.rename(name, place / name, src_dir_fd=store.tx_fd)
-        sentence = (
-            "The journal of a call that was not finished cannot be read. The directory is left as"
-            f" it is; what that call has replaced is in {place}"
-        )
-        logger.error("%s", sentence)
-        return (sentence,)
+        return _give_up(store, rooms)
     sentences: tuple[str, ...] = ()
     if damage == "torn":
         # First of all: what is undone may take away what shows that nothing is missing.
-        sentences = _spare(store, {name for r in records for name in (r.kept, r.copy)})
+        sentences = _spare(store, rooms, {name for r in records for name in (r.kept, r.copy)})
     if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
     if records and records[-1].op == "commit":
-        drop_temporaries(tree, records)
         history.finish(records)
     elif records:
-        sentences += Changes(tree, history).undo_unfinished(records)
+        sentences += changes.undo_unfinished(records)
     for name in store.tree.names(()):
         if name != "journal":
             store.tree.remove_all((name,))
     history.journal.close()
+    rooms.leave()
     return sentences
 
 
-def drop_temporaries(tree: Tree, records: Sequence[Record]) -> None:
-    """Remove what a committed transaction had wait beside its place."""
-    for record in records:
-        if record.temp is not None:
-            with contextlib.suppress(OSError):
-                tree.remove_all((*record.path[:-1], record.temp))
+def _give_up(store: Store, rooms: Rooms) -> tuple[str, ...]:
+    """Set everything aside that a journal which cannot be read was about."""
+    place = store.left(("journal",))
+    place.mkdir()
+    for room in (rooms.own, *rooms.made):
+        for name in room.tree.names(room.base):
+            _move_to_left(room, name, place / name)
+    rooms.leave()
+    sentence = (
+        "The journal of a call that was not finished cannot be read. The directory is left as"
+        f" it is; what that call has replaced is in {place}"
+    )
+    logger.error("%s", sentence)
+    return (sentence,)
 
 
-def _spare(store: Store, known: set[str | None]) -> tuple[str, ...]:
+def _move_to_left(room: Room, name: str, place: Path) -> None:
+    try:
+        with room.open() as fd:
+            os.rename(name, place, src_dir_fd=fd)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        folder = Tree(place.parent)
+        try:
+            copy_exactly(room.tree, room.at(name), folder, (place.name,))
+        finally:
+            folder.close()
+
+
+def _spare(store: Store, rooms: Rooms, known: set[str | None]) -> tuple[str, ...]:
     """Set aside what a record that cannot be read may have been about, if it may be the only one.
 
     A change is made after its record was written: what is kept has its place in the workspace, too.
     """
+    found = {
+        name: room
+        for room in (rooms.own, *rooms.made)
+        for name in room.tree.names(room.base)
+        if name.startswith(("k", "c", "n"))
+    }
     sentences: list[str] = []
-    for name in sorted(set(store.tree.names(())) - known):
-        if name.startswith(("k", "c", "n")) and not _is_spare(store, name):
+    for name, room in sorted(found.items()):
+        if name not in known and not _is_spare(found, name):
             place = store.left((name,))
-            os.rename(name, place, src_dir_fd=store.tx_fd)
+            _move_to_left(room, name, place)
             if name.startswith("n"):
                 continue  # almost certainly what was to be put somewhere, and was not yet
             sentences.append(
@@ -1164,15 +1198,19 @@ def _spare(store: Store, known: set[str | None]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _is_spare(store: Store, name: str) -> bool:
+def _is_spare(found: Mapping[str, Room], name: str) -> bool:
     """Tell whether what was kept is certainly elsewhere as well."""
+    room = found.get(name)
+    if room is None:
+        return False
     if not name.startswith("c"):
-        status = store.tree.status((name,))
+        status = room.status(name)
         return status is not None and status.st_nlink > 1 and not _is_directory(status)
     original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of
-    if not _is_spare(store, original):
+    if not _is_spare(found, original):
         return False
-    return store.tree.read((original,))[0] == store.tree.read((name,))[0]
+    other = found[original]
+    return other.tree.read(other.at(original))[0] == room.tree.read(room.at(name))[0]
 
 
 @contextlib.contextmanager
@@ -1196,22 +1234,31 @@ def _is_directory(status: os.stat_result | None) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
+def _is_elsewhere(room: Room, kept: str, above: int, name: str) -> bool:
+    """Tell whether something was kept, and something else is in its place."""
+    old, now = room.status(kept), _status(above, name)
+    return old is not None and now is not None and old.st_ino != now.st_ino
+
+
+def _is_still(status: os.stat_result | None, before: Entry) -> bool:
+    """Tell whether a path still is a name of the file that had several."""
+    if status is None or before.kind != "file" or before.nlink == 1:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_ino == before.ino
+
+
 def matches(known: Ident | None, now: Ident | None) -> bool:
     """Tell whether something is what it was known to be, or an exact copy of that."""
     if known is None or now is None:
         return known is now
     if known.size == -1:
-        return known.ino in (ANY_INO, now.ino)
+        return known.ino == now.ino
     return known.size == now.size and known.mtime_ns == now.mtime_ns
 
 
 def _lasting(status: os.stat_result) -> Ident:
     """Return what tells something from another: of a directory, only that it is this one."""
     return Ident(status.st_ino, -1, -1) if _is_directory(status) else ident_of(status)
-
-
-def _temporary() -> str:
-    return f"{TEMPORARY}{os.urandom(6).hex()}"
 
 
 def _overwrite(fd: int, data: bytes) -> None:

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from rpds import HashTrieMap, HashTrieSet
 
+from weakincentives.errors import ViewClosed
 from weakincentives.filesystem.confined import Tree
+from weakincentives.filesystem.history import Link, kept_at
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, Store
 
-__all__ = ["Cover", "Disk", "Layer", "Look", "Node", "NodeKind", "Present", "node_of", "undone"]
+__all__ = [
+    "Changed",
+    "Cover",
+    "Disk",
+    "File",
+    "Layer",
+    "Look",
+    "Node",
+    "NodeKind",
+    "Present",
+    "Taken",
+    "names_of",
+    "node_of",
+    "undone",
+]
 
 NodeKind = Literal["file", "directory", "link", "other"]
+
+File = tuple[int, int]
+"""Device and inode: what tells a file from all others, under whichever of its names."""
 
 
 class Node(NamedTuple):
@@ -29,6 +51,14 @@ class Node(NamedTuple):
     size: int
     mtime_ns: int
     ino: int
+    device: int = 0
+    links: int = 1
+    """How many names a file has, wherever they are."""
+
+    @property
+    def file(self) -> File | None:
+        """Which file this is; None for anything else."""
+        return (self.device, self.ino) if self.kind == "file" else None
 
     @property
     def readonly(self) -> bool:
@@ -39,7 +69,8 @@ class Node(NamedTuple):
 def node_of(status: os.stat_result) -> Node:
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
     mode = stat.S_IMODE(status.st_mode)
-    return Node(kind, mode, status.st_size, status.st_mtime_ns, status.st_ino)
+    size, mtime_ns, ino = status.st_size, status.st_mtime_ns, status.st_ino
+    return Node(kind, mode, size, mtime_ns, ino, status.st_dev, status.st_nlink)
 
 
 _KINDS: dict[int, NodeKind] = {
@@ -98,47 +129,6 @@ class Disk:
         return [(name, _KINDS.get(kind, "other")) for name, kind in self._tree.kinds(parts)]
 
 
-class Present:
-    """Where a view's way down ends: the directory, or what it was before later changes."""
-
-    def __init__(self, look: Look) -> None:
-        self.look = look
-        self.layer: Layer | None = None
-        """What leads back from the next present to this one; None while this is the present."""
-        self.next: Present | None = None
-
-    def supersede(self, undo: Sequence[Record], store: Store, trees: Tree | None) -> Present:
-        """Return the new present; this one shows what was before the changes in ``undo``."""
-        following = Present(self.look)
-        layer = undone(Layer(following), undo, store, trees)
-        self.next, self.layer, self.look = following, layer, layer
-        return following
-
-    def changed(self) -> set[Parts]:
-        """Return the paths that were changed since this was the present."""
-        paths: set[Parts] = set()
-        present = self
-        while present.next is not None and present.layer is not None:
-            paths.update(present.layer.changed)
-            present = present.next
-        return paths
-
-    def node(self, parts: Parts) -> Node | None:
-        return self.look.node(parts)
-
-    def read(self, parts: Parts) -> bytes:
-        return self.look.read(parts)
-
-    def link_target(self, parts: Parts) -> str:
-        return self.look.link_target(parts)
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        return self.look.nodes(parts)
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        return self.look.kinds(parts)
-
-
 Where = tuple[Look, Parts]
 """Somewhere to look, and at what path there."""
 
@@ -152,46 +142,56 @@ class Cover(NamedTuple):
     """A file's content, a link's text, or where what is in a directory comes from."""
 
 
+class Changed(NamedTuple):
+    """Where two looks at the same may differ."""
+
+    paths: set[Parts]
+    files: set[File]
+    """Files with several names that may differ under all of them."""
+
+
 _GONE = Cover(None)
 _NOTHING: HashTrieMap[Parts, HashTrieMap[str, Cover]] = HashTrieMap()
 _NO_COVERS: HashTrieMap[str, Cover] = HashTrieMap()
+_NO_FILES: HashTrieMap[File, Cover] = HashTrieMap()
+_UNCHANGED: HashTrieSet[Parts] = HashTrieSet()
 
 
 class Layer:
-    """Changes laid over what is below. Never changed itself: every change gives another layer."""
+    """Changes laid over what is below. Never changed itself: every change gives another layer.
 
-    __slots__ = ("_covers", "below", "changed")
+    What is at a path is found by path. What a file with several names holds is found by file, so
+    that all of them show a change that was made through one.
+    """
+
+    __slots__ = ("_covers", "below", "changed", "files")
 
     def __init__(
         self,
         below: Look,
         covers: HashTrieMap[Parts, HashTrieMap[str, Cover]] = _NOTHING,
-        changed: HashTrieSet[Parts] | None = None,
+        changed: HashTrieSet[Parts] = _UNCHANGED,
+        files: HashTrieMap[File, Cover] = _NO_FILES,
     ) -> None:
         self.below = below
         self._covers = covers
-        self.changed: HashTrieSet[Parts] = HashTrieSet() if changed is None else changed
+        self.changed = changed
+        self.files = files
 
     # Looking
 
     def node(self, parts: Parts) -> Node | None:
         """Return what is at a path; None for nothing."""
-        cover, where = self._find(parts)
+        cover, where = self._look_up(parts)
         if cover is not None:
             return cover.node
         return None if where is None else where[0].node(where[1])
 
     def read(self, parts: Parts) -> bytes:
         """Return the bytes of a regular file."""
-        cover, where = self._find(parts)
+        cover, where = self._look_up(parts)
         if cover is not None and cover.node is not None:
-            _check_file(cover.node, parts)
-            source = cover.source
-            if isinstance(source, Path):
-                return source.read_bytes()
-            if isinstance(source, bytes):
-                return source
-            where = source
+            return content_of(cover, parts)
         if where is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
         return where[0].read(where[1])
@@ -213,9 +213,10 @@ class Layer:
         """Return all that is in a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].nodes(where[1])
-        return [(name, node) for name, node in inner if name not in covers] + [
+        found = [(name, node) for name, node in inner if name not in covers] + [
             (name, cover.node) for name, cover in covers.items() if cover.node is not None
         ]
+        return [(name, self._as_changed(node)) for name, node in found] if self.files else found
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
         """Return the names in a directory with what they are."""
@@ -236,6 +237,19 @@ class Layer:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             where = cover.source if isinstance(cover.source, tuple) else None
         return where, self._covers.get(parts) or _NO_COVERS
+
+    def _as_changed(self, node: Node) -> Node:
+        cover = None if node.file is None else self.files.get(node.file)
+        return node if cover is None or cover.node is None else cover.node
+
+    def _look_up(self, parts: Parts) -> tuple[Cover | None, Where | None]:
+        """Like ``_find``, with what the layer has for the file at the path, whatever its name."""
+        cover, where = self._find(parts)
+        if not self.files:
+            return cover, where
+        node = cover.node if cover else where[0].node(where[1]) if where else None
+        changed = None if node is None or node.file is None else self.files.get(node.file)
+        return (cover, where) if changed is None else (changed, None)
 
     def _find(self, parts: Parts) -> tuple[Cover | None, Where | None]:
         """Return what the layer has at a path, or else where to look below it."""
@@ -261,11 +275,11 @@ class Layer:
     # Changing
 
     def put(self, parts: Parts, cover: Cover) -> Layer:
-        """Return a layer that has this at the path, and nothing of its own below it."""
-        covers = self._without_below(parts)
-        inside = covers.get(parts[:-1]) or _NO_COVERS
-        covers = covers.insert(parts[:-1], inside.insert(parts[-1], cover))
-        return Layer(self.below, covers, self.changed.insert(parts))
+        """Return a layer that has this at the path, and nothing of its own below it.
+
+        A file with several names is this under all of them.
+        """
+        return self._put(parts, cover)._with_file(cover)
 
     def remove(self, parts: Parts) -> Layer:
         """Return a layer with nothing at the path."""
@@ -281,31 +295,42 @@ class Layer:
 
     def rename(self, origin: Parts, target: Parts) -> Layer:
         """Return a layer with what is at one path at another."""
-        layer = self.copy(origin, target)
-        return layer.remove(origin)
+        return self._transfer(origin, target).remove(origin)
 
-    def copy(self, origin: Parts, target: Parts) -> Layer:
-        """Return a layer with what is at one path at another, too."""
-        cover = self._cover_of(origin)
-        layer = self.put(target, cover)
-        return Layer(self.below, layer._covers.update(self._moved(origin, target)), layer.changed)
+    def copy(self, origin: Parts, target: Parts, fresh: Iterator[int]) -> Layer:
+        """Return a layer with a copy of what is at one path at another; ``fresh`` are inodes."""
+        layer = self._transfer(origin, target)
+        for places in self._links_below(origin):
+            ino = next(fresh)
+            for place in places:
+                node, source = self._cover_of(place)
+                if node is not None:
+                    node = node._replace(ino=ino, device=0, links=len(places))
+                    layer = layer._put((*target, *place[len(origin) :]), Cover(node, source))
+        return layer
+
+    def add_name(self, origin: Parts, target: Parts) -> Layer:
+        """Return a layer with one more name, at a path, of the file at another."""
+        node, source = self._cover_of(origin)
+        if node is None:
+            return self
+        cover = Cover(node._replace(links=node.links + 1), source)
+        return self._put(target, cover)._with_file(cover)
 
     def set_mode(self, parts: Parts, mode: int) -> Layer:
         """Return a layer in which the permission bits are these."""
         cover = self._cover_of(parts)
         if cover.node is None or cover.node.mode == mode or not parts:
             return self
-        covers = self._covers
-        inside = covers.get(parts[:-1]) or _NO_COVERS
         changed = Cover(cover.node._replace(mode=mode), cover.source)
-        covers = covers.insert(parts[:-1], inside.insert(parts[-1], changed))
-        return Layer(self.below, covers, self.changed.insert(parts))
+        return self._insert(self._covers, parts, changed)._with_file(changed)
 
-    def differing(self, other: Layer) -> set[Parts]:
-        """Return the paths at which two layers over the same do not have the same."""
+    def differing(self, other: Layer) -> Changed:
+        """Return where two layers over the same do not have the same."""
         if self.below is not other.below:
-            return {()}
+            return Changed({()}, set())
         paths: set[Parts] = set()
+        files: set[File] = set()
         for one, two in ((self, other), (other, self)):
             for parent, inside in one._covers.items():
                 there = two._covers.get(parent) or _NO_COVERS
@@ -314,10 +339,41 @@ class Layer:
                     for name, cover in inside.items()
                     if there.get(name) is not cover
                 }
-        return paths
+            files |= {file for file, cover in one.files.items() if two.files.get(file) is not cover}
+        return Changed(paths, files)
+
+    def _put(self, parts: Parts, cover: Cover) -> Layer:
+        return self._insert(self._without_below(parts), parts, cover)
+
+    def _insert(
+        self, covers: HashTrieMap[Parts, HashTrieMap[str, Cover]], parts: Parts, cover: Cover
+    ) -> Layer:
+        inside = covers.get(parts[:-1]) or _NO_COVERS
+        covers = covers.insert(parts[:-1], inside.insert(parts[-1], cover))
+        return Layer(self.below, covers, self.changed.insert(parts), self.files)
+
+    def _with_file(self, cover: Cover) -> Layer:
+        node = cover.node
+        if node is None or node.file is None or node.links < 2:
+            return self
+        files = self.files.insert(node.file, cover)
+        return Layer(self.below, self._covers, self.changed, files)
+
+    def _transfer(self, origin: Parts, target: Parts) -> Layer:
+        layer = self._put(target, self._cover_of(origin))
+        covers = layer._covers.update(self._moved(origin, target))
+        return Layer(self.below, covers, layer.changed, self.files)
+
+    def _links_below(self, parts: Parts) -> Iterable[list[Parts]]:
+        """Return, for each file with several names, those at or below a path."""
+        files: dict[File, list[Parts]] = {}
+        for place, node in _walk(self, [parts]):
+            if node.file is not None and node.links > 1:
+                files.setdefault(node.file, []).append(place)
+        return files.values()
 
     def _cover_of(self, parts: Parts) -> Cover:
-        cover, where = self._find(parts)
+        cover, where = self._look_up(parts)
         if cover is not None or where is None:
             return cover or _GONE
         node = where[0].node(where[1])
@@ -339,8 +395,111 @@ class Layer:
         return covers
 
 
+class Present:
+    """Where a view's way down ends: the directory, or what it was before later changes."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._look: Look = disk
+        self._layer: Layer | None = None
+        """What leads back from the next present to this one; None while this is the present."""
+        self._next: Present | None = None
+        self._closed: str | None = None
+
+    @property
+    def look(self) -> Look:
+        """How things are, or were."""
+        self._check_open()
+        return self._look
+
+    def supersede(self, undo: Sequence[Record], taken: Taken) -> Present:
+        """Return the new present; this one shows what was before the changes in ``undo``."""
+        following = Present(self._disk)
+        layer = undone(Layer(following), undo, taken)
+        self._next, self._layer, self._look = following, layer, layer
+        return following
+
+    def resume(self) -> None:
+        """Be the present again: the directory is what it was."""
+        self._next, self._layer, self._look = None, None, self._disk
+
+    def close(self, reason: str) -> None:
+        """Have nothing to show any more: what was there is gone."""
+        self._closed = reason
+
+    def changed(self) -> Changed:
+        """Return what was changed since this was the present."""
+        self._check_open()
+        changed = Changed(set(), set())
+        present = self
+        while present._next is not None and present._layer is not None:
+            changed.paths.update(present._layer.changed)
+            changed.files.update(present._layer.files)
+            present = present._next
+        return changed
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ViewClosed(self._closed)
+
+    def node(self, parts: Parts) -> Node | None:
+        return self.look.node(parts)
+
+    def read(self, parts: Parts) -> bytes:
+        return self.look.read(parts)
+
+    def link_target(self, parts: Parts) -> str:
+        return self.look.link_target(parts)
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        return self.look.nodes(parts)
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        return self.look.kinds(parts)
+
+
 def _below(where: Where | None, name: str) -> Where | None:
     return None if where is None else (where[0], (*where[1], name))
+
+
+def names_of(look: Look, files: AbstractSet[File], tops: Iterable[Parts]) -> set[Parts]:
+    """Return the paths, at or below some, at which any of these files is."""
+    return {parts for parts, node in _walk(look, tops) if node.file in files}
+
+
+def _walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
+    """Yield what is at and below some paths, each once, as far as it can be looked at."""
+    seen: set[Parts] = set()
+    pending: list[tuple[Parts, Node]] = []
+    for top in tops:
+        with contextlib.suppress(OSError):
+            node = look.node(top)
+            if node is not None:
+                pending.append((top, node))
+    while pending:
+        parts, node = pending.pop()
+        if parts in seen:
+            continue
+        seen.add(parts)
+        yield parts, node
+        if node.kind == "directory":
+            with contextlib.suppress(OSError):
+                pending += [((*parts, name), inner) for name, inner in look.nodes(parts)]
+
+
+def content_of(cover: Cover, parts: Parts) -> bytes:
+    """Return the bytes of a regular file at a path."""
+    if cover.node is not None:
+        _check_file(cover.node, parts)
+    match cover.source:
+        case Path():
+            return cover.source.read_bytes()
+        case bytes():
+            return cover.source
+        case (look, place):
+            return look.read(place)
+        case None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
 
 
 def _check_file(node: Node, parts: Parts) -> None:
@@ -352,14 +511,34 @@ def _check_file(node: Node, parts: Parts) -> None:
         raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
 
 
-def undone(layer: Layer, records: Sequence[Record], store: Store, trees: Tree | None) -> Layer:
-    """Return a layer in which changes have not happened; ``trees`` has the directories kept."""
+class Taken(NamedTuple):
+    """Where that is what changes have replaced."""
+
+    store: Store
+    tree: Tree | None
+    """Has the directories, and what is not committed yet."""
+    workspace: Tree | None = None
+    """Has rooms in it with what is not committed yet."""
+    links: Mapping[str, Sequence[Link]] = MappingProxyType({})
+    """The files in each directory that stayed under another name; they are copies in it."""
+
+    def at(self, record: Record) -> tuple[Tree, Parts] | None:
+        """Return where what a record has replaced is, if it is not among the objects."""
+        if self.tree is None or record.kept is None:
+            return None
+        if self.workspace is None:
+            return self.tree, (record.kept,)
+        return kept_at(record, self.tree, self.workspace)
+
+
+def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
+    """Return a layer in which changes have not happened."""
     for record in reversed(records):
-        layer = _undone(layer, record, store, trees)
+        layer = _undone(layer, record, taken)
     return layer
 
 
-def _undone(layer: Layer, record: Record, store: Store, trees: Tree | None) -> Layer:
+def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
     """Return a layer in which one change has not happened."""
     match record.op:
         case "moved" | "moved over" if record.origin is not None:
@@ -369,42 +548,99 @@ def _undone(layer: Layer, record: Record, store: Store, trees: Tree | None) -> L
         case "put" | "gone" | "edit" | "found":
             if record.before is None:
                 return layer.remove(record.path)
-            return _again(layer, record, record.before, store, trees)
+            return _again(layer, record, record.before, taken)
         case "attributes" if record.before is not None:
             return layer.set_mode(record.path, record.before.mode)
         case _:
             return layer
 
 
-def _again(layer: Layer, record: Record, before: Entry, store: Store, trees: Tree | None) -> Layer:
+def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
+    above = layer.node(record.path[:-1])
+    device = 0 if above is None else above.device
     kind: NodeKind = "other"
     source: Where | Path | bytes | None = None
     match before.kind:
         case "file":
-            kind = "file"
-            source = _content(record, before, store)
+            kind, source = "file", _content(layer, record, before, taken)
         case "symlink":
             kind, source = "link", os.fsencode(before.target or "")
         case "directory":
             kind = "directory"
-            if record.op == "found":
-                return (
-                    layer
-                    if layer.node(record.path)
-                    else layer.put(
-                        record.path, Cover(Node(kind, before.mode, 0, before.mtime_ns, before.ino))
-                    )
-                )
-            if trees is not None and record.kept is not None:
-                source = (Disk(trees), (record.kept,))
+            if record.op == "found" and layer.node(record.path) is not None:
+                return layer
+            if (place := taken.at(record)) is not None:
+                stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
+                source = (Kept(place[0], layer.below, stayed), place[1])
         case _:
             pass
-    node = Node(kind, before.mode, before.size, before.mtime_ns, before.ino)
+    # Of a copy, what the store has is another file.
+    ino = before.ino if record.old is None else record.old.ino
+    node = Node(kind, before.mode, before.size, before.mtime_ns, ino, device, before.nlink)
     return layer.put(record.path, Cover(node, source))
 
 
-def _content(record: Record, before: Entry, store: Store) -> Path | None:
+def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Where | Path | None:
     if before.digest is not None:
-        return store.objects.path(before.digest)
-    name = record.copy if record.op == "edit" else record.kept
-    return None if name is None else store.tx / name
+        return taken.store.objects.path(before.digest)
+    if record.copy is not None and record.op == "edit":
+        return taken.store.tx / record.copy
+    place = taken.at(record)
+    return None if place is None else (Kept(place[0], layer.below), place[1])
+
+
+def _stayed(tree: Tree, top: Parts, device: int, links: Sequence[Link]) -> dict[File, File]:
+    stayed: dict[File, File] = {}
+    for link in links:
+        status = tree.status((*top, *link.place))
+        if status is not None:
+            stayed[status.st_dev, status.st_ino] = (device, link.ino)
+    return stayed
+
+
+class Kept(Disk):
+    """Things that were taken away: a file among them may still be changed by another name of it.
+
+    Then what it was before that is known to the changes that came ``later``.
+    """
+
+    def __init__(
+        self, tree: Tree, later: Look, stayed: Mapping[File, File] = MappingProxyType({})
+    ) -> None:
+        super().__init__(tree)
+        self._later = later
+        self._stayed = stayed
+        """Which files copies are of."""
+
+    def node(self, parts: Parts) -> Node | None:
+        node = super().node(parts)
+        return None if node is None else self._as_taken(node)
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        return [(name, self._as_taken(node)) for name, node in super().nodes(parts)]
+
+    def read(self, parts: Parts) -> bytes:
+        node = super().node(parts)
+        cover = None if node is None else self._changed(node)
+        return super().read(parts) if cover is None else content_of(cover, parts)
+
+    def _as_taken(self, node: Node) -> Node:
+        cover = self._changed(node)
+        if cover is not None and cover.node is not None:
+            return cover.node
+        stayed = None if node.file is None else self._stayed.get(node.file)
+        return node if stayed is None else node._replace(device=stayed[0], ino=stayed[1])
+
+    def _changed(self, node: Node) -> Cover | None:
+        """Return what a file was before it was changed for the first time since."""
+        look, file = self._later, node.file
+        if file is None or file in self._stayed:
+            return None
+        while isinstance(look, (Layer, Present)):
+            if isinstance(look, Present):
+                look = look.look
+            elif (cover := look.files.get(file)) is not None:
+                return cover
+            else:
+                look = look.below
+        return None

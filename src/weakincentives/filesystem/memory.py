@@ -246,7 +246,7 @@ class MemoryFilesystem:
         )
         matches: list[GrepMatch] = []
         for name, file in files:
-            for number, line in matching_lines(file.data, regex):
+            for number, line in matching_lines(file.data, regex.search):
                 if len(matches) == limit:
                     return tuple(matches)
                 matches.append(GrepMatch(path=name, line_number=number, line=line))
@@ -375,6 +375,13 @@ class MemoryFilesystem:
                 # Taken of another view, or of what this is a view of: anything may differ.
                 self._look(())
                 self._assign(token.state.root, ())
+
+    @_reading
+    def changed_since(self, token: object) -> tuple[str, ...]:
+        """Return the paths that differ from a snapshot, sorted; only what differs is looked at."""
+        if not isinstance(token, _Snapshot) or token.family is not self._family:
+            raise ValueError("the token is not a snapshot of this filesystem")
+        return tuple(sorted(_differing(token.state.root, self._state.root)))
 
     # Views
 
@@ -605,6 +612,25 @@ def _walk(directory: _Directory, parts: Parts, glob: GlobPattern) -> Iterator[tu
                     pending.append((child, f"{prefix}{name}/", reached))
             elif glob.matched(reached):
                 yield prefix + name, child
+
+
+def _differing(old: _Node | None, new: _Node | None) -> Iterator[str]:
+    """Yield the paths at which two trees differ, those in directories that came or went too."""
+    pending: list[tuple[str, _Node | None, _Node | None]] = [("", old, new)]
+    while pending:
+        path, old, new = pending.pop()
+        if old is new:
+            continue
+        olds, news = (
+            node.children if isinstance(node, _Directory) else _EMPTY for node in (old, new)
+        )
+        prefix = f"{path}/" if path else ""
+        pending += ((prefix + name, olds.get(name), news.get(name)) for name in {*olds, *news})
+        if isinstance(old, _File) and isinstance(new, _File):
+            if (old.data, old.locked) != (new.data, new.locked):
+                yield path
+        elif type(old) is not type(new):
+            yield path
 
 
 def _stat(path: str, node: _Node) -> FileStat:

@@ -26,6 +26,7 @@ from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.confined import BARRED, Tree, xattrs_of
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.rooms import TEMPORARY
 
 __all__ = ["Attributes", "Layers", "Step", "Way", "available", "find_way"]
 
@@ -114,6 +115,7 @@ def start_apart(
     cwd: Path,
     env: Mapping[str, str] | None,
     stdin: int,
+    inherited: Sequence[int] = (),
     before: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a program from a thread of its own, after ``before`` was called there.
@@ -136,6 +138,7 @@ def start_apart(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except BaseException as error:
             started.set_exception(error)
@@ -298,7 +301,7 @@ class Layers:
         """Start the command over the overlay; its output is to be read from the process."""
         reading, writing = os.pipe()
         command = Inside(
-            argv=_with_odd_variables(argv, os.environ if env is None else env),
+            argv=with_odd_variables(argv, os.environ if env is None else env),
             env=env,
             directory=directory,
             workspace=self.workspace,
@@ -361,7 +364,7 @@ class Layers:
                     yield entry.stat(follow_symlinks=False).st_ino, bytes.fromhex(entry.name)
 
 
-def _with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
+def with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
     """Return ``argv`` so that variables which a shell does not pass on reach the command."""
     odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
     return ["env", *odd, *argv] if odd else list(argv)
@@ -397,6 +400,8 @@ class _Cover:
     opaque: str
     done: set[Parts] = field(default_factory=set[Parts])
     """Paths whose whole content is laid out."""
+    files: dict[tuple[int, int], Path] = field(default_factory=dict[tuple[int, int], Path])
+    """Where the files with several names are laid out."""
 
     def lay(self, paths: Iterable[Parts]) -> None:
         for parts in sorted(paths):
@@ -441,7 +446,10 @@ class _Cover:
                 self._lay((*parts, name), inner, None)
         elif node.kind == "link":
             place.symlink_to(self.look.link_target(parts))
-        elif node.kind == "file":
+        elif node.file is not None:
+            if node.links > 1 and self.files.setdefault(node.file, place) is not place:
+                os.link(self.files[node.file], place)
+                return
             place.write_bytes(self.look.read(parts))
             if status is not None and stat.S_ISREG(status.st_mode):
                 _take_after(place, status, self.tree.path.joinpath(*parts))
@@ -494,7 +502,35 @@ class Attributes:
         )
 
 
-Action = Literal["remove", "directory", "move", "rewrite", "attributes"]
+_HANDLE_TYPE = 4
+_HANDLE_START = 21
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Stands for a file with several names in the workspace, whatever they are."""
+
+    workspace: Path
+    name: bytes
+    """What the overlay calls it: four bytes and the handle's type, a UUID of sixteen bytes, and
+    then what the filesystem itself takes for a handle."""
+
+    def open(self) -> int | None:
+        """Return a descriptor that only stands for the file, if the system gives one."""
+        body = self.name[_HANDLE_START:]
+        size, kind = len(body), self.name[_HANDLE_TYPE]
+        numbers = size.to_bytes(4, sys.byteorder) + kind.to_bytes(4, sys.byteorder)
+        libc = ctypes.CDLL(None, use_errno=True)
+        directory = os.open(self.workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            handle = ctypes.create_string_buffer(numbers + body)
+            opened = libc.open_by_handle_at(directory, handle, os.O_PATH | os.O_CLOEXEC)
+        finally:
+            os.close(directory)
+        return None if opened < 0 else opened
+
+
+Action = Literal["remove", "directory", "move", "link", "rewrite", "attributes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,14 +538,15 @@ class Step:
     """One change of the workspace.
 
     ``remove`` what is there; make a ``directory``; ``move`` the source there, whatever it is;
-    ``rewrite`` what is there in place with the source's bytes;
-    set the ``attributes``.
+    ``link`` the file there that the handle stands for; ``rewrite`` what is there in place with the
+    source's bytes; set the ``attributes``.
     """
 
     action: Action
     parts: Parts
     source: Path | None = None
     attributes: Attributes | None = None
+    handle: Handle | None = None
 
 
 class Lower:
@@ -587,11 +624,11 @@ class _Reader:
         if os.geteuid() and status.st_mode & 0o700 != 0o700:
             os.chmod(path, status.st_mode | 0o700)
         direct = False
-        with os.scandir(path) as entries:
-            listed = sorted(entries, key=lambda entry: entry.name)
-        for entry in listed:
+        for name in sorted(os.listdir(path)):
+            if name.startswith(TEMPORARY):
+                continue  # what the call has replaced so far waits there
             count = len(self.found)
-            self._entry(path / entry.name, (*parts, entry.name), merged)
+            self._entry(path / name, (*parts, name), merged)
             direct |= any(step.parts[:-1] == parts for step in self.found[count:])
         if not merged:
             self.found.append(Step("attributes", parts, attributes=own))
@@ -637,7 +674,8 @@ class _Reader:
         self, path: Path, parts: Parts, status: os.stat_result, below: os.stat_result | None
     ) -> None:
         own = _attributes(path, status, self.way.xattrs)
-        handle = self.indexed.get(status.st_ino)
+        name = self.indexed.get(status.st_ino)
+        handle = None if name is None else Handle(self.layers.workspace, name)
         if handle is not None and self._linked(path, parts, status, own, handle, below):
             return
         if (
@@ -656,22 +694,17 @@ class _Reader:
         parts: Parts,
         status: os.stat_result,
         own: Attributes,
-        handle: bytes,
+        handle: Handle,
         below: os.stat_result | None,
     ) -> bool:
         """Add the steps for a file that had several names before: it keeps them, and its inode."""
-        opened = _open_handle(self.layers.workspace, handle)
+        opened = handle.open()
         if opened is None:
             return False
         try:
             was = os.fstat(opened)
             if below is None or (below.st_dev, below.st_ino) != (was.st_dev, was.st_ino):
-                link = self.layers.place / f"link-{len(self.found)}"
-                try:
-                    os.link(f"/proc/self/fd/{opened}", link, src_dir_fd=opened)
-                except OSError:
-                    return False  # the store is on another filesystem
-                self._replace("move", parts, link, below)
+                self._replace(Step("link", parts, handle=handle), below)
             if status.st_ino in self.rewritten:
                 return True
             self.rewritten.add(status.st_ino)
@@ -711,14 +744,12 @@ class _Reader:
 
     def _move(self, path: Path, parts: Parts, below: os.stat_result | None) -> None:
         _scrub(path, self.way.xattrs)
-        self._replace("move", parts, path, below)
+        self._replace(Step("move", parts, path), below)
 
-    def _replace(
-        self, action: Action, parts: Parts, source: Path, below: os.stat_result | None
-    ) -> None:
+    def _replace(self, step: Step, below: os.stat_result | None) -> None:
         if below is not None and stat.S_ISDIR(below.st_mode):
-            self.found.append(Step("remove", parts))
-        self.found.append(Step(action, parts, source))
+            self.found.append(Step("remove", step.parts))
+        self.found.append(step)
 
 
 def _is_whiteout(path: Path, status: os.stat_result, prefix: str) -> bool:
@@ -774,24 +805,3 @@ def _equal(one: int, other: int) -> bool:
             return False
         if not data:
             return True
-
-
-# Files with several names. The overlay names each by its handle: four bytes of which the fifth is
-# the handle's type, a UUID of sixteen, and then what the filesystem itself takes for a handle.
-_HANDLE_TYPE = 4
-_HANDLE_START = 21
-
-
-def _open_handle(workspace: Path, name: bytes) -> int | None:
-    """Return a descriptor of the file below that a handle stands for, if the system lets us."""
-    body = name[_HANDLE_START:]
-    handle = ctypes.create_string_buffer(
-        len(body).to_bytes(4, sys.byteorder) + name[_HANDLE_TYPE].to_bytes(4, sys.byteorder) + body
-    )
-    libc = ctypes.CDLL(None, use_errno=True)
-    directory = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        opened = libc.open_by_handle_at(directory, handle, os.O_PATH | os.O_CLOEXEC)
-    finally:
-        os.close(directory)
-    return None if opened < 0 else opened

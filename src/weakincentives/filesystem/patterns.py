@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.protocol import Parts, shown, split_path
@@ -88,8 +88,8 @@ def compile_regex(pattern: str) -> re.Pattern[str]:
         ) from error
 
 
-def matching_lines(data: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line in which the expression is found; none of binary data."""
+def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line in which something is found; none of binary data."""
     if not data or b"\0" in data:
         return
     try:
@@ -99,7 +99,7 @@ def matching_lines(data: bytes, regex: re.Pattern[str]) -> Iterator[tuple[int, s
     # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         line = line.removesuffix("\r")
-        if regex.search(line):
+        if found(line):
             yield number, line
 
 

@@ -30,20 +30,23 @@ class Record:
     origin: Parts | None = None
     """Of something moved: where it was."""
     kept: str | None = None
-    """The old thing's name in the transaction's directory."""
+    """The old thing's name in the room."""
     copy: str | None = None
-    """The name of a copy of its content, where the thing itself may be changed in place."""
+    """The name, in the transaction's directory, of a copy of the content of what may be changed in
+    place."""
     before: Entry | None = None
     old: Ident | None = None
     """What was there; None for nothing."""
     new: Ident | None = None
     """What we put there; None for nothing, or for a directory."""
-    temp: str | None = None
-    """A name beside ``path`` that is in use while the change is made across filesystems."""
+    room: Parts | None = None
+    """The directory that has ``kept``; None for the transaction's own, in the store."""
     times: tuple[tuple[Parts, int], ...] = ()
     """Directories that this was the first to change, with their times before."""
     away: bool = False
     """Whether ``kept`` is the thing itself, taken away, and not a second name of it or a copy."""
+    twin: Parts | None = None
+    """Of something found: another name of the same file, which is brought back before this one."""
     commit: dict[str, Any] | None = None
     offset: int = 0
     """Where in the journal the record begins."""
@@ -61,10 +64,11 @@ class Record:
             None if self.before is None else self.before.encode(),
             self.old,
             self.new,
-            self.temp,
+            None if self.room is None else "/".join(self.room),
             [["/".join(parts), mtime] for parts, mtime in self.times],
             self.away,
             self.commit,
+            None if self.twin is None else "/".join(self.twin),
         ]
         text = _encode(values).encode()
         return b"%08x %s\n" % (zlib.crc32(text), text)
@@ -75,7 +79,9 @@ class Record:
         mark, _, text = line.partition(b" ")
         if not line.endswith(b"\n") or mark != b"%08x" % zlib.crc32(text[:-1]):
             return None
-        op, path, origin, kept, copy, before, old, new, temp, times, away, commit = json.loads(text)
+        values = json.loads(text)
+        op, path, origin, kept, copy, before, old, new, room, times, away, commit = values[:12]
+        twin = values[12] if len(values) > 12 else None  # older ones have none
         return cls(
             op=op,
             path=_split(path),
@@ -85,9 +91,10 @@ class Record:
             before=None if before is None else Entry.decode(before),
             old=None if old is None else Ident(*old),
             new=None if new is None else Ident(*new),
-            temp=temp,
+            room=None if room is None else _split(room),
             times=tuple((_split(parts), mtime) for parts, mtime in times),
             away=away,
+            twin=None if twin is None else _split(twin),
             commit=commit,
             offset=offset,
             end=offset + len(line),

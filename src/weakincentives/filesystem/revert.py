@@ -15,7 +15,7 @@ from weakincentives.filesystem.journal import Changes, matches
 from weakincentives.filesystem.layers import Look
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.store import Entry, apply_entry, copy_content
+from weakincentives.filesystem.store import Entry, apply_entry
 
 __all__ = ["describe", "go_back"]
 
@@ -43,10 +43,17 @@ class _Going:
         self.sentences: list[str] = []
         self._state: dict[Parts, Ident | None] = {}
         """What the history says is at the paths that were put back."""
+        self._directories: set[Parts] = set()
+        """Those that were made here: each is what the history says, though it is another one."""
         self._left: set[Parts] = set()
         self._times: dict[Parts, int] = {}
-        self._linked: dict[int, Parts] = {}
-        """Files with several names that were put back, by their former inode."""
+        self._former: dict[Parts, int] = {}
+        """The names that were made here, with the inode that the file at each had in the history:
+        the one it has now may be that of a file that is no more."""
+        self._made: dict[int, list[Parts]] = {}
+        """The same by inode; some of these may be gone again."""
+        self._stayed: dict[int, list[Parts]] | None = None
+        """The names of all other files, by inode; looked up when first needed."""
 
     def undo(self, delta: Delta) -> None:
         """Undo one committed call, as far as things are as it left them."""
@@ -74,15 +81,17 @@ class _Going:
         """Tell whether what is at a path is what the call left there."""
         if parts not in delta.after:
             return True
-        if parts in self._state:
-            now = self._state[parts]
-        else:
-            try:
-                status = self.changes.tree.status(parts)
-            except OSError:
-                return False  # something else is in the way
-            now = None if status is None else ident_of(status)
-        return matches(delta.after[parts], now)
+        left = delta.after[parts]
+        if parts in self._state and matches(left, self._state[parts]):
+            return True
+        if left is not None and left.size == -1 and parts in self._directories:
+            return True
+        try:
+            status = self.changes.tree.status(parts)
+        except OSError:
+            return False  # something else is in the way
+        # Also of what was put back: a file may have been so by another of its names.
+        return matches(left, None if status is None else ident_of(status))
 
     def _leave(self, parts: Parts, record: Record, delta: Delta) -> None:
         self._left.add(parts)
@@ -108,6 +117,7 @@ class _Going:
         match record.op:
             case "moved" | "moved over" if record.origin is not None:
                 self.changes.rename(record.path, record.origin)
+                self._follow(record.path, record.origin)
                 self._state[record.origin] = record.old
                 self._state[record.path] = None
             case "made":
@@ -121,6 +131,32 @@ class _Going:
         for parts, mtime in record.times:
             self._times[parts] = mtime
 
+    def _follow(self, path: Parts, origin: Parts) -> None:
+        """Know things by the names they have now that one, or a directory, was moved back."""
+        depth = len(path)
+        for known in [known for known in self._times if known[:depth] == path]:
+            self._times[(*origin, *known[depth:])] = self._times.pop(known)
+        for known in [known for known in self._former if known[:depth] == path]:
+            self._note((*origin, *known[depth:]), self._former.pop(known))
+        moved = {known for known in self._directories if known[:depth] == path}
+        self._directories -= moved
+        self._directories |= {(*origin, *known[depth:]) for known in moved}
+        self._stayed = None
+
+    def _note(self, parts: Parts, ino: int) -> None:
+        """Note that a path is a name of what was a file in the history."""
+        self._former[parts] = ino
+        self._made.setdefault(ino, []).append(parts)
+
+    def _forget(self, parts: Parts, status: os.stat_result | None) -> None:
+        """Forget what was made at a path, or below it, and goes now."""
+        depth = len(parts)
+        self._former.pop(parts, None)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
+            self._directories = {p for p in self._directories if p[:depth] != parts}
+            self._forget_times(parts)
+
     def _unmake(self, record: Record) -> None:
         if self.changes.tree.status(record.path) is None:
             return
@@ -132,6 +168,7 @@ class _Going:
             )
             return
         self.changes.remove(record.path)
+        self._directories.discard(record.path)
         self._forget_times(record.path)
         self._state[record.path] = None
 
@@ -140,6 +177,7 @@ class _Going:
         status = tree.status(parts)
         if before is None:
             if status is not None:
+                self._forget(parts, status)
                 self._remove(parts)
             self._state[parts] = None
             return
@@ -153,41 +191,77 @@ class _Going:
         elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
             self.changes.write(parts, self.changes.store.objects.read(before.digest or ""))
             self._set_attributes(parts, before)
-            self._linked[before.ino] = parts
-        elif before.kind == "file" and (other := self._other_name(parts, before)) is not None:
-            self._link(parts, other)
-        else:
-            staged = self.changes.store.stage()
-            try:
-                self._make(record, before, self.changes.store.tree, staged.name, delta)
-            except FileNotFoundError:
-                self._left.add(parts)
-                self.sentences.append(
-                    f"{shown(join_path(parts))} could not be put back: its content was not kept"
-                )
-                return
-            self.changes.put(parts, staged)
-            self._forget_times(parts)
-            if before.nlink > 1:
-                self._linked[before.ino] = parts
+            now = self._file(parts)
+            if now is not None and now.st_ino != status.st_ino:
+                self._note(parts, before.ino)  # it was the last name: the file is another one now
+        elif not self._link(parts, before) and not self._make_again(record, before, delta):
+            self._left.add(parts)
+            self.sentences.append(
+                f"{shown(join_path(parts))} could not be put back: its content was not kept"
+            )
+            return
         self._state[parts] = before.ident
 
     def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
-        """Tell whether a file is the one it was, or stands for it since it was put back."""
-        return _is_same_file(status, before) or self._linked.get(before.ino) == parts
+        """Tell whether a file with several names is the one it was, or stands for it now."""
+        if before.nlink < 2 or before.digest is None or not stat.S_ISREG(status.st_mode):
+            return False
+        return self._former.get(parts, status.st_ino) == before.ino
 
-    def _other_name(self, parts: Parts, before: Entry) -> Parts | None:
-        """Return another name of a file that had several; it may have one nobody touched."""
-        if before.nlink < 2:
-            return None
-        known = self._linked.get(before.ino)
-        if known is not None:
-            return None if known == parts else known
-        for place, status in self.changes.tree.walk(()):
-            if ident_of(status) == before.ident and place != parts:
-                self._linked[before.ino] = place
-                return place
+    def _make_again(self, record: Record, before: Entry, delta: Delta) -> bool:
+        """Put back what a call has replaced; False if it was not kept."""
+        parts, store = record.path, self.changes.store
+        staged = store.stage()
+        try:
+            files = self._make(record, before, store.tree, staged.name, delta)
+        except FileNotFoundError:
+            return False
+        others = {
+            link.place: other
+            for link in delta.links.get(record.kept or "", ())
+            if (other := self._other_name(files[link.place])) is not None
+        }
+        self._forget(parts, self.changes.tree.status(parts))
+        self.changes.put(parts, staged)
+        self._forget_times(parts)
+        for place, file in files.items():
+            there, other = (*parts, *place), others.get(place)
+            if file.size == -1:
+                self._directories.add(there)
+            elif other is None or not self._relink(there, other, file.ino):
+                self._note(there, file.ino)
+        return True
+
+    def _other_name(self, file: Ident) -> Parts | None:
+        """Return a name of a file that is as it was: one that stayed, or one that is back."""
+        for name in reversed(self._made.get(file.ino, ())):
+            if self._former.get(name) == file.ino and self._is(name, file):
+                return name
+        for name in self._names_of(file.ino):
+            if name not in self._former and self._is(name, file, file.ino):
+                return name
         return None
+
+    def _names_of(self, ino: int) -> list[Parts]:
+        if self._stayed is None:
+            self._stayed = {}
+            for place, status in self.changes.tree.walk(()):
+                if stat.S_ISREG(status.st_mode) and place not in self._former:
+                    self._stayed.setdefault(status.st_ino, []).append(place)
+        return self._stayed.setdefault(ino, [])
+
+    def _is(self, parts: Parts, file: Ident, ino: int | None = None) -> bool:
+        status = self._file(parts)
+        if status is None or (ino is not None and status.st_ino != ino):
+            return False
+        return matches(file, ident_of(status))
+
+    def _file(self, parts: Parts) -> os.stat_result | None:
+        try:
+            status = self.changes.tree.status(parts)
+        except OSError:
+            return None  # something else is in the way
+        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def _remove(self, parts: Parts) -> None:
         try:
@@ -197,12 +271,34 @@ class _Going:
             self.changes.set_attributes(parts[:-1], mode=0o700)
             self.changes.remove(parts)
 
-    def _link(self, parts: Parts, other: Parts) -> None:
-        """Make a path one more name of a file."""
-        staged = self.changes.store.stage()
-        with self.changes.tree.parent(other) as above:
-            os.link(other[-1], staged, src_dir_fd=above, follow_symlinks=False)
-        self.changes.put(parts, staged)
+    def _link(self, parts: Parts, before: Entry) -> bool:
+        """Make a path one more name of the file it was a name of; False where there is none."""
+        if before.kind != "file" or before.nlink < 2:
+            return False
+        other = self._other_name(before.ident)
+        if other is None or other == parts:
+            return False
+        self._forget(parts, self.changes.tree.status(parts))
+        return self._add_name(parts, other, before.ino)
+
+    def _relink(self, parts: Parts, other: Parts, ino: int) -> bool:
+        """Make a file in a directory that is back one more name of the one that stayed."""
+        above = self.changes.tree.status(parts[:-1])
+        if above is None or not self._add_name(parts, other, ino):
+            return False
+        self._times.setdefault(parts[:-1], above.st_mtime_ns)
+        return True
+
+    def _add_name(self, parts: Parts, other: Parts, ino: int) -> bool:
+        try:
+            self.changes.add_name(other, parts)
+        except OSError:
+            return False  # not everybody may do so, nor on every filesystem
+        if other in self._former:
+            self._note(parts, ino)
+        else:
+            self._names_of(ino).append(parts)
+        return True
 
     def _forget_times(self, parts: Parts) -> None:
         """Leave the times of a directory alone that is another one now."""
@@ -210,30 +306,24 @@ class _Going:
             known: mtime for known, mtime in self._times.items() if known[: len(parts)] != parts
         }
 
-    def _make(self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta) -> None:
-        """Make again what a call has replaced, at a free name."""
+    def _make(
+        self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta
+    ) -> dict[Parts, Ident]:
+        """Make again what a call has replaced, at a free name; returns the files it consists of."""
         match before.kind:
-            case "file" if before.digest is not None:
-                reading = self.changes.store.objects.open(before.digest)
-                try:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                    writing = os.open(name, flags, 0o600, dir_fd=tree.fd)
-                    try:
-                        copy_content(reading, writing)
-                    finally:
-                        os.close(writing)
-                finally:
-                    os.close(reading)
+            case "file":
+                self.history.make_file(before, tree, name)
+                return {(): before.ident}
             case "symlink":
                 os.symlink(before.target or "", name, dir_fd=tree.fd)
             case "fifo":
                 os.mkfifo(name, 0o600, dir_fd=tree.fd)
             case "directory" if record.kept is not None:
-                self.history.copy_tree(delta.committed.serial, record.kept, tree, name)
-                return
+                return self.history.copy_tree(delta, record.kept, tree, name)
             case _:
                 raise FileNotFoundError(name)
         apply_entry(tree, (name,), before)
+        return {}
 
     def _set_attributes(self, parts: Parts, before: Entry) -> None:
         if self.changes.tree.status(parts) is not None:
@@ -257,15 +347,6 @@ class _Going:
 
 def _paths(record: Record) -> tuple[Parts, ...]:
     return (record.path,) if record.origin is None else (record.path, record.origin)
-
-
-def _is_same_file(status: os.stat_result, before: Entry) -> bool:
-    return (
-        status.st_ino == before.ino
-        and before.nlink > 1
-        and stat.S_ISREG(status.st_mode)
-        and before.digest is not None
-    )
 
 
 class _Side(NamedTuple):

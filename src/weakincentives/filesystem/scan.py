@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import stat
 import threading
@@ -21,6 +22,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.confined import BARRED, Tree, xattrs_of
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.store import Entry, Objects, Store, digest_of
 
 if TYPE_CHECKING:
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["External", "Found", "Manifest", "digests_in", "find_unfinished"]
 
+logger = logging.getLogger("weakincentives.filesystem")
+
 # A file that changes again this soon after it was looked at may get the same times as before.
 RACY_NS = 50_000_000
+
+# A command is killed with the process that started it. How many seconds that may take.
+DYING = 10.0
 
 # Nothing is there any more, or something else, such as a link.
 _GONE = BARRED | {errno.ENOENT, errno.EINVAL}
@@ -52,6 +59,8 @@ class Found(NamedTuple):
     """What was there; None for nothing."""
     times: tuple[tuple[Parts, int], ...] = ()
     """Times that undoing sets when all else is done, of directories that are as they were."""
+    twin: Parts | None = None
+    """Another name of the same file, which undoing brings back before this one."""
 
 
 class _Known(NamedTuple):
@@ -125,8 +134,9 @@ class Manifest:
     def to_undo(self, tree: Tree, found: Sequence[Found]) -> list[Found]:
         """Return what was found, and what else must be known, so that undoing in reverse works.
 
-        Directories that went are made again before what was in them, get their times when all else
-        is done, and the names of one file that stayed are there for those that went to join.
+        Directories that went are made again before what was in them, and get their times when all
+        else is done. Of the names of one file, those that still are that file come first; the
+        others join them.
         """
         touched = {one.parts[:-1] for one in found if one.parts}
         # That entries came and went is no change of a directory: only its time is put back.
@@ -136,18 +146,23 @@ class Manifest:
         directories = [one for one in kept if _was_directory(one)]
         others = [one for one in kept if not _was_directory(one)]
         gone = [one for one in directories if not _is_directory(_status(tree, one.parts))]
-        stayed: dict[Parts, Found] = {}
-        for one in others:
-            if one.before is not None and one.before.nlink > 1:
-                for parts in self._linked.get(one.before.ino, set()) - ours:
-                    stayed[parts] = Found(parts, self._known[parts].entry)
-        ordered = [*directories, *others, *reversed(gone), *stayed.values()]
+        stayed = {one.parts: one for one in others if _is_still_linked(tree, one)}
+        others = [one for one in others if one.parts not in stayed]
+        for one in kept:
+            for parts in self._other_names(one) - ours:
+                stayed[parts] = Found(parts, self._known[parts].entry)
+        ordered = _with_twins([*directories, *others, *reversed(gone), *stayed.values()])
         if ordered:
             above = touched - ours
             known = {parts: self._known[parts] for parts in above if parts in self._known}
             times = tuple((parts, one.entry.mtime_ns) for parts, one in known.items())
             ordered[0] = ordered[0]._replace(times=times)
         return ordered
+
+    def _other_names(self, one: Found) -> set[Parts]:
+        if one.before is None or _was_directory(one) or one.before.nlink == 1:
+            return set()
+        return self._linked.get(one.before.ino, set())
 
     def _only_time(self, tree: Tree, one: Found) -> bool:
         found = _entry(tree, one.parts, None)
@@ -172,12 +187,13 @@ class Manifest:
         watcher = self._watcher
         if watcher is None or not self._covered:
             return None
-        trees = _topmost(watcher.trees)
+        trees = _topmost(parts for parts in watcher.trees if not _is_ours(parts))
         found = [one for parts in trees for one in self._below(tree, parts)]
         # A file with several names may have been changed by one that nobody watches.
         several = (parts for names in self._linked.values() for parts in names)
         for parts in {*watcher.touched, *several}:
-            if not any(parts[:depth] in trees for depth in range(len(parts) + 1)):
+            covered = any(parts[:depth] in trees for depth in range(len(parts) + 1))
+            if not covered and not _is_ours(parts):
                 found.extend(self._one(tree, parts))
         # Where a file got another name, nobody tells which its first one is.
         return None if any(self._is_newly_linked(*one) for one in found) else found
@@ -223,6 +239,8 @@ class Manifest:
                 self._watch(fd, parts)
                 with os.scandir(fd) as entries:
                     for entry in entries:
+                        if entry.name.startswith(TEMPORARY):
+                            continue
                         with contextlib.suppress(FileNotFoundError):
                             listed[entry.name] = entry.stat(follow_symlinks=False)
         except PermissionError:
@@ -401,7 +419,7 @@ class External:
 def journal_found(manifest: Manifest, tree: Tree, changes: Changes) -> None:
     """Journal all that differs from the manifest, so that undoing brings it back."""
     for one in manifest.to_undo(tree, manifest.changes(tree)):
-        changes.found(one.parts, one.before, one.times)
+        changes.found(one.parts, one.before, one.times, one.twin)
 
 
 def find_unfinished(tree: Tree, store: Store, changes: Changes) -> None:
@@ -410,6 +428,10 @@ def find_unfinished(tree: Tree, store: Store, changes: Changes) -> None:
     file = store.path / "manifest.db"
     if settled.exists() or not file.exists():
         return
+    if not store.wait_for_programs(DYING):
+        logger.warning(
+            "A program that was started to work on %s still runs, and may change files", tree.path
+        )
     manifest = Manifest(file, store.objects, watch=False)
     try:
         journal_found(manifest, tree, changes)
@@ -418,12 +440,38 @@ def find_unfinished(tree: Tree, store: Store, changes: Changes) -> None:
     settled.touch()
 
 
+def _is_ours(parts: Parts) -> bool:
+    """Tell whether a path is in a room: nothing there is a change of anybody."""
+    return any(name.startswith(TEMPORARY) for name in parts)
+
+
 def _by_path(found: Found) -> Parts:
     return found.parts
 
 
 def _was_directory(found: Found) -> bool:
     return found.before is not None and found.before.kind == "directory"
+
+
+def _is_still_linked(tree: Tree, one: Found) -> bool:
+    """Tell whether a path still is a name of the file that it and others were names of."""
+    if one.before is None or one.before.nlink == 1:
+        return False
+    status = _status(tree, one.parts)
+    return status is not None and status.st_ino == one.before.ino
+
+
+def _with_twins(ordered: Sequence[Found]) -> list[Found]:
+    """Let each name of a file know the one that comes back before it: the next in this order."""
+    names: dict[int, Parts] = {}
+    done: list[Found] = []
+    for one in reversed(ordered):
+        twin = None
+        if one.before is not None and one.before.nlink > 1 and not _was_directory(one):
+            twin = names.get(one.before.ino)
+            names[one.before.ino] = one.parts
+        done.append(one._replace(twin=twin))
+    return done[::-1]
 
 
 def _is_directory(status: os.stat_result | None) -> bool:

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.layers import Cover, Layer, Look, Node, NodeKind, Present, node_of
+from weakincentives.filesystem.layers import (
+    Cover,
+    File,
+    Layer,
+    Look,
+    Node,
+    NodeKind,
+    Present,
+    names_of,
+    node_of,
+)
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Store
 
@@ -32,6 +42,8 @@ class Edit(Protocol):
     def rename(self, origin: Parts, target: Parts) -> None: ...
     def copy(self, origin: Parts, target: Parts) -> None: ...
     def put_file(self, parts: Parts, source: Path) -> None: ...
+    def link(self, opened: Path, parts: Parts) -> None: ...
+    def add_name(self, origin: Parts, parts: Parts) -> None: ...
     def set_attributes(
         self,
         parts: Parts,
@@ -53,7 +65,9 @@ class _Attributes(NamedTuple):
 
 
 class _Step(NamedTuple):
-    action: Literal["write", "directory", "remove", "rename", "copy", "put", "attributes", "back"]
+    action: Literal[
+        "write", "directory", "remove", "rename", "copy", "name", "put", "attributes", "back"
+    ]
     parts: Parts
     target: Parts = ()
     content: bytes | Path = b""
@@ -91,18 +105,24 @@ class Staging:
     def written(self) -> set[Parts]:
         """The paths that were changed."""
         return {step.target or step.parts for step in self.state.steps} | {
-            step.parts for step in self.state.steps if step.action != "copy"
+            step.parts for step in self.state.steps if step.action not in ("copy", "name")
         }
 
     @property
     def covered(self) -> set[Parts]:
         """The paths where this may not look as the directory itself does."""
         paths: set[Parts] = set()
+        files: set[File] = set()
         look: Look = self.layer
         while isinstance(look, Layer):
             paths.update(look.changed)
+            files.update(look.files)
             look = look.below
-        return paths | look.changed() if isinstance(look, Present) else paths
+        if isinstance(look, Present):
+            changed = look.changed()
+            paths |= changed.paths
+            files |= changed.files
+        return paths | names_of(self, files, [()]) if files else paths
 
     # Looking
 
@@ -133,9 +153,12 @@ class Staging:
         now = _now()
         layer = self.layer.make_directories(parts[:-1], now)
         old = layer.node(parts)
-        mode = 0o644 if old is None else old.mode
         content = data if len(data) <= IN_MEMORY else self._spill(data)
-        node = Node("file", mode, len(data), now, next(_numbers))
+        if old is not None and old.links > 1:  # the same file, for all the names it has
+            node = old._replace(size=len(data), mtime_ns=now)
+        else:
+            mode = 0o644 if old is None else old.mode
+            node = Node("file", mode, len(data), now, next(_numbers))
         steps = self.state.steps
         if steps and steps[-1].action == "write" and steps[-1].parts == parts:
             steps = steps[:-1]
@@ -160,7 +183,8 @@ class Staging:
 
     def copy(self, origin: Parts, target: Parts) -> None:
         """Put a copy of a file, link or directory at another path; what is there goes."""
-        layer = self.layer.make_directories(target[:-1], _now()).copy(origin, target)
+        layer = self.layer.make_directories(target[:-1], _now())
+        layer = layer.copy(origin, target, _numbers)
         self._add(layer, _Step("copy", origin, target))
 
     def put_file(self, parts: Parts, source: Path) -> None:
@@ -171,6 +195,23 @@ class Staging:
         content = os.fsencode(os.readlink(place)) if node.kind == "link" else place
         layer = self.layer.make_directories(parts[:-1], _now()).put(parts, Cover(node, content))
         self._add(layer, _Step("put", parts, content=place))
+
+    def link(self, opened: Path, parts: Parts) -> None:
+        """Make the path one more name of a file; ``opened`` is the path of a descriptor of it."""
+        file = node_of(os.stat(opened)).file
+        names = set[Parts]() if file is None else names_of(self, {file}, [()])
+        if names:
+            self.add_name(min(names), parts)
+        else:
+            # Not one of the workspace, but what this view had laid over it for a command.
+            place = self._place()
+            shutil.copy2(opened, place)
+            self.put_file(parts, place)
+
+    def add_name(self, origin: Parts, parts: Parts) -> None:
+        """Make the path one more name of the file at another; what is there goes."""
+        layer = self.layer.make_directories(parts[:-1], _now()).add_name(origin, parts)
+        self._add(layer, _Step("name", origin, parts))
 
     def set_attributes(
         self,
@@ -193,6 +234,7 @@ class Staging:
 
     def replay(self, edit: Edit, go_back: Callable[[object], None]) -> None:
         """Make all these changes elsewhere, in the same order."""
+        copies: dict[int, Path] = {}
         for step in self.state.steps:
             match step.action:
                 case "write":
@@ -207,10 +249,12 @@ class Staging:
                     edit.rename(step.parts, step.target)
                 case "copy":
                     edit.copy(step.parts, step.target)
+                case "name":
+                    edit.add_name(step.parts, step.target)
                 case "back":
                     go_back(step.place)
                 case "put":
-                    self._put_file(edit, step)
+                    self._put_file(edit, step, copies)
                 case "attributes":
                     self._set_attributes(edit, step)
 
@@ -221,20 +265,24 @@ class Staging:
                 step.parts, mode=mode, mtime_ns=mtime_ns, uid=uid, gid=gid, xattrs=xattrs
             )
 
-    def _put_file(self, edit: Edit, step: _Step) -> None:
+    def _put_file(self, edit: Edit, step: _Step, copies: dict[int, Path]) -> None:
         """Put a staged file elsewhere by another name, then have a copy: it may be needed again."""
         place, name = step.content, self._place()
         assert isinstance(place, Path)
+        ino = os.lstat(place).st_ino
         os.link(place, name, follow_symlinks=False)
         edit.put_file(step.parts, name)
         # Its own from here on: what is in the directory may be changed in place.
-        if place.is_symlink():
+        if ino in copies:
+            os.link(copies[ino], name, follow_symlinks=False)
+        elif place.is_symlink():
             name.symlink_to(os.readlink(place))
         elif place.is_file():
             shutil.copy2(place, name)
         else:
             os.mkfifo(name)
         os.rename(name, place)
+        copies[ino] = place
 
     def drop(self) -> None:
         """Remove the files that hold the contents."""

@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -363,8 +363,8 @@ class Store:
             self._unlock()
             raise
         self.objects = Objects(self.path / "objects")
-        # What a killed process has left is still there: its names are not free.
-        self._count = max((_number(name) for name in self.tree.names(())), default=0)
+        self._count = 0
+        self.avoid(self.tree.names(()))
 
     @property
     def tx_fd(self) -> int:
@@ -376,6 +376,10 @@ class Store:
         self._count += 1
         return f"{mark}{self._count}"
 
+    def avoid(self, names: Iterable[str]) -> None:
+        """Give no name that a killed process has given: these are what it has left."""
+        self._count = max([self._count, *(_number(name) for name in names)])
+
     def stage(self) -> Path:
         """Return a free path, on the store's filesystem, to build something at."""
         return self.tx / self.fresh()
@@ -386,6 +390,40 @@ class Store:
         folder.mkdir(mode=0o700, exist_ok=True)
         name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
         return folder / f"{os.urandom(4).hex()}-{name}"
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[int]:
+        """Give a descriptor: while a program that was started with it lives, others can tell."""
+        import fcntl
+
+        fd = self._open_running()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def wait_for_programs(self, seconds: float) -> bool:
+        """Wait for the programs that a process which is gone has started; False if they live on."""
+        import fcntl
+
+        until = SYSTEM_CLOCK.monotonic() + seconds
+        pause = threading.Event()
+        fd = self._open_running()
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+                if SYSTEM_CLOCK.monotonic() >= until:
+                    return False
+                pause.wait(0.005)
+        finally:
+            os.close(fd)
+
+    def _open_running(self) -> int:
+        # To be locked, not written: commands have it, too.
+        return os.open(self.path / "running", os.O_RDONLY | os.O_CREAT, 0o600)
 
     def close(self) -> None:
         """Let others have the workspace."""
