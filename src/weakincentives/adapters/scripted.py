@@ -102,10 +102,16 @@ class ScriptedAdapter(Adapter):
 
 def _read(path: Path) -> list[Turn]:
     text = path.read_text("utf-8")
-    turns: object = json.loads(text) if path.suffix == ".json" else _from_yaml(text)
+    try:
+        turns: object = json.loads(text) if path.suffix == ".json" else _from_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: cannot be read: {error}") from error
     if not isinstance(turns, list):
         raise ValueError(f"{path.name}: a script is a list of turns")
-    return [_turn(path.name, n, each) for n, each in enumerate(cast("list[object]", turns), 1)]
+    return [
+        _turn(f"{path.name}, turn {n}", each)
+        for n, each in enumerate(cast("list[object]", turns), 1)
+    ]
 
 
 def _from_yaml(text: str) -> object:
@@ -113,32 +119,57 @@ def _from_yaml(text: str) -> object:
         import yaml
     except ImportError as error:
         raise MissingExtra("yaml", "PyYAML") from error
-    return yaml.safe_load(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
-def _turn(name: str, number: int, turn: object) -> Turn:
-    where = f"{name}, turn {number}"
+def _turn(where: str, turn: object) -> ModelTurn:
     if isinstance(turn, str):
         return says(turn)
-    if not isinstance(turn, Mapping):
-        raise ValueError(f"{where}: a turn is a text or a mapping, got {turn!r}")
-    turn = cast("Mapping[str, Any]", turn)
-    unknown = sorted(set(turn) - {"say", "call", "usage"})
+    fields = _mapping(f"{where}: a turn is a text or a mapping", turn)
+    unknown = sorted(set(fields) - {"say", "call", "usage"})
     if unknown:
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; a turn has say, call and usage")
-    made = tuple(_file_call(where, each) for each in turn.get("call", ()))
+    text, wanted = fields.get("say", ""), fields.get("call", [])
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: say is a text, got {text!r}")
+    if not isinstance(wanted, list):
+        raise ValueError(f"{where}: call is a list of calls, got {wanted!r}")
+    made = tuple(_file_call(where, each) for each in cast("list[object]", wanted))
     return ModelTurn(
-        text=str(turn.get("say", "")),
+        text=text,
         tool_calls=made,
         stop_reason="tool_use" if made else "end_turn",
-        usage=TokenUsage(**turn.get("usage", {})),
+        usage=_usage(where, fields.get("usage", {})),
     )
 
 
 def _file_call(where: str, wanted: object) -> ToolCall:
     if isinstance(wanted, str):
         return ToolCall(wanted)
-    if isinstance(wanted, Mapping) and len(cast("Mapping[str, Any]", wanted)) == 1:
-        ((name, params),) = cast("Mapping[str, Any]", wanted).items()
-        return ToolCall(name, {} if params is None else params)
-    raise ValueError(f"{where}: a call is a tool's name, or {{name: parameters}}; got {wanted!r}")
+    expected = f"{where}: a call is a tool's name, or {{name: parameters}}"
+    call = _mapping(expected, wanted)
+    if len(call) != 1:
+        raise ValueError(f"{expected}; got {wanted!r}")
+    ((name, params),) = call.items()
+    return ToolCall(name, {} if params is None else _mapping(expected, params))
+
+
+def _usage(where: str, usage: object) -> TokenUsage:
+    try:
+        return TokenUsage(**_mapping(f"{where}: usage has input_tokens and output_tokens", usage))
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: usage has input_tokens and output_tokens; got {usage!r}"
+        ) from error
+
+
+def _mapping(expected: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{expected}; got {value!r}")
+    for key in cast("dict[object, Any]", value):
+        if not isinstance(key, str):  # YAML has keys that JSON has not
+            raise ValueError(f"{expected}; got the key {key!r}")
+    return cast("dict[str, Any]", value)

@@ -1,82 +1,20 @@
-"""What you need to test your own tools: contexts, sessions, files, a clock, and a checker.
-
->>> from weakincentives.testing import make_context_with_files
->>> context = make_context_with_files({"a.txt": "hello"})
->>> context.filesystem.read("a.txt")
-'hello'
-
-Call a handler directly with such a context to test its logic. Call the ``Tool`` to test what a
-model would see: validation, rollback and the record in the session are then part of it. Let its
-handler tell a ``History`` what it reads and writes to test that calls which run at the same time
-come out as if they had run one after the other.
-"""
+"""Whether calls that ran at the same time came out as if they had run one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 from weakincentives.call import transaction_under_way
-from weakincentives.clock import FakeClock
-from weakincentives.filesystem import Filesystem, MemoryFilesystem
-from weakincentives.prompt.tool import ToolContext
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import Transaction
 
-__all__ = [
-    "Anomaly",
-    "FakeClock",
-    "History",
-    "make_context",
-    "make_context_with_files",
-    "make_session",
-    "make_vfs",
-]
+__all__ = ["Anomaly", "History"]
 
 T = TypeVar("T")
-
-
-def make_session(**options: Any) -> Session:
-    """Return an empty session; options are those of ``Session``."""
-    return Session(**options)
-
-
-def make_vfs(
-    files: Mapping[str, str | bytes] | Iterable[str] = (), **options: Any
-) -> MemoryFilesystem:
-    """Return an in-memory filesystem with these files; names alone make empty files."""
-    return MemoryFilesystem(files, **options)
-
-
-def make_context(
-    *,
-    session: Session | None = None,
-    fs: Filesystem | None = None,
-    resources: Mapping[type, object] | None = None,
-    **fields: Any,
-) -> ToolContext:
-    """Return a context with a session and an in-memory filesystem, yours or fresh ones.
-
-    ``resources`` adds to the filesystem; other fields are those of ``ToolContext``.
-    """
-    bound: dict[type, object] = {Filesystem: fs if fs is not None else make_vfs()}
-    bound.update(resources or {})
-    return ToolContext(
-        session=session if session is not None else make_session(), resources=bound, **fields
-    )
-
-
-def make_context_with_files(
-    files: Mapping[str, str | bytes] | Iterable[str], **options: Any
-) -> ToolContext:
-    """Return a context whose filesystem holds these files; names alone make empty files."""
-    return make_context(fs=make_vfs(files), **options)
-
-
-# Whether calls that ran at the same time came out as if they had run one after the other
 
 _Path: TypeAlias = tuple[Transaction, ...]
 """An attempt at a call, after those it is nested in."""

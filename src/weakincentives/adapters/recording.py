@@ -1,0 +1,507 @@
+"""Record a run and replay it: the same turns of the model, and where what they do first differs.
+
+A recording is a file of JSON lines. After each turn of the model stands what came of its calls:
+their answers, and what they changed in the session and in files. A replay compares that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
+
+from weakincentives.adapters.base import Adapter
+from weakincentives.budget import TokenUsage
+from weakincentives.call import ToolCall
+from weakincentives.errors import (
+    FilesystemError,
+    MalformedResponse,
+    NoSuchFile,
+    ProviderError,
+    ProviderRejected,
+    ProviderThrottled,
+    ProviderUnavailable,
+    ReplayDiverged,
+    ResourceError,
+    SnapshotError,
+)
+from weakincentives.filesystem import Filesystem
+from weakincentives.logs import get_logger
+from weakincentives.prompt.prompt import RenderedPrompt
+from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
+from weakincentives.runtime.evaluation import Model
+from weakincentives.runtime.events import PromptExecuted, ToolInvoked
+from weakincentives.runtime.session import Session
+from weakincentives.serde import dump, freeze
+from weakincentives.slices import EMPTY, Slice
+
+__all__ = ["Divergence", "ReplayAdapter", "record", "replay"]
+
+_logger = get_logger(__name__)
+
+Seen: TypeAlias = dict[str, str]
+"""What there was to see, by what it is about; what has not changed is left out."""
+
+
+def record(adapter: Adapter, path: str | Path) -> Adapter:
+    """Return an adapter that does the same and writes each turn to a new file, for ``replay``.
+
+    Each line is written whole and at once: what a run that was killed has left can be replayed.
+    One run at a time; several in a row go into one file.
+    """
+    return _RecordingAdapter(adapter, Path(path))
+
+
+def replay(path: str | Path, *, strict: bool = False) -> ReplayAdapter:
+    """Return an adapter that plays a recording and compares what comes of it.
+
+    The first difference is logged and is the adapter's ``divergence``. With ``strict`` it ends
+    the run with ReplayDiverged, before the next turn.
+    """
+    return ReplayAdapter(Path(path), strict=strict)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a replayed run first did something else than the recorded one."""
+
+    turn: int
+    """The turn of the model; the first is 1."""
+    call: int
+    """The call of that turn, the first is 1; 0 when the request for the turn differs."""
+    tool: str
+    """The tool that was called; several that ran together, when their answers do not tell."""
+    recorded: Mapping[str, str]
+    """What differs, by what it is about: an answer, a slice, a file, the prompt, a tool."""
+    came: Mapping[str, str]
+    """The same, as it came now."""
+
+    def __str__(self) -> str:
+        where = f"turn {self.turn}"
+        if self.call:
+            where += f", call {self.call} ({self.tool})"
+        pairs = ((name, self.recorded[name], self.came[name]) for name in self.recorded)
+        return f"{where}: " + "; ".join(f"{n} was {old!r}, and is {new!r}" for n, old, new in pairs)
+
+
+# Recording
+
+
+class _RecordingAdapter(Adapter):
+    """Passes on what another adapter answers, and writes it down."""
+
+    def __init__(self, adapter: Adapter, path: Path) -> None:
+        self.name = adapter.name
+        self.needs_loop = adapter.needs_loop
+        self.provider_tools = adapter.provider_tools
+        self._adapter = adapter
+        self._recording = _Recording(path, adapter.name)
+
+    def begin_run(self) -> Model:
+        return _RecordedRun(self._adapter.begin_run(), self._recording)
+
+    async def complete(self, request: ModelRequest) -> ModelTurn:
+        return await self._recording.complete(self._adapter, request)
+
+
+class _RecordedRun:
+    """What is asked in one run of an adapter that is recorded."""
+
+    def __init__(self, model: Model, recording: _Recording) -> None:
+        self.name = model.name
+        self.needs_loop = model.needs_loop
+        self.provider_tools = model.provider_tools
+        self.end_run = model.end_run
+        self._model = model
+        self._recording = recording
+
+    async def complete(self, request: ModelRequest) -> ModelTurn:
+        return await self._recording.complete(self._model, request)
+
+
+class _Recording:
+    """The file, and what is written to it."""
+
+    def __init__(self, path: Path, adapter: str) -> None:
+        self._path = path
+        self._watch: _Watch | None = None
+        with path.open("x"):  # never over what is there: it may be another recording
+            pass
+        self._write({"wink_recording": 1, "adapter": adapter})
+
+    async def complete(self, model: Model, request: ModelRequest) -> ModelTurn:
+        self._watch = _watching(self._watch, request, self._on_calls)
+        asked = self._watch.asked(request)
+        try:
+            turn = await model.complete(request)
+        except ProviderError as error:
+            self._write({"asked": asked, "error": _error_to_json(error)})
+            raise
+        self._write({"asked": asked, "turn": asdict(turn)})
+        return turn
+
+    def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
+        self._write({"calls": [*calls], "seen": seen})
+
+    def _write(self, line: Mapping[str, object]) -> None:
+        data = json.dumps(line, default=dump) + "\n"
+        # Appended in one write: a kill can only cost the end of the last line.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(data.encode("ascii"))
+
+
+# Replaying
+
+
+class ReplayAdapter(Adapter):
+    """Plays a recording; ``divergence`` is where the run first did something else."""
+
+    name = "replay"
+    needs_loop = False
+
+    def __init__(self, path: Path, *, strict: bool = False) -> None:
+        self._name = path.name
+        self._lines = iter(_read(path))
+        self._next: dict[str, Any] | None = None
+        self._strict = strict
+        self._watch: _Watch | None = None
+        self._turn = 0
+        self.divergence: Divergence | None = None
+        self._advance()
+
+    async def complete(self, request: ModelRequest) -> ModelTurn:
+        self._watch = _watching(self._watch, request, self._on_calls)
+        asked = self._watch.asked(request)
+        self._skip_calls()
+        line = self._next
+        if line is not None:
+            self._compare(0, "", line["asked"], asked)
+        if self._strict and self.divergence is not None:
+            raise ReplayDiverged(self.divergence)
+        if line is None:
+            raise ProviderRejected(
+                f"{self._name} ends after turn {self._turn}, and the model was asked for one more"
+            )
+        self._advance()
+        if "error" in line:
+            raise _error_from_json(line["error"])
+        self._turn += 1
+        turn = _turn_from_json(line["turn"])
+        if request.on_text is not None:
+            for each in turn.text.splitlines(keepends=True):
+                request.on_text(each)
+        return turn
+
+    def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
+        line = self._next
+        if line is None:
+            return  # the recording ends here: nothing is known of these calls
+        recorded: Seen = {"calls": "none"}
+        if "calls" in line:
+            recorded = line["seen"]
+            self._advance()
+        answers = {number: f"answer {number}" for number in calls}
+        differ = (n for n, name in answers.items() if recorded.get(name) != seen.get(name))
+        number = next(differ, 0)
+        tool = calls.get(number) or ", ".join(calls.values())
+        self._compare(number or min(calls), tool, recorded, seen)
+
+    def _skip_calls(self) -> None:
+        """Go on to the next turn; calls that were recorded and did not come are a difference."""
+        while self._next is not None and "calls" in self._next:
+            calls = self._next["seen"]["calls"]
+            self._compare(self._next["calls"][0], calls, {"calls": calls}, {"calls": "none"})
+            self._advance()
+
+    def _compare(self, call: int, tool: str, recorded: Seen, came: Seen) -> None:
+        if self.divergence is not None:
+            return  # what follows from the first difference is not of interest
+        names = [n for n in sorted({*recorded, *came}) if recorded.get(n) != came.get(n)]
+        if names:
+            pairs = {n: _around(recorded.get(n), came.get(n)) for n in names}
+            self.divergence = Divergence(
+                self._turn + (call == 0),
+                call,
+                tool,
+                {name: pair[0] for name, pair in pairs.items()},
+                {name: pair[1] for name, pair in pairs.items()},
+            )
+            _logger.warning("the run differs from %s: %s", self._name, self.divergence)
+
+    def _advance(self) -> None:
+        self._next = next(self._lines, None)
+
+
+def _around(recorded: str | None, came: str | None) -> tuple[str, str]:
+    """Return both texts, cut to where they differ."""
+    texts = ["unchanged" if text is None else text for text in (recorded, came)]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+    start = max(0, same - 40)
+    cut = [("…" if start else "") + text[start : start + 200] for text in texts]
+    return cut[0], cut[1]
+
+
+# What there is to see of a run
+
+
+def _watching(
+    watch: _Watch | None,
+    request: ModelRequest,
+    on_calls: Callable[[Mapping[int, str], Seen], None],
+) -> _Watch:
+    """Return what looks at the run of a request: as before, or anew for another run."""
+    if request.session is None:
+        raise ValueError("to record or replay, a request needs the session of its run")
+    if watch is not None and watch.session is request.session and watch.is_open:
+        return watch
+    if watch is not None:
+        watch.close()
+    return _Watch(request.session, on_calls)
+
+
+class _Watch:
+    """Looks at one run: what each request says anew, and what each call changes."""
+
+    def __init__(
+        self, session: Session, on_calls: Callable[[Mapping[int, str], Seen], None]
+    ) -> None:
+        self.session = session
+        self.is_open = True
+        self._on_calls = on_calls
+        self._rendered: RenderedPrompt | None = None
+        self._tools: Seen = {}
+        self._state: Mapping[type, Slice[Any]] = {}
+        self._files = _files_of(session)
+        self._before = None if self._files is None else self._files.snapshot()
+        self._records = len(session[ToolInvoked])
+        self._stops = [
+            session.dispatcher.subscribe(ToolInvoked, self._called),
+            session.dispatcher.subscribe(PromptExecuted, self._ended),
+        ]
+
+    def close(self) -> None:
+        self.is_open = False
+        for stop in self._stops:
+            stop()
+        self._files = self._before = None  # a snapshot keeps the history of a workspace from ending
+
+    def _ended(self, event: PromptExecuted) -> None:
+        if self.session[PromptExecuted].latest() is event:  # others may share the bus
+            self.close()
+
+    # A request
+
+    def asked(self, request: ModelRequest) -> Seen:
+        """Return what a request says that the one before did not."""
+        seen = {f"message {n}": _steady_text(text) for n, text in enumerate(_said(request), 1)}
+        return {**seen, **self._offered(request.prompt), **self._changes()}
+
+    def _offered(self, rendered: RenderedPrompt) -> Seen:
+        last, self._rendered = self._rendered, rendered
+        if rendered is last:
+            return {}
+        seen = {} if last is not None and last.text == rendered.text else {"prompt": rendered.text}
+        tools = {f"tool {tool.name}": _json(tool.definition()) for tool in rendered.tools}
+        seen |= {name: text for name, text in tools.items() if self._tools.get(name) != text}
+        seen |= {name: "not offered" for name in self._tools if name not in tools}
+        self._tools = tools
+        return seen
+
+    # Calls
+
+    def _called(self, record: ToolInvoked) -> None:
+        """Look at what came of a call. Those that ran together are told when all have ended."""
+        numbers = _numbers(self.session)
+        if record.call_id not in numbers:
+            return  # nested in another call, or of somebody who shares the bus
+        records = self.session[ToolInvoked]
+        ended, self._records = len(records) - self._records, len(records)
+        new = [r for r in islice(records.newest_first(), ended) if r.call_id in numbers][::-1]
+        if not new:
+            return
+        calls = {numbers[r.call_id]: r.tool_name for r in new}
+        seen = {"calls": ", ".join(calls.values())}
+        seen |= {f"answer {numbers[r.call_id]}": _steady_text(r.result.render()) for r in new}
+        self._on_calls(calls, {**seen, **self._changes()})
+
+    # State
+
+    def _changes(self) -> Seen:
+        """Return what has changed in slices and files since this was last asked."""
+        before, self._state = self._state, self.session.snapshot().state
+        now = self.session.clock.time()
+        seen: Seen = {}
+        for kind in {**before, **self._state}:
+            old, new = before.get(kind, EMPTY), self._state.get(kind, EMPTY)
+            text = "" if old is new else _changed_values(old.all(), new.all(), now)
+            if text:
+                name = f"slice {kind.__qualname__}"
+                seen[name] = _short(seen.get(name, "") + text)
+        return {**seen, **self._changed_files()}
+
+    def _changed_files(self) -> Seen:
+        files = self._files
+        if files is None:
+            return {}
+        before, self._before = self._before, files.snapshot()
+        return {f"file {path}": _content(files, path) for path in files.changed_since(before)}
+
+
+def _said(request: ModelRequest) -> list[str]:
+    """Return what the user said since the model's last turn."""
+    new = takewhile(lambda message: message.role != "model", reversed(request.messages))
+    return [message.text for message in new if message.role == "user"][::-1]
+
+
+def _numbers(session: Session) -> dict[str, int]:
+    """Return the place in the model's last turn of each of its calls, by id."""
+    turns = (m for m in session[Message].newest_first() if m.role == "model")
+    turn = next(turns, None)
+    return {} if turn is None else {call.id: n for n, call in enumerate(turn.tool_calls, 1)}
+
+
+class _Files(Filesystem, Protocol):
+    """A filesystem that can tell what has changed, as those of this library can."""
+
+    def changed_since(self, token: object) -> tuple[str, ...]: ...
+
+
+def _files_of(session: Session) -> _Files | None:
+    try:
+        files = None if session.prompt is None else session.prompt.resources.find(Filesystem)
+    except ResourceError:
+        return None  # the tools that need it will say so
+    return cast("_Files", files) if hasattr(files, "changed_since") else None
+
+
+def _content(files: Filesystem, path: str) -> str:
+    try:
+        kind = files.stat(path).kind
+        if kind != "file":
+            return kind
+        data = files.read_bytes(path)
+    except NoSuchFile:
+        return "gone"
+    except FilesystemError as error:
+        return type(error).__name__
+    return f"{len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _changed_values(old: tuple[object, ...], new: tuple[object, ...], now: float) -> str:
+    """Return how many values there are and those that are new, by place; nothing if none is."""
+    places = [n for n in range(len(new)) if n >= len(old) or not _equal(old[n], new[n])]
+    if not places and len(old) == len(new):
+        return ""
+    values = "".join(f"; {n}: {_value(new[n], now)}" for n in places)
+    return f"{len(new)} values{values}"
+
+
+def _equal(old: object, new: object) -> bool:
+    try:
+        return old is new or bool(old == new)
+    except Exception:  # of somebody else's class
+        return False
+
+
+def _value(value: object, now: float) -> str:
+    try:
+        return _json(_steady(freeze(value), now))
+    except SnapshotError:
+        return f"a {type(value).__qualname__}"
+
+
+# What differs every time and means nothing
+
+_CALL_ID = re.compile(r"\bcall_[0-9a-f]{12}_\d+\b")
+_DAY = 86_400
+
+
+def _steady_text(text: str) -> str:
+    return _short(_CALL_ID.sub("call_…", text))
+
+
+def _steady(data: object, now: float) -> object:
+    """Return frozen data without moments of this run, ids of calls, and names of modules."""
+    if isinstance(data, str):
+        return _CALL_ID.sub("call_…", data)
+    if isinstance(data, (int, float)):
+        return "now" if _is_now(data, now) else data
+    if isinstance(data, list):
+        return [_steady(each, now) for each in cast("list[object]", data)]
+    if not isinstance(data, dict):
+        return data
+    fields = cast("dict[str, Any]", data)
+    if fields.get("$") == "datetime":
+        moment = datetime.fromisoformat(fields["text"]).timestamp()
+        return "now" if _is_now(moment, now) else fields
+    steady = {name: _steady(each, now) for name, each in fields.items()}
+    if "$" not in fields or "type" not in fields:
+        return steady
+    kind = str(fields["type"]).rpartition(":")[2]
+    return {kind: steady["fields"]} if "fields" in steady else {**steady, "type": kind}
+
+
+def _is_now(value: float, now: float) -> bool:
+    """Whether a number is a moment of this run; a clock that starts near zero is a test's own."""
+    return now > 1e9 and abs(value - now) < _DAY
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, ensure_ascii=False, sort_keys=True)
+
+
+def _short(text: str) -> str:
+    """Return the text, or its beginning and digest where it is long."""
+    if len(text) <= 2_000:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{text[:200]}… ({len(text)} characters, sha256 {digest})"
+
+
+# Lines
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    whole, _, _ = path.read_bytes().rpartition(b"\n")  # a line that a kill has torn is left out
+    try:
+        head, *lines = [json.loads(line) for line in whole.split(b"\n")]
+        if head["wink_recording"] == 1:
+            return lines
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path.name} is not a recording: {error!r}") from error
+    raise ValueError(f"{path.name} is a recording that this version cannot read")
+
+
+def _turn_from_json(data: dict[str, Any]) -> ModelTurn:
+    data["tool_calls"] = tuple(ToolCall(**call) for call in data["tool_calls"])
+    data["usage"] = TokenUsage(**data["usage"])
+    return ModelTurn(**data)
+
+
+_ERRORS: dict[str, type[ProviderError]] = {
+    kind.__name__: kind
+    for kind in (
+        ProviderError, ProviderThrottled, ProviderUnavailable, ProviderRejected, MalformedResponse,
+    )
+}  # fmt: skip
+
+
+def _error_to_json(error: ProviderError) -> dict[str, Any]:
+    kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
+    return {
+        "kind": kind,
+        "message": str(error),
+        "code": error.code,
+        "retry_after": error.retry_after,
+    }
+
+
+def _error_from_json(data: dict[str, Any]) -> ProviderError:
+    kind = _ERRORS[data["kind"]]
+    return kind(data["message"], code=data["code"], retry_after=data["retry_after"])
