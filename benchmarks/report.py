@@ -69,6 +69,7 @@ def conditions(results: dict) -> str:
 def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _call_rows(results)
     yield from _turn_rows(results)
+    yield from _run_rows(results)
     yield from _snapshot_rows(results)
     yield from _disk_rows(results)
     yield from _parse_rows(results)
@@ -119,6 +120,40 @@ def _turn_rows(results: dict) -> Iterator[tuple[str, ...]]:
             f"{row['ratio']:g} x `asyncio.gather`",
             "≤ 1.3 x",
             _holds(row["ratio"], row["ratio_p10"], 1.3),
+            "",
+        )
+
+
+def _run_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    for row in _ours(results, "run_turns", "run time"):
+        edges = (row["first"], row["last"])
+        yield (
+            f"a run of {row['turns']:,} turns, calls in each {row['calls']}: a turn at its start "
+            "/ at its end",
+            f"**{_times(edge['cpu'] for edge in edges)}** (p10 "
+            f"{_times(edge['cpu_p10'] for edge in edges)}; mean of all {_time(row['mean'])})",
+            f"{row['ratio']:g} x",
+            "≤ 1.1 x",
+            _holds(row["ratio"], row["ratio_p10"], 1.1),
+            "",
+        )
+    for row in _ours(results, "run_turns", "run further"):
+        yield (
+            f"each further call in one turn, in a run of {row['turns']:,}",
+            f"**{_time(row['cpu'])}** (p10 {_time(row['cpu_p10'])}, wall {_time(row['wall'])})",
+            "-",
+            "≤ 60 µs",
+            _holds(row["cpu"], row["cpu_p10"], 60),
+            _range(results, "further", "cpu", "µs"),
+        )
+    for row in _ours(results, "run_turns", "run memory"):
+        over = row["growth"] / row["log"]
+        yield (
+            f"memory that a turn adds to a run of {row['turns']:,}, calls in each {row['calls']}",
+            f"**{row['growth']:,} bytes**; its {row['records']:g} records hold {row['log']:,}",
+            f"{over:.2f} x the log",
+            "≤ 1.1 x",
+            _holds(over, over, 1.1),
             "",
         )
 

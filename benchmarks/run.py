@@ -24,8 +24,10 @@ RESULTS = env.BENCHMARKS / "results.json"
 OURS = {
     "tool_call": ("--quick",),
     "turn": ("--quick",),
+    "run_turns": ("--quick",),
     "snapshot_memory": ("--quick",),
     "disk": ("--quick",),
+    "sandbox": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
     "render": ("--quick",),

@@ -35,6 +35,7 @@ LAYERS = [
     ["resources"],
     ["prompt"],
     ["runtime"],
+    ["telemetry"],
     ["adapters"],
     ["contrib"],
     ["testing"],
