@@ -1,0 +1,570 @@
+"""The process that a script is evaluated in: a program that imports nothing of the library.
+
+It loads what scripts may use, gives up all it could do harm with, and only then reads the script.
+Whatever the script makes of the interpreter, what is left to it is to compute and to ask the
+parent for files.
+"""
+
+# pyright: basic
+# Scripts pass whatever they like to these functions, and asteval has no types.
+
+from __future__ import annotations
+
+import ast
+import builtins
+import codecs
+import contextlib
+import functools
+import io
+import json
+import os
+import sys
+import types
+import warnings
+
+TYPE_CHECKING = False  # to import typing takes as long as all of this
+if TYPE_CHECKING:
+    from typing import Any
+
+MODULES = (
+    "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
+    "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math", "operator",
+    "random", "re", "statistics", "string", "textwrap", "time", "unicodedata", "zlib",
+)  # fmt: skip
+"""What scripts may import."""
+
+INNER = {"numpy": ("fft", "linalg", "random")}
+"""Modules that are offered as a part of others."""
+
+LAZY = {"datetime": "_strptime", "time": "_strptime"}
+"""What modules load when it is first needed, when nothing can be loaded any more."""
+
+ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be")
+
+WORDS = {
+    "ClassDef": "a class",
+    "Global": "global",
+    "Nonlocal": "nonlocal",
+    "Yield": "yield",
+    "YieldFrom": "yield",
+    "Starred": "* before a value",
+    "NamedExpr": ":=",
+    "Match": "match",
+}
+"""What a model calls the syntax that is not supported."""
+
+CHANNEL = 0
+"""The descriptor of the socket to the parent: all that is open."""
+
+MAX_RECURSION = 5_000
+"""The interpreter takes a dozen frames for each of a script's."""
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+    sys.path += options["path"]
+    try:
+        limit_resources(options["memory"], options["cpu"], options["isolation"])
+        evaluate = prepare(options["modules"], options["numpy"], options["output"])
+    except Exception as error:  # memory that is too small for it, a package that is broken
+        return send({"failed": f"{type(error).__name__}: {error}"})
+    try:
+        give_up(options["isolation"])
+    except OSError as error:
+        return send({"refused": str(error)})
+    send({"ready": True})
+    send(evaluate(receive()["code"]))
+    os._exit(0)  # tidying up takes longer than most scripts
+
+
+# Giving up
+
+
+def limit_resources(memory: int, cpu: int, isolation: str) -> None:
+    import resource
+
+    # Not every system has all of them; where nothing else is asked for, they are not vital.
+    optional = (ValueError, OSError) if isolation == "none" else ()
+    for kind, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        with contextlib.suppress(*optional):
+            set_limit(kind, limit)
+
+
+def set_limit(kind: int, limit: int) -> None:
+    import resource
+
+    most = resource.getrlimit(kind)[1]
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def give_up(isolation: str) -> None:
+    """Keep nothing but the channel to the parent."""
+    import resource
+
+    os.closerange(CHANNEL + 1, 4096)
+    set_limit(resource.RLIMIT_NOFILE, CHANNEL + 1)
+    if isolation == "seccomp":
+        filter_syscalls()
+
+
+# What a computation needs of the kernel, with the numbers on x86-64 and on 64-bit Arm. Nothing
+# that names a file, an address or a process: nothing can be opened, connected, started or killed.
+SYSCALLS = {
+    "read": (0, 63),
+    "write": (1, 64),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "mremap": (25, 216),
+    "brk": (12, 214),
+    "madvise": (28, 233),
+    "futex": (202, 98),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "sched_yield": (24, 124),
+    "clock_gettime": (228, 113),
+    "clock_nanosleep": (230, 115),
+    "gettimeofday": (96, 169),
+    "getrandom": (318, 278),
+    "restart_syscall": (219, 128),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+# By machine: where its numbers are, what the kernel calls it, and the number of seccomp(2).
+MACHINES = {"x86_64": (0, 0xC000_003E, 317), "aarch64": (1, 0xC000_00B7, 277)}
+
+PR_SET_NO_NEW_PRIVS = 38
+SET_MODE_FILTER, ALL_THREADS = 1, 1
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, REFUSE, KILL = 0x7FFF_0000, 0x0005_0000 | 1, 0x8000_0000  # 1 is EPERM
+
+
+def filter_syscalls() -> None:
+    """Give up every system call that is not needed to compute and to talk to the parent."""
+    import ctypes
+    import struct
+
+    kind = os.uname().machine
+    if kind not in MACHINES:
+        raise OSError(f"the system calls of {kind} are not known")
+    column, machine, seccomp = MACHINES[kind]
+    allowed = [numbers[column] for numbers in SYSCALLS.values()]
+    program = [
+        (LOAD, 0, 0, 4),  # seccomp_data.arch
+        (EQUAL, 1, 0, machine),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),  # seccomp_data.nr
+        *((EQUAL, len(allowed) - n, 0, number) for n, number in enumerate(allowed)),
+        (RETURN, 0, 0, REFUSE),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
+    filters = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    libc, long = ctypes.CDLL(None, use_errno=True), ctypes.c_long
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(
+        long(seccomp), long(SET_MODE_FILTER), long(ALL_THREADS), filters
+    ):
+        reason = os.strerror(ctypes.get_errno())
+        raise OSError(f"the kernel sets no seccomp filter ({reason})")
+
+
+# Talking to the parent: pieces behind their length, which hold JSON or the content of a file
+
+
+def send(message: dict) -> None:
+    send_bytes(json.dumps(message).encode())
+
+
+def send_bytes(data: bytes) -> None:
+    rest = memoryview(len(data).to_bytes(4, "big") + data)
+    while rest:
+        rest = rest[os.write(CHANNEL, rest) :]
+
+
+def receive() -> dict:
+    return json.loads(receive_bytes())
+
+
+def receive_bytes() -> bytes:
+    return take(int.from_bytes(take(4), "big"))
+
+
+def take(size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = os.read(CHANNEL, min(size - len(data), 1 << 20))
+        if not piece:
+            os._exit(1)  # the parent is gone
+        data += piece
+    return bytes(data)
+
+
+def ask(operation: str, argument: str, content: bytes | None = None) -> Any:
+    """Return what the parent answers; raise what it says went wrong."""
+    send({"operation": operation, "argument": argument})
+    if content is not None:
+        send_bytes(content)
+    answer = receive()
+    if "error" in answer:
+        raise getattr(builtins, answer["kind"])(answer["error"])
+    return receive_bytes() if operation == "read" else answer["value"]
+
+
+# The workspace, as scripts see it
+
+
+UNCLOSED: list[io.IOBase] = []
+"""Files that were opened to be written: what a script does not close is closed at its end."""
+
+
+class Writing(io.BytesIO):
+    """A file that is being written; the workspace gets it when it is closed."""
+
+    def __init__(self, path: str, start: bytes) -> None:
+        super().__init__()
+        self.write(start)
+        self._path = path
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        content = self.getvalue()
+        super().close()  # first: what is refused is not tried again
+        ask("write", self._path, content)
+
+
+def open_file(path, mode="r", encoding="utf-8", errors="strict", newline=None):
+    """Open a file of the workspace, as ``open`` does."""
+    kind = mode.replace("b", "").replace("t", "")
+    if kind == "r":
+        raw = io.BytesIO(ask("read", path))
+    elif kind in ("w", "x", "a"):
+        if kind == "x" and file_exists(path):
+            raise FileExistsError(f"{path} exists")
+        raw = Writing(path, ask("read", path) if kind == "a" and file_exists(path) else b"")
+    else:
+        raise ValueError(f"mode must be r, w, a or x, with b for bytes, got {mode!r}")
+    if "b" in mode:
+        opened = raw
+    elif kind == "r":
+        opened = io.StringIO(_text(raw.getvalue(), path, encoding, errors), newline)
+    else:
+        opened = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline=newline)
+    if kind != "r":
+        UNCLOSED.append(opened)
+    return opened
+
+
+def read_file(path):
+    """Return a file's text."""
+    return _text(ask("read", path), path, "utf-8", "strict")
+
+
+def write_file(path, content):
+    """Write text or bytes to a file; directories are made."""
+    ask("write", path, content.encode() if isinstance(content, str) else bytes(content))
+
+
+def list_directory(path="."):
+    """Return the entries of a directory as (path, kind, size)."""
+    return [tuple(entry) for entry in ask("list", path)]
+
+
+def glob_files(pattern):
+    """Return the files that match a pattern such as ``**/*.py``."""
+    return ask("glob", pattern)
+
+
+def file_exists(path):
+    """Tell whether there is something at a path."""
+    return ask("exists", path)
+
+
+def delete_file(path):
+    """Delete a file."""
+    ask("delete", path)
+
+
+def _text(data: bytes, path, encoding: str, errors: str) -> str:
+    try:
+        return data.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not {encoding} text: use open(path, 'rb')") from error
+
+
+WORKSPACE = {
+    "open": open_file,
+    "read_file": read_file,
+    "write_file": write_file,
+    "list_directory": list_directory,
+    "glob_files": glob_files,
+    "file_exists": file_exists,
+    "delete_file": delete_file,
+}
+
+
+# Evaluating
+
+
+class Printed(io.TextIOBase):
+    """What was printed, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.parts: list[str] = []
+        self.room = limit
+        self.length = 0
+
+    def write(self, text: str) -> int:
+        self.length += len(text)
+        if self.room > 0:
+            self.parts.append(text[: self.room])
+            self.room -= len(self.parts[-1])
+        return len(text)
+
+
+def prepare(modules: list[str], numpy: bool, output: int):
+    """Return the function that evaluates a script; all it may need is loaded by then."""
+    for encoding in ENCODINGS:
+        codecs.lookup(encoding)
+    for name in ("unicodedata", *(LAZY[each] for each in modules if each in LAZY)):
+        __import__(name)
+    warnings.simplefilter("ignore")
+    if not numpy:
+        sys.modules["numpy"] = None  # type: ignore[assignment]  # its import then fails at once
+    import asteval
+
+    # It takes a tokenizer to each name that is assigned to, every time.
+    inner = sys.modules["asteval.asteval"]
+    inner.valid_symbol_name = functools.cache(inner.valid_symbol_name)  # type: ignore[attr-defined]
+    sys.setrecursionlimit(MAX_RECURSION)
+    printed = Printed(output)
+    interpreter = asteval.Interpreter(  # pyright: ignore[reportAttributeAccessIssue]  # not ours
+        writer=printed, err_writer=printed, use_numpy=numpy, user_symbols=WORKSPACE
+    )
+    # With numpy, sum, any, round and others would be numpy's.
+    interpreter.symtable.update(sys.modules["asteval.astutils"].BUILTINS_TABLE)
+    offered = {name: public(__import__(name), *INNER.get(name, ())) for name in modules}
+    Syntax(interpreter, offered)
+
+    def show(*values, sep=" ", end="\n", file=None, flush=False):
+        print(*values, sep=sep, end=end, file=file or printed)
+
+    interpreter.symtable["print"] = show
+    return lambda code: evaluated(interpreter, code, printed, output)
+
+
+def public(module, *inner: str):
+    """Return a module's public names without the modules it uses itself: os, sys and the like."""
+    names = getattr(module, "__all__", None) or [n for n in dir(module) if n[0] != "_"]
+    found = {name: getattr(module, name, None) for name in names}
+    kept = {n: each for n, each in found.items() if not isinstance(each, types.ModuleType)}
+    return types.SimpleNamespace(**kept, **{n: public(getattr(module, n)) for n in inner})
+
+
+class Syntax:
+    """What the interpreter does not know, or gets wrong: errors in ``try`` that nobody hears of,
+    ``with`` that does not end, ``raise`` of a class.
+    """
+
+    def __init__(self, interpreter, offered: dict[str, types.SimpleNamespace]) -> None:
+        self.interpreter = interpreter
+        self.run = interpreter.run
+        self.offered = offered
+        interpreter.node_handlers.update(
+            {
+                "import": self.on_import,
+                "importfrom": self.on_import_from,
+                "annassign": self.on_annotated,
+                "generatorexp": interpreter.on_listcomp,  # all of it at once
+                "assert": self.on_assert,
+                "raise": self.on_raise,
+                "try": self.on_try,
+                "with": self.on_with,
+            }
+        )
+
+    def on_import(self, node):
+        for name in node.names:
+            self.interpreter.symtable[name.asname or name.name] = self._module(name.name)
+
+    def on_import_from(self, node):
+        found = self._module(node.module)
+        for name in node.names:
+            if not hasattr(found, name.name):
+                raise ImportError(f"cannot import {name.name!r} from {node.module!r}")
+            self.interpreter.symtable[name.asname or name.name] = getattr(found, name.name)
+
+    def _module(self, name):
+        if name not in self.offered:
+            raise ImportError(f"{name!r} cannot be imported here")
+        return self.offered[name]
+
+    def on_annotated(self, node):
+        if node.value is not None:
+            self.interpreter.node_assign(node.target, self.run(node.value))
+
+    def on_assert(self, node):
+        if not self.run(node.test):
+            raise AssertionError("" if node.msg is None else self.run(node.msg))
+
+    def on_raise(self, node):
+        error = self.run(node.exc)
+        error = error() if isinstance(error, type) else error
+        if not isinstance(error, Exception):
+            raise TypeError("exceptions must derive from Exception")
+        raise error
+
+    def on_with(self, node):
+        with contextlib.ExitStack() as stack:
+            for item in node.items:
+                entered = stack.enter_context(self.run(item.context_expr))
+                if item.optional_vars is not None:
+                    self.interpreter.node_assign(item.optional_vars, entered)
+            self._block(node.body)
+
+    def on_try(self, node):
+        try:
+            try:
+                self._block(node.body)
+            except Exception as raised:
+                error = self._cause(raised)
+                clause = next((c for c in node.handlers if catches(c, error)), None)
+                if clause is None:
+                    raise
+                self._state = NOTHING_HAPPENED
+                if clause.name is not None:
+                    self.interpreter.symtable[clause.name] = error
+                self._block(clause.body)
+            else:
+                self._block(node.orelse)
+        finally:
+            # After an error or a return the interpreter runs nothing.
+            state, self._state = self._state, NOTHING_HAPPENED
+            self._block(node.finalbody)
+            if self._state == NOTHING_HAPPENED:
+                self._state = state
+
+    def _block(self, statements):
+        for statement in statements:
+            self.run(statement)
+
+    def _cause(self, raised):
+        """Return what was raised first; what arrives is another one with another text."""
+        first = self.interpreter.error[0] if self.interpreter.error else None
+        cause = None if first is None else first.exc_info[1]
+        return raised if cause is None else cause
+
+    @property
+    def _state(self):
+        inner = self.interpreter
+        return inner.error, inner.error_msg, inner.retval, inner._interrupt
+
+    @_state.setter
+    def _state(self, state):
+        inner = self.interpreter
+        error, inner.error_msg, inner.retval, inner._interrupt = state
+        inner.error = list(error)
+
+
+NOTHING_HAPPENED = [], None, None, None
+
+
+def catches(clause: ast.ExceptHandler, error: Exception) -> bool:
+    if clause.type is None:
+        return True
+    return isinstance(error, getattr(builtins, getattr(clause.type, "id", "")))
+
+
+def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
+    """Return value, output and error of a script, as the parent is told."""
+    text, error = "", None
+    try:
+        value = interpreter.eval(parsed(code, interpreter.node_handlers), show_errors=False)
+        error = failure(interpreter.error)
+        if error is None:
+            for file in UNCLOSED:
+                file.close()
+            text = "" if value is None else repr(value)
+    except SyntaxError as raised:
+        error = {"type": "SyntaxError", "message": raised.msg, "line": raised.lineno}
+    except BaseException as raised:  # also a SystemExit: the parent waits for an answer
+        error = {"type": type(raised).__name__, "message": str(raised), "line": None}
+    if error is not None:
+        error["message"] = error["message"][:output]
+    return {
+        "value": text[:output],
+        "value_chars": len(text),
+        "stdout": "".join(printed.parts),
+        "stdout_chars": printed.length,
+        "error": error,
+    }
+
+
+def parsed(code: str, handlers: dict) -> ast.AST:
+    """Return a script as the interpreter takes it; refuse what it does not know, or gets wrong."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            node.handlers = [each for handler in node.handlers for each in separate(handler)]
+    for node in ast.walk(tree):
+        what = unsupported(node, handlers)
+        if what:
+            place = ("script", getattr(node, "lineno", None), None, None)
+            raise SyntaxError(f"{what} is not supported here", place)
+    return tree
+
+
+def separate(handler: ast.ExceptHandler) -> list[ast.ExceptHandler]:
+    """Return the clauses that ``except (A, B)`` stands for."""
+    if not isinstance(handler.type, ast.Tuple):
+        return [handler]
+    place = {"lineno": handler.lineno, "col_offset": handler.col_offset}
+    return [
+        ast.ExceptHandler(type=each, name=handler.name, body=handler.body, **place)
+        for each in handler.type.elts
+    ]
+
+
+def unsupported(node: ast.AST, handlers: dict) -> str:
+    """Return what about a node is not supported, in words; empty for nothing."""
+    kind = type(node).__name__
+    if isinstance(node, (ast.stmt, ast.expr)) and kind.lower() not in handlers:
+        return WORDS.get(kind, kind)
+    if isinstance(node, ast.Dict) and None in node.keys:
+        return "** in a dict"
+    if isinstance(node, ast.FunctionDef) and node.decorator_list:
+        return "a decorator"
+    if isinstance(node, ast.arguments) and (node.kwonlyargs or node.posonlyargs):
+        return "* or / among parameters"
+    if isinstance(node, ast.Raise) and node.exc is None:
+        return "raise without an exception"
+    if isinstance(node, ast.ExceptHandler) and node.type is not None:
+        kind = getattr(builtins, getattr(node.type, "id", ""), None)
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            return "except with an exception that is not built in"
+    return ""
+
+
+def failure(errors: list) -> dict | None:
+    """Return the first of the interpreter's errors, which is where it went wrong."""
+    if not errors:
+        return None
+    first = errors[0]
+    cause = first.exc_info[1]
+    # The innermost statement that knows where it is.
+    line = next((each.lineno for each in errors if each.lineno), None)
+    message = str(cause) if cause is not None and type(cause) is first.exc else first.msg
+    return {"type": first.exc.__name__, "message": message, "line": line}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,518 @@
+"""``evaluate_python``: expressions and small scripts over the workspace, in a process of their own.
+
+Interpreters of this kind have been escaped from before. So it is not the interpreter that protects
+but the process it runs in: that can open, connect, start and signal nothing, whatever runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Unpack, cast
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.tools._asteval_child import MODULES
+from weakincentives.errors import FilesystemError, MissingExtra
+from weakincentives.prompt.policies import ReadBeforeWritePolicy
+from weakincentives.prompt.section import MarkdownSection, SectionOptions
+from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool_result import ToolResult
+from weakincentives.retry import TIMEOUT
+
+__all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
+
+_CHILD = Path(__file__).with_name("_asteval_child.py")
+
+_START_SECONDS = 60.0
+"""For Python to start, also on a machine that has much else to do."""
+
+_LOOK_SECONDS = 0.05
+"""How often to look whether anybody still waits for the script."""
+
+_TEMPLATE = """
+Use `evaluate_python` to compute, and to read or change many files at once. It runs a subset of
+Python: no classes, `yield`, decorators, `global`, `*` before a value or `str.format`; functions,
+comprehensions, f-strings, `with` and `try` work. The last expression is the value. Variables do
+not live on to the next call.
+
+- Files of the workspace: `read_file(path)`, `write_file(path, content)`, `open(path, mode)`,
+  `list_directory(path)` gives `(path, kind, size)`, `glob_files("**/*.py")`, `file_exists(path)`,
+  `delete_file(path)`. There are no others, no network and no programs to start.
+- `import` works for: {modules}.
+- A script that fails changes nothing: what it wrote is taken back.
+- It may take {timeout:g} seconds.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AstevalConfig:
+    """What a script may use, and how much of it."""
+
+    timeout: float = 10.0
+    """Seconds; then it is killed."""
+    memory_bytes: int = 512 << 20
+    output_limit: int = 20_000
+    """Characters of what it prints, and of its value, that the model is given."""
+    file_bytes: int = 16 << 20
+    """Bytes of files that it may read, and that it may write, in all."""
+    file_operations: int = 10_000
+    numpy: bool = False
+    """Offer numpy, which must be installed; a script then starts in a multiple of the time."""
+    isolation: Literal["seccomp", "none"] = "seccomp"
+    """``"none"`` leaves limits and the interpreter's own rules, which are known to have holes."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.isolation not in ("seccomp", "none"):
+            raise ValueError(f"isolation must be 'seccomp' or 'none', got {self.isolation!r}")
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """What scripts may import."""
+        numpy = frozenset({"numpy"} if self.numpy else ())
+        # Modules lead round the interpreter's own rules, and without isolation there are no others.
+        return numpy | frozenset(MODULES if self.isolation == "seccomp" else ())
+
+
+@dataclass(frozen=True, slots=True)
+class AstevalParams:
+    code: str
+    """An expression or a small script. The value of its last expression is the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a script came to."""
+
+    value: str
+    """The ``repr`` of the last expression's value; empty for None."""
+    stdout: str = ""
+
+    def render(self) -> str:
+        parts = (self.stdout.rstrip("\n"), f"=> {self.value}" if self.value else "")
+        return "\n".join(part for part in parts if part)
+
+
+class AstevalSection(MarkdownSection[Any]):
+    """The tool ``evaluate_python`` with its guidance. Needs the extra ``asteval`` and a workspace:
+    a :class:`~weakincentives.filesystem.Filesystem` among the resources.
+    """
+
+    def __init__(
+        self, *, config: AstevalConfig | None = None, **options: Unpack[SectionOptions[Any]]
+    ) -> None:
+        self.config = config = config or AstevalConfig()
+        path = _library_path("asteval")
+        if config.numpy:
+            path += _library_path("numpy")
+        options.setdefault("title", "Python evaluation")
+        options["tools"] = (_tool(config, path), *options.get("tools", ()))
+        modules = ", ".join(sorted(config.modules)) or "nothing"
+        template = _TEMPLATE.format(modules=modules, timeout=config.timeout)
+        super().__init__(template=template, **options)
+
+
+def _library_path(package: str) -> list[str]:
+    """Return where a package is: the process for scripts finds nothing else that is installed."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise MissingExtra("asteval", package)
+    return [str(Path(spec.origin).parents[1])]
+
+
+def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluation]:
+    def evaluate(params: AstevalParams, *, context: ToolContext) -> ToolResult[Evaluation]:
+        bridge = _Bridge(context, config)
+        try:
+            with _Interpreter(config, path, params.code, context) as interpreter:
+                outcome = interpreter.run(params.code, bridge)
+        except _Ended as ended:
+            return ToolResult.error(str(ended), code=ended.code, recoverable=ended.recoverable)
+        return outcome.result(params.code, config.output_limit)
+
+    return Tool[AstevalParams, Evaluation](
+        name="evaluate_python",
+        description="Evaluate a Python expression or a small script over the workspace.",
+        handler=evaluate,
+        reach="reversible",
+        concurrent=True,
+    )
+
+
+class _Ended(Exception):
+    """The script got no chance to come to an end."""
+
+    def __init__(self, message: str, *, code: str, recoverable: bool = True) -> None:
+        super().__init__(message)
+        self.code = code
+        self.recoverable = recoverable
+
+
+def _nonsense() -> _Ended:
+    # Only a script that has taken over the interpreter gets here.
+    return _Ended("The script broke the interpreter and was ended", code="SCRIPT_ENDED")
+
+
+# The process
+
+
+class _Interpreter:
+    """A process that evaluates one script; nothing of it is left at the end of ``with``."""
+
+    def __init__(
+        self, config: AstevalConfig, path: list[str], code: str, context: ToolContext
+    ) -> None:
+        if config.isolation == "seccomp" and sys.platform != "linux":
+            raise _refusal(f"there is no seccomp on {sys.platform}")
+        if os.name != "posix":
+            raise _refusal("there are no limits on processes", "Use a POSIX system")
+        deadline = context.deadline
+        left = config.timeout if deadline is None else deadline.remaining()
+        self._seconds = min(config.timeout, left)
+        ours, theirs = socket.socketpair()
+        # A character may take twelve bytes: printed, in the value, and in the error.
+        largest = 36 * config.output_limit + (1 << 16)
+        self._channel = _Channel(ours, lambda: context.signal.cancelled, largest)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    _program(config, path, code),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    # numpy's threads would only fight over the one CPU's time that there is.
+                    env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+
+    def __enter__(self) -> _Interpreter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+        self._end()
+
+    def _end(self) -> int:
+        if self._process.returncode is None:  # its number, and that of its group, is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def run(self, code: str, bridge: _Bridge) -> _Outcome:
+        """Return what the script came to; the bridge answers what it wants of the files."""
+        try:
+            self._start()
+            self._channel.limit(self._seconds)
+            self._channel.send({"code": code})
+            while "operation" in (message := self._channel.receive()):
+                bridge.answer(message, self._channel)
+            return _Outcome.of(message)
+        except TimeoutError:
+            raise _Ended(
+                f"The script took longer than {self._seconds:g} s and was ended. Do less at once",
+                code=TIMEOUT,
+            ) from None
+        except ConnectionError:
+            raise self._died() from None
+
+    def _start(self) -> None:
+        self._channel.limit(_START_SECONDS)
+        try:
+            hello = self._channel.receive()
+        except (ConnectionError, TimeoutError):
+            hello: dict[str, object] = {"failed": f"it ended with {self._end()}"}
+        if "refused" in hello:
+            raise _refusal(str(hello["refused"]))
+        if "failed" in hello:
+            raise _Ended(
+                f"The process for scripts cannot be started: {hello['failed']}",
+                code="NOT_STARTED",
+                recoverable=False,
+            )
+
+    def _died(self) -> _Ended:
+        code = self._end()
+        why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _Ended(
+            f"The script broke the interpreter ({why}). It may take too much memory or CPU time, "
+            "or go too deep",
+            code="SCRIPT_ENDED",
+        )
+
+
+def _program(config: AstevalConfig, path: list[str], code: str) -> list[str]:
+    options = {
+        "memory": config.memory_bytes,
+        # Wall time ends a script first, unless our process is gone.
+        "cpu": int(config.timeout) + 2,
+        "path": path,
+        # Those that are named: to load them all takes as long again as Python itself.
+        "modules": sorted(config.modules.intersection(re.findall(r"\w+", code))),
+        "numpy": config.numpy,
+        "output": config.output_limit,
+        "isolation": config.isolation,
+    }
+    # Isolated, without site, without writing byte code: nobody's settings, nothing left.
+    return [sys.executable, "-I", "-S", "-B", str(_CHILD), json.dumps(options)]
+
+
+def _refusal(
+    reason: str, remedy: str = "Whoever runs this can choose AstevalConfig(isolation='none')"
+) -> _Ended:
+    return _Ended(
+        f"evaluate_python is not available here: {reason}, so scripts could not be kept from the "
+        f"machine. {remedy}",
+        code="NO_ISOLATION",
+        recoverable=False,
+    )
+
+
+class _Channel:
+    """To and from the process: pieces behind their length, JSON or the content of a file."""
+
+    def __init__(self, ours: socket.socket, stopped: Callable[[], bool], largest: int) -> None:
+        self._socket = ours
+        self._socket.settimeout(_LOOK_SECONDS)
+        self._stopped = stopped
+        self._largest = largest
+        self._until = 0.0
+        self.close = ours.close
+
+    def limit(self, seconds: float) -> None:
+        """Raise TimeoutError from what takes longer, counted from now."""
+        self._until = SYSTEM_CLOCK.monotonic() + seconds
+
+    def send(self, message: dict[str, object]) -> None:
+        self.send_bytes(json.dumps(message).encode())
+
+    def send_bytes(self, data: bytes) -> None:
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        while rest:
+            # It need not read: then there is no room, and the time runs out.
+            rest = rest[self._waiting(lambda rest=rest: self._socket.send(rest)) :]
+
+    def receive(self) -> dict[str, object]:
+        data = self.receive_bytes(self._largest)
+        try:
+            message: object = None if data is None else json.loads(data)
+        except (ValueError, RecursionError):
+            raise _nonsense() from None
+        if not isinstance(message, dict):
+            raise _nonsense()
+        return cast("dict[str, object]", message)
+
+    def receive_bytes(self, most: int) -> bytes | None:
+        """Return what comes next; None when that is too much, and then nothing can come after."""
+        size = int.from_bytes(self._take(4), "big")
+        return self._take(size) if size <= most else None
+
+    def _take(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            room = min(size - len(data), 1 << 20)
+            piece = self._waiting(lambda room=room: self._socket.recv(room))
+            if not piece:
+                raise ConnectionError
+            data += piece
+        return bytes(data)
+
+    def _waiting(self, operation: Callable[[], Any]) -> Any:
+        while True:
+            if self._stopped():
+                raise _Ended("Nobody waits for the script any more", code="CANCELLED")
+            if SYSTEM_CLOCK.monotonic() >= self._until:
+                raise TimeoutError
+            with contextlib.suppress(TimeoutError):
+                return operation()
+
+
+# The files
+
+
+class _Bridge:
+    """Answers what a script wants of the workspace, through the call's own view of it."""
+
+    def __init__(self, context: ToolContext, config: AstevalConfig) -> None:
+        self._context = context
+        self._files = context.filesystem
+        self._rules = _file_rules(context)
+        self._limit = config.file_bytes
+        self._left = {"read": config.file_bytes, "write": config.file_bytes}
+        self._operations_left = config.file_operations
+        self._operations: dict[object, Callable[[str], object]] = {
+            "list": self._list,
+            "glob": self._files.glob,
+            "exists": self._files.exists,
+            "delete": self._files.delete,
+        }
+
+    def answer(self, message: dict[str, object], channel: _Channel) -> None:
+        """Answer what a script asks for; raise when it makes no sense."""
+        self._operations_left -= 1
+        if self._operations_left < 0:
+            raise _Ended("The script used files too often and was ended", code="LIMIT_EXCEEDED")
+        operation, path = message.get("operation"), message.get("argument")
+        if not isinstance(operation, str) or not isinstance(path, str):
+            raise _nonsense()
+        content = self._content(path, channel) if operation == "write" else b""
+        try:
+            if operation == "read":
+                content = self._read(path)
+                channel.send({})
+                channel.send_bytes(content)
+            elif operation == "write":
+                channel.send({"value": self._write(path, content)})
+            elif operation in self._operations:
+                channel.send({"value": self._operations[operation](path)})
+            else:
+                raise _nonsense()
+        except FilesystemError as error:
+            channel.send({"error": str(error), "kind": _builtin_kind(error)})
+
+    def _content(self, path: str, channel: _Channel) -> bytes:
+        content = channel.receive_bytes(self._limit)
+        if content is None:
+            raise _Ended(
+                f"The script was ended: a script may write {self._limit} bytes in all, and {path} "
+                "has more",
+                code="LIMIT_EXCEEDED",
+            )
+        return content
+
+    def _read(self, path: str) -> bytes:
+        self._use("read", self._files.stat(path).size, path)
+        content = self._files.read_bytes(path)
+        self._note(path)
+        return content
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._use("write", len(content), path)
+        for policy, tool in self._rules:
+            decision = policy.check(tool, {policy.path_field: path}, context=self._context)
+            if not decision.allowed:
+                raise FilesystemError(decision.reason)
+        self._files.write_bytes(path, content)
+        self._note(path)
+
+    def _list(self, path: str) -> list[tuple[str, str, int]]:
+        return [(entry.path, entry.kind, entry.size) for entry in self._files.list(path)]
+
+    def _use(self, what: str, size: int, path: str) -> None:
+        if size > self._left[what]:
+            raise FilesystemError(
+                f"Cannot {what} {path}: it has {size} bytes, and a script that has come this far "
+                f"may {what} {self._left[what]} more"
+            )
+        self._left[what] -= size
+
+    def _note(self, path: str) -> None:
+        """Let the policies know which files the agent has seen."""
+        for policy, tool in self._rules:
+            policy.on_result(
+                tool, {policy.path_field: path}, ToolResult.ok(), context=self._context
+            )
+
+
+def _file_rules(context: ToolContext) -> list[tuple[ReadBeforeWritePolicy, Tool[Any, Any]]]:
+    """Return the policies on unread files, each with a tool it governs: a script is no way round
+    what holds for that.
+    """
+    rendering = context.rendering
+    found: dict[int, tuple[ReadBeforeWritePolicy, Tool[Any, Any]]] = {}
+    for offer in () if rendering is None else rendering.offers.values():
+        for policy in (attached.policy for attached in offer.policies):
+            if isinstance(policy, ReadBeforeWritePolicy) and offer.tool.name in policy.write_tools:
+                found[id(policy)] = policy, offer.tool
+    return list(found.values())
+
+
+def _builtin_kind(error: FilesystemError) -> str:
+    """Return the built-in exception that a script can catch it as."""
+    kinds = (each for each in type(error).__mro__ if each.__module__ == "builtins")
+    kind = next(kinds, Exception)
+    return "OSError" if kind is Exception else kind.__name__
+
+
+# What came of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What the process says it came to: the word of a script, if it has taken the process over."""
+
+    value: str
+    value_chars: int
+    stdout: str
+    stdout_chars: int
+    error: tuple[str, str, int | None] | None
+
+    @classmethod
+    def of(cls, message: dict[str, object]) -> _Outcome:
+        error = message.get("error")
+        failure: tuple[str, str, int | None] | None = None
+        if isinstance(error, dict):
+            told = cast("dict[str, object]", error)
+            line = told.get("line")
+            failure = (
+                _text(told.get("type")),
+                _text(told.get("message")),
+                line if isinstance(line, int) else None,
+            )
+        elif error is not None:
+            raise _nonsense()
+        return cls(
+            _text(message.get("value")),
+            _number(message.get("value_chars")),
+            _text(message.get("stdout")),
+            _number(message.get("stdout_chars")),
+            failure,
+        )
+
+    def result(self, code: str, limit: int) -> ToolResult[Evaluation]:
+        stdout = _cut(self.stdout, self.stdout_chars, limit)
+        if self.error is None:
+            value = _cut(self.value, self.value_chars, limit)
+            return ToolResult.ok(Evaluation(value, stdout))
+        kind, text, line = self.error
+        message = f"{kind[:100]}: {_cut(text, len(text), limit)}"
+        lines = code.split("\n")
+        if line is not None and 1 <= line <= len(lines):
+            message = f"Line {line}: {message}\n{line} | {lines[line - 1][:200]}"
+        if stdout:
+            message += f"\nIt had printed:\n{stdout}"
+        return ToolResult.error(message, code="SCRIPT_FAILED")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _nonsense()
+    # Half a surrogate pair is no text that a model could be sent.
+    return value.encode("utf-8", "replace").decode()
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int):
+        raise _nonsense()
+    return value
+
+
+def _cut(text: str, length: int, limit: int) -> str:
+    if length <= limit and len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[Cut: the first {limit} of {max(length, len(text))} characters]"
