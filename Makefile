@@ -23,7 +23,7 @@ torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names it
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(READY)
+lint: $(VENDORS)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python

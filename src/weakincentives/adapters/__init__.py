@@ -6,6 +6,10 @@ from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
     from weakincentives.adapters.base import Adapter
+    from weakincentives.adapters.claude_agent_sdk import ClaudeAgentSDKAdapter
+    from weakincentives.adapters.litellm import LiteLLMAdapter
+    from weakincentives.adapters.openai import OpenAIAdapter
+    from weakincentives.adapters.recording import Divergence, ReplayAdapter, record, replay
     from weakincentives.adapters.scripted import ScriptedAdapter, calls, says
     from weakincentives.runtime.conversation import (
         Message,
@@ -26,10 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "ClaudeAgentSDKAdapter",
+    "Divergence",
+    "LiteLLMAdapter",
     "Message",
     "ModelRequest",
     "ModelTurn",
+    "OpenAIAdapter",
     "PromptResponse",
+    "ReplayAdapter",
     "Retrying",
     "RunConfig",
     "RunEvent",
@@ -43,6 +52,8 @@ __all__ = [
     "TurnEnded",
     "TurnStarted",
     "calls",
+    "record",
+    "replay",
     "says",
 ]
 
@@ -51,6 +62,10 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
         __name__,
         {
             "base": ["Adapter"],
+            "claude_agent_sdk": ["ClaudeAgentSDKAdapter"],
+            "litellm": ["LiteLLMAdapter"],
+            "openai": ["OpenAIAdapter"],
+            "recording": ["Divergence", "ReplayAdapter", "record", "replay"],
             "scripted": ["ScriptedAdapter", "calls", "says"],
             ".runtime.conversation": [
                 "Message",

@@ -41,7 +41,7 @@ class Adapter(ABC):
         """Return what is asked in one run: this adapter, unless a run has a state of its own."""
         return self
 
-    async def end_run(self) -> None:
+    async def end_run(self) -> None:  # noqa: B027  # most have nothing to end
         """Told, of what ``begin_run`` returned, that the run is over."""
 
     @abstractmethod
