@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from seed_blocks import Block, Executed, execute
 from seed_names import LEFT_OUT
@@ -25,8 +25,6 @@ SCENARIO_MODULES = (
     "seed_chapter_running",
     "seed_specs",
 )
-
-Missing = Literal["adapters (issue 7)", "suites (issue 9)"]
 
 
 @dataclass
@@ -58,18 +56,6 @@ Scenario = Callable[[Run], None]
 SCENARIOS: dict[tuple[str, str, int], Scenario] = {}
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Why a block cannot run yet."""
-
-    what: Missing
-    missing: str
-    """What the ImportError that stops it today names."""
-
-
-WAITS: dict[tuple[str, str, int], Wait] = {}
-
-
 def scenario(document: str, heading: str, nth: int = 1) -> Callable[[Scenario], Scenario]:
     """Declare the scenario of the nth block under a heading."""
 
@@ -82,14 +68,6 @@ def scenario(document: str, heading: str, nth: int = 1) -> Callable[[Scenario], 
     return declare
 
 
-def waits_for(
-    what: Missing, missing: str, document: str, heading: str, nth: int = 1
-) -> Callable[[Scenario], Scenario]:
-    """Declare the scenario of a block that needs what another issue brings."""
-    WAITS[document, heading, nth] = Wait(what, missing)
-    return scenario(document, heading, nth)
-
-
 def load_scenarios() -> None:
     """Import the modules that declare scenarios."""
     for name in SCENARIO_MODULES:
@@ -100,8 +78,6 @@ def state(block: Block) -> str:
     """Return what can be said of a block, on any version of Python."""
     if block.nocheck:
         return "skipped: nocheck"
-    if block.key in WAITS:
-        return f"waits for {WAITS[block.key].what}"
     return "needs Python 3.12" if block.needs_python_312 else "runs"
 
 

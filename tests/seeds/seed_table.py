@@ -1,4 +1,4 @@
-"""Write ``docs/seed_blocks.md``: which Python blocks of the seeds run, and what others wait for.
+"""Write ``docs/seed_blocks.md``: which Python blocks of the seeds run.
 
 Run it as ``python tests/seeds/seed_table.py``.
 """
@@ -19,8 +19,7 @@ _INTRODUCTION = """\
 
 The seeds are the documents this library was written from. Each of their Python blocks is run as
 printed by `tests/seeds`, and what it defines is used: its handlers are called as tools, its tests
-are run, and what the text around it promises is checked. A block that waits is run too, and must
-fail for lack of the name it waits for.
+are run, and what the text around it promises is checked.
 
 This page is written by `python tests/seeds/seed_table.py`; a test compares it with what is run.
 """

@@ -15,7 +15,7 @@ from weakincentives.contrib.tools.digest_facts import (
     is_manifest,
     language_of,
 )
-from weakincentives.contrib.tools.digest_ignore import IgnoreRules, is_ignored, parse_ignore_file
+from weakincentives.contrib.tools.gitignore import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import FileStat, Filesystem
 

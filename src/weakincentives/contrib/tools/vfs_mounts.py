@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from weakincentives.contrib.tools.digest_ignore import (
+from weakincentives.contrib.tools.gitignore import (
     IgnoreRules,
     is_ignored,
     parse_ignore_file,
