@@ -74,7 +74,7 @@ class _BackgroundLoop:
         return value  # type: ignore[return-value]  # no error: the coroutine returned a T
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(lambda: self.loop.create_task(self._end()))
         self.thread.join(timeout=1)
         if self.thread.is_alive():
             return
@@ -82,6 +82,10 @@ class _BackgroundLoop:
             # A handler that was abandoned and ignores its cancellation: reported when it happened.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.loop.close()
+
+    async def _end(self) -> None:
+        await self.loop.shutdown_asyncgens()  # closes what is kept open for as long as the loop
+        self.loop.stop()
 
 
 async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
