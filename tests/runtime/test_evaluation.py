@@ -207,6 +207,14 @@ def test_an_answer_that_never_fits_ends_the_run(evaluate: Evaluate):
         evaluate(["a", "b", "c", "d"], prompt(output=Total), Session())
 
 
+def test_a_refusal_ends_the_run_and_is_not_sent_back(evaluate: Evaluate):
+    response = evaluate(
+        [says("I will not do that.", stop_reason="refusal")], prompt(output=Total), Session()
+    )
+
+    assert (response.stop_reason, response.output) == ("refusal", None)
+
+
 def test_a_type_that_is_no_answer_is_refused_before_the_model_is_asked(evaluate: Evaluate):
     with pytest.raises(TypeError, match="cannot be an output type"):
         evaluate([ProviderRejected("never asked")], prompt(output=int), Session())

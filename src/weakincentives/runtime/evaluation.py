@@ -538,6 +538,8 @@ class Run:
 
     def _finished(self, turn: ModelTurn) -> PromptResponse[Any] | None:
         """Return the answer, or None when the model was sent back."""
+        if turn.stop_reason == "refusal":
+            return self._response(turn.text, turn)  # it has said why: sent back, it says it again
         checker = self._config.completion
         if checker is not None:
             found = check_completion(checker, self._context)
