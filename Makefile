@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
 # On all cores; the blocks of a page stay together, in order.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: demo test test-all torture check lint bench picture clean
 

@@ -19,4 +19,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pages = sorted((items[n] for n in places), key=lambda i: (str(i.path), i.location[1] or 0))
     for place, item in zip(places, pages, strict=True):
         items[place] = item
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))  # in one process, too
