@@ -130,11 +130,12 @@ def measurements(python: Path, script: str, *options: str) -> list[dict]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
-def our_environment() -> Path:
+def our_environment(extra: str = "") -> Path:
     """Return the Python of an environment with this checkout installed as a user would have it."""
-    python = _environment("ours", Path(sys.executable))
+    python = _environment(f"ours-{extra}" if extra else "ours", Path(sys.executable))
     # First with dependencies, which is quick once they are there; then the checkout as it is now.
-    run([python, "-m", "pip", "install", "--quiet", CHECKOUT])
+    wanted = f"{CHECKOUT}[{extra}]" if extra else str(CHECKOUT)
+    run([python, "-m", "pip", "install", "--quiet", wanted])
     run([python, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", CHECKOUT])
     _compile(python)
     return python

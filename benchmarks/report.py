@@ -72,6 +72,7 @@ def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _run_rows(results)
     yield from _snapshot_rows(results)
     yield from _disk_rows(results)
+    yield from _sandbox_rows(results)
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
     yield from _render_rows(results)
@@ -156,6 +157,37 @@ def _run_rows(results: dict) -> Iterator[tuple[str, ...]]:
             _holds(over, over, 1.1),
             "",
         )
+
+
+def _sandbox_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    starts = {row["engine"]: row for row in _ours(results, "sandbox", "sandbox start")}
+    for row in _ours(results, "sandbox", "sandbox command"):
+        engine, bare = row["engine"], row["bare"]["wall"]
+        kept, undone = row["command"]["wall"], row["rolled_back"]["wall"]
+        first = _time(starts[engine]["wall"])
+        yield (
+            f"a sandboxed command that changes one file, {engine}: kept / rolled back",
+            f"**{_times((kept, undone))}** wall, and {first} once to find that it works",
+            f"{kept / bare:.1f} x a bare subprocess ({_time(bare)})",
+            "-",
+            "-",
+            "",
+        )
+    for engine, row in starts.items():
+        if "cannot_run" in row:
+            yield f"a sandboxed command, {engine}", row["cannot_run"], "-", "-", "-", ""
+    bare = next(iter(_ours(results, "evaluate", "evaluate bare")), None)
+    for script in ("1 + 1", "1 + 1 without isolation", "a loop of 10,000", "reads 100 files"):
+        for row in _ours(results, "evaluate", f"evaluate {script}"):
+            wall = row["evaluation"]["wall"]
+            yield (
+                f"a script in a process of its own (asteval): {script}",
+                f"**{_time(wall)}** wall (p10 {_time(row['wall_p10'])})",
+                "-" if bare is None else f"{wall / bare['evaluation']['wall']:.1f} x `python -c`",
+                "-",
+                "-",
+                "",
+            )
 
 
 def _direct_calls(results: dict) -> str:

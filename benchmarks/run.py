@@ -28,6 +28,7 @@ OURS = {
     "snapshot_memory": ("--quick",),
     "disk": ("--quick",),
     "sandbox": ("--quick",),
+    "evaluate": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
     "render": ("--quick",),
@@ -35,6 +36,8 @@ OURS = {
     "size": (),
 }
 """Our scripts, and what each takes for a quick run."""
+EXTRAS = {"evaluate": "asteval"}
+"""What a script needs beside the core, which has an environment of its own."""
 
 
 def main() -> None:
@@ -61,7 +64,8 @@ def measure_ours(results: dict, names: list[str], *, quick: bool) -> None:
     for name in names:
         _say(name)
         before = reference()
-        rows = env.measurements(python, f"{name}.py", *(OURS[name] if quick else ()))
+        where = env.our_environment(EXTRAS[name]) if name in EXTRAS else python
+        rows = env.measurements(where, f"{name}.py", *(OURS[name] if quick else ()))
         results["ours"][name] = {**_moment(before), "source": source, "rows": rows}
         for row in rows:
             _say(f"  {json.dumps(row)}")
