@@ -39,7 +39,9 @@ def _ways() -> Iterator[Any]:
     for adapter in ADAPTERS:
         for streaming in (False, True):
             marks: list[pytest.MarkDecorator] = []
-            if adapter == "LiteLLM" or (adapter, streaming) in ALSO_HEAVY:
+            if adapter == "Claude Agent SDK":
+                marks = [pytest.mark.heavy]
+            elif adapter == "LiteLLM" or (adapter, streaming) in ALSO_HEAVY:
                 marks = [pytest.mark.heavy, *ITS_WARNINGS]
             name = f"{adapter}, streaming" if streaming else adapter
             yield pytest.param(adapter, streaming, marks=marks, id=name)

@@ -680,3 +680,45 @@ def test_the_example_shows_where_the_state_first_differs():
     assert 'recorded  2 values; 1: {"Ordered": {"cents": 4000, "what": "a lamp"}}' in done.stdout
     assert 'now       2 values; 1: {"Ordered": {"cents": 3600, "what": "a lamp"}}' in done.stdout
     assert "Strictly:  The run differs from its recording: turn 2, call 1 (order)" in done.stdout
+
+
+def test_a_model_that_a_tool_runs_does_not_end_the_recording_of_the_run(path: Path):
+    """What the tool and the calls after it do is compared all the same."""
+
+    def agent(word: str) -> Prompt[Any]:
+        @tool(reach="reversible")
+        def delegate(*, context: ToolContext) -> str:
+            """Let another model do it."""
+            inner = ScriptedAdapter([calls(note_of("inner")), "Noted."])
+            inner.evaluate(prompt_of(noting()), context.session)
+            context.session.dispatch(Note(word))
+            return "done"
+
+        return prompt_of(delegate, noting())
+
+    turns = (calls("delegate", note_of("after")), "Done.")
+    recorded(path, agent("outer"), *turns)
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["seen"]["calls"] for line in lines if "calls" in line] == ["delegate", "note"]
+    assert replayed(path, agent("outer")) is None
+    found = replayed(path, agent("another"))
+    assert found is not None
+    assert (found.turn, found.call, found.tool) == (1, 1, "delegate")
+
+
+def test_a_recorded_adapter_names_its_model_for_telemetry(path: Path):
+    class Named(ScriptedAdapter):
+        model = "tiny"
+
+    asked: list[Any] = []
+
+    @tool(reach="read")
+    def look(*, context: ToolContext) -> str:
+        """Look at who runs this."""
+        asked.append(getattr(context.adapter, "model", None))
+        return "seen"
+
+    record(Named([calls("look"), "Done."]), path).evaluate(prompt_of(look), Session())
+
+    assert asked == ["tiny"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +192,25 @@ def test_yaml_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_says_takes_the_fields_of_a_turn():
     assert says("I will not.", stop_reason="refusal").stop_reason == "refusal"
+
+
+def test_runs_in_several_threads_may_share_a_script():
+    """The second asks while a generator is still at the first's turn."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def turns():
+        asked.set()
+        go_on.wait(10)
+        yield "One."
+        yield "Two."
+
+    model, prompt = ScriptedAdapter(turns()), Prompt(PromptTemplate(sections=[]))
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(model.evaluate, prompt, Session())
+        asked.wait(10)
+        second = threads.submit(model.evaluate, prompt, Session())
+        with pytest.raises(TimeoutError):
+            second.result(0.05)  # it waits for its turn
+        go_on.set()
+
+        assert (first.result(10).text, second.result(10).text) == ("One.", "Two.")

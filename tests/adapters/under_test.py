@@ -8,14 +8,17 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import SkipTest
 
+from messages_server import serving
 from wire import Script, WireServer
 
 from weakincentives.adapters import (
     Adapter,
+    ClaudeAgentSDKAdapter,
     LiteLLMAdapter,
     OpenAIAdapter,
     ReplayAdapter,
@@ -23,6 +26,7 @@ from weakincentives.adapters import (
     record,
     replay,
 )
+from weakincentives.errors import ProviderError
 from weakincentives.testing import AdapterCase, MakeAdapter, Played, Served, adapter_cases
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
@@ -45,7 +49,7 @@ ON_THE_WIRE: Mapping[str, Make] = {
     ),
 }
 
-ADAPTERS = ("Scripted", "recorded", "replayed", *ON_THE_WIRE)
+ADAPTERS = ("Scripted", "recorded", "replayed", *ON_THE_WIRE, "Claude Agent SDK")
 
 # What cannot be done, and why: such a case must fail, or this is to be taken out.
 _NOT_STREAMED = {
@@ -55,7 +59,8 @@ _NOT_STREAMED = {
 
 def missing(adapter: str) -> str | None:
     """Return the package that an adapter needs and that is not installed."""
-    package = {"LiteLLM": "litellm"}.get(adapter, "openai" if adapter in ON_THE_WIRE else "json")
+    packages = {"LiteLLM": "litellm", "Claude Agent SDK": "claude_agent_sdk"}
+    package = packages.get(adapter, "openai" if adapter in ON_THE_WIRE else "json")
     return None if find_spec(package) else package
 
 
@@ -84,6 +89,9 @@ def _check(
         case.check(_served(ON_THE_WIRE[adapter], server, scripts), streaming=streaming)
         problems = [problem for script in scripts for problem in script.problems]
         assert problems == [], f"the provider refused what it was asked: {problems[0]}"
+    elif adapter == "Claude Agent SDK":
+        with ExitStack() as servers:
+            case.check(_by_its_program(servers), streaming=streaming)
     elif adapter == "Scripted":
         case.check(ScriptedAdapter, streaming=streaming)
     else:
@@ -98,6 +106,16 @@ def _served(make: Make, server: WireServer, scripts: list[Script]) -> MakeAdapte
     def made(turns: Sequence[Played]) -> Served:
         scripts.append(server.play(*turns))
         return Served(make(scripts[-1]), scripts[-1].asked)
+
+    return made
+
+
+def _by_its_program(servers: ExitStack) -> MakeAdapter:
+    def made(turns: Sequence[Played]) -> Adapter:
+        if any(isinstance(turn, ProviderError) and turn.retry_after for turn in turns):
+            raise SkipTest("the program does not pass on how long the provider asks to wait")
+        server = servers.enter_context(serving(turns))
+        return ClaudeAgentSDKAdapter(model="claude-sonnet-5", env=server.environment)
 
     return made
 
@@ -125,7 +143,8 @@ can run over [your own adapter](testing.md#an-adapter-of-your-own). Those of thi
 against them with and without streaming. For the ones that speak to a provider, a server on loopback
 stands in for it: it speaks the provider's format, refuses what the provider would refuse, and what
 it was asked is read back and compared, so that the words of a tool are seen to reach the model as
-they are, byte for byte, through each of them.
+they are, byte for byte, through each of them. The Claude Agent SDK runs its real program, which
+puts words of its own around the conversation: there only what comes of it is compared.
 
 This page is written by `python tests/adapters/under_test.py`; each cell is compared with a test.
 """

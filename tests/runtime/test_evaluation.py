@@ -38,6 +38,7 @@ from weakincentives.errors import (
     ProviderRejected,
     ProviderThrottled,
     ProviderUnavailable,
+    ReducerError,
     TaskNotCompleted,
     TurnLimitExceeded,
 )
@@ -672,3 +673,203 @@ def test_an_interrupt_in_a_handler_ends_the_run_at_once():
         ScriptedAdapter([adds(1), calls("stop"), "Done."]).evaluate(prompt(stopping), session)
 
     assert session[Added].all() == (Added(1),)
+
+
+# Several conversations in one session
+
+
+def _delegate(*turns: Any) -> Any:
+    @wink.tool(reach="reversible")
+    def delegate(*, context: ToolContext) -> str:
+        """Let another model do it."""
+        return ScriptedAdapter(turns).evaluate(prompt(), context.session).text
+
+    return MarkdownSection(title="Delegating", tools=[delegate])
+
+
+def test_a_run_that_goes_on_leaves_out_what_models_of_its_tools_said(evaluate: Evaluate):
+    session, delegating = Session(), _delegate(adds(7), "Seven.")
+    with pytest.raises(ProviderRejected):
+        evaluate([calls("delegate"), ProviderRejected("no")], prompt(delegating), session)
+    asked: list[list[tuple[str, str]]] = []
+
+    def look(request: ModelRequest) -> str:
+        asked.append([(message.role, message.text) for message in request.messages])
+        return "Done."
+
+    evaluate([look], prompt(delegating), session, resume=True)
+
+    assert asked == [[("user", "Begin."), ("model", ""), ("tool", "Seven.")]]
+
+
+def test_a_run_that_is_interrupted_in_a_model_of_a_tool_goes_on_as_itself(evaluate: Evaluate):
+    @wink.tool(reach="reversible")
+    def stop() -> str:
+        """Press Ctrl-C."""
+        raise KeyboardInterrupt
+
+    @wink.tool(reach="reversible")
+    def delegate(*, context: ToolContext) -> str:
+        """Let another model do it."""
+        inner = prompt(MarkdownSection(title="Stopping", tools=[stop]))
+        return ScriptedAdapter([calls("stop")]).evaluate(inner, context.session).text
+
+    outer = prompt(MarkdownSection(title="Delegating", tools=[delegate]))
+    session = Session()
+    with pytest.raises(KeyboardInterrupt):
+        ScriptedAdapter([calls("delegate")]).evaluate(outer, session)
+
+    evaluate(["I see."], outer, session, resume=True)
+
+    assert [(m.role, m.depth) for m in session[Message]] == [
+        *(("user", 0), ("model", 0)),
+        *(("user", 1), ("model", 1)),
+        *(("tool", 0), ("model", 0)),
+    ]
+
+
+def test_a_tool_can_go_on_with_the_conversation_it_had(evaluate: Evaluate):
+    words = iter(["Hello.", "Hello again."])
+
+    @wink.tool(reach="reversible")
+    def talk(*, context: ToolContext) -> str:
+        """Talk to another model."""
+        resume = any(message.depth == 1 for message in context.session[Message])
+        model = ScriptedAdapter([lambda request: f"{next(words)} ({len(request.messages)})"])
+        return model.evaluate(prompt(), context.session, resume=resume, message="Hi.").text
+
+    session, talking = Session(), prompt(MarkdownSection(title="Talking", tools=[talk]))
+
+    evaluate([calls("talk"), calls("talk"), "Done."], talking, session)
+
+    answers = [text for role, text in said(session) if role == "tool"]
+    assert answers == ["Hello. (1)", "Hello again. (3)"]
+
+
+def test_runs_at_the_same_time_keep_their_conversations_apart():
+    """Both providers count calls from zero; the second run ends first and is not the last."""
+    session, order = Session(), asyncio.Queue[None]()
+
+    class Slow(ScriptedAdapter):
+        needs_loop = True
+
+        async def complete(self, request: ModelRequest) -> ModelTurn:
+            await order.get()
+            return await super().complete(request)
+
+    def turn(n: int) -> ModelTurn:
+        return calls(wink.ToolCall("add", {"n": n}, "call_0"))
+
+    async def scenario() -> None:
+        runs = [
+            asyncio.create_task(Slow(turns).aevaluate(prompt(), session, message=turns[-1]))
+            for turns in ([turn(1), turn(2), "First."], [turn(10), turn(20), "Second."])
+        ]
+        for _ in range(6):
+            order.put_nowait(None)
+        await asyncio.gather(*runs)
+
+    asyncio.run(scenario())
+
+    assert sorted(each.n for each in session[Added]) == [1, 2, 10, 20]
+    conversations: dict[str, list[str]] = {}
+    for message in session[Message]:
+        conversations.setdefault(message.conversation, []).append(message.text)
+    assert sorted(conversations.values()) == [
+        ["First.", "", "added 1", "", "added 2", "First."],
+        ["Second.", "", "added 10", "", "added 20", "Second."],
+    ]
+    ids = [call.id for message in session[Message] for call in message.tool_calls]
+    assert len(set(ids)) == 4
+
+
+# More ways to break off
+
+
+def test_a_listener_hears_the_end_of_calls_that_were_left_open(evaluate: Evaluate):
+    session, heard = Session(), list[RunEvent]()
+    with pytest.raises(CallLimitExceeded):
+        evaluate([adds(1, 2)], prompt(), session, config=RunConfig(max_tool_calls=1))
+
+    evaluate(["Done."], prompt(), session, resume=True, on_event=heard.append)
+
+    ended = [event.call.params for event in heard if isinstance(event, ToolEnded)]
+    assert ended == [{"n": 2}]
+
+
+def test_a_prompt_that_cannot_be_rendered_any_more_ends_the_run_and_it_can_be_taken_up(
+    evaluate: Evaluate,
+):
+    broken = True
+
+    def enabled(*, session: Session) -> bool:
+        if broken and session[Added]:
+            raise ValueError("the settings are gone")
+        return True
+
+    section = MarkdownSection(title="Settings", template="Settings.", enabled=enabled)
+    session = Session()
+
+    with pytest.raises(ValueError, match="the settings are gone"):
+        evaluate([adds(1), "Done."], prompt(section), session)
+
+    assert session[PromptExecuted].latest().stop_reason == "ValueError"
+    broken = False
+    assert evaluate(["Done."], prompt(section), session, resume=True).text == "Done."
+    assert session[Added].all() == (Added(1),)
+
+
+def test_an_adapter_with_a_timeout_of_its_own_has_not_missed_the_deadline():
+    class Hasty(ScriptedAdapter):
+        needs_loop = True
+
+        async def complete(self, request: ModelRequest) -> ModelTurn:
+            raise TimeoutError("a socket was slow")
+
+    with pytest.raises(TimeoutError, match="a socket was slow"):
+        Hasty([]).evaluate(prompt(), Session(), deadline=Deadline.after(60))
+
+
+def test_the_end_of_a_run_is_told_also_when_it_cannot_be_recorded():
+    ended: list[str] = []
+
+    class Ending(ScriptedAdapter):
+        async def end_run(self) -> None:
+            ended.append("told")
+
+    def fails(current: Any, event: PromptExecuted) -> Any:
+        raise ValueError("no room")
+
+    session = Session()
+    session[Total].register(PromptExecuted, fails)
+
+    with pytest.raises(ReducerError):
+        Ending(["Done."]).evaluate(prompt(), session)
+
+    assert ended == ["told"]
+
+
+def test_a_step_with_a_result_missing_can_be_taken_again_with_all():
+    session, model = Session(), ScriptedAdapter([adds(1, 2), "Three."])
+    turn = model.step(prompt(), session)
+    results = [execute_tool(call, session=session) for call in turn.tool_calls]
+
+    with pytest.raises(ValueError, match="there is no result for call"):
+        model.step(prompt(), session, tool_results=results[:1])
+
+    assert model.step(prompt(), session, tool_results=results).text == "Three."
+    assert said(session)[2:] == [("tool", "added 1"), ("tool", "added 2"), ("model", "Three.")]
+
+
+def test_a_step_that_goes_on_needs_a_conversation():
+    with pytest.raises(PromptEvaluationError, match="there is nothing to resume"):
+        ScriptedAdapter(["Hello."]).step(prompt(), Session(), tool_results=[])
+
+
+def test_a_step_after_the_models_last_word_asks_it_to_go_on():
+    session, model = Session(), ScriptedAdapter(["One.", "Two."])
+    model.step(prompt(), session)
+
+    model.step(prompt(), session, tool_results=[])
+
+    assert [role for role, _ in said(session)] == ["user", "model", "user", "model"]

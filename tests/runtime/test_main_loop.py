@@ -264,3 +264,30 @@ def test_sigterm_finishes_what_is_under_way(tmp_path: Path):
 
     assert shown.splitlines() == ["1 finished True", "True"]
     assert child.returncode == 0
+
+
+def test_stopping_a_loop_that_nobody_runs_cancels_what_waits():
+    loop = Answering(adapter=ScriptedAdapter([echo]))
+    futures = [loop.submit("one"), loop.submit("two")]
+
+    loop.stop()
+
+    assert [future.cancelled() for future in futures] == [True, True]
+    assert loop.run() == 0
+
+
+def test_a_loop_that_an_interrupt_ended_can_be_run_again_or_stopped():
+    def interrupted(request: ModelRequest) -> str:
+        raise KeyboardInterrupt
+
+    loop = Answering(adapter=ScriptedAdapter([interrupted, echo, echo]))
+    first, second, third = (loop.submit(word) for word in ("one", "two", "three"))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert isinstance(first.exception(), KeyboardInterrupt)
+    assert not second.done()
+
+    second.add_done_callback(lambda _: loop.stop())
+
+    assert loop.run() == 1
+    assert third.cancelled()

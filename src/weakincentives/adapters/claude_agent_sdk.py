@@ -25,13 +25,15 @@ from weakincentives.adapters.base import Adapter
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall, new_call_id
 from weakincentives.errors import (
+    BudgetExceededError,
     MissingExtra,
+    PromptEvaluationError,
     ProviderError,
     ProviderRejected,
     ProviderThrottled,
     ProviderUnavailable,
 )
-from weakincentives.filesystem import Filesystem
+from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.logs import get_logger
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -56,10 +58,14 @@ _SERVER = "wink"
 _PREFIX = f"mcp__{_SERVER}__"
 _LONG = 24 * 3600
 """Seconds that a hook or a tool may take: our own limits end it before."""
+_MUCH = 500_000
+"""Characters of an answer that the model gets whole: the most that the program allows."""
 _MARK = "WINK_CLAUDE_RUN"
 """The variable by which the program and all that it starts are known."""
-_READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read"})
+_READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "WebSearch"})
 """Native tools that change no file."""
+_AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
+"""Native tools that start an agent of the program's own, whose calls nobody would see."""
 _STOP_REASONS: dict[str | None, StopReason] = {
     "tool_use": "tool_use",
     "max_tokens": "max_tokens",
@@ -91,7 +97,7 @@ class ClaudeAgentSDKAdapter(Adapter):
             native_tools: Tools of the program to offer, such as ``"Read"``, ``"Write"``,
                 ``"Edit"`` and ``"Bash"``. Each is a call through the pipeline, under its name in
                 lower case: policies of the prompt hold, and what a failed one changed in the
-                workspace is undone. None by default.
+                workspace is undone. Those that write need a HostFilesystem bound. None by default.
             cwd: Where the program works: by default the workspace that is bound as Filesystem,
                 or an empty directory.
             permission_mode: Of the program; by default it asks nobody, since the pipeline decides.
@@ -101,6 +107,11 @@ class ClaudeAgentSDKAdapter(Adapter):
             env: More variables for the program.
             cli_path: Another program than the one that the SDK carries.
         """
+        if agents := sorted(_AGENTS.intersection(native_tools)):
+            raise ValueError(
+                f"{agents[0]} starts agents whose calls do not reach the pipeline: "
+                "give the model a tool that runs an adapter instead"
+            )
         self.model = model
         self.native_tools = tuple(native_tools)
         self.cwd = cwd
@@ -135,16 +146,17 @@ class _Program:
         self._client: ClaudeSDKClient | None = None
         self._loop: asyncio.AbstractEventLoop
         self._directory = ""
+        self._root = ""
+        """The workspace: paths are told as seen from there."""
         self._mark = uuid.uuid4().hex
-        self._own_home: str | None = None
         self._cleanup: list[Callable[[], object]] = []
         self._reader: asyncio.Task[None] | None = None
-        self._turns: asyncio.Queue[ModelTurn | ProviderError] = asyncio.Queue()
+        self._turns: asyncio.Queue[ModelTurn | PromptEvaluationError] = asyncio.Queue()
         self._calls: dict[str, _Call] = {}
         """By the program's own id of the tool use."""
         self._rendered: RenderedPrompt | None = None
         self._tools_changed: Callable[[], Any] | None = None
-        self._stop: asyncio.Future[str | None] | None = None
+        self._words: asyncio.Queue[str | None] = asyncio.Queue()
         """What the Stop hook waits for: why to go on, or None for the end."""
         self._on_text: Callable[[str], None] | None = None
 
@@ -157,27 +169,35 @@ class _Program:
         else:
             await self._go_on(request)
         turn = await self._turns.get()
-        if isinstance(turn, ProviderError):
+        if isinstance(turn, PromptEvaluationError):
             await self.end_run()  # asked again, a new program is told what was said so far
             raise turn
         return turn
 
     async def end_run(self) -> None:
         """Let the program end, and make sure that it has, with all that it started."""
-        if self._stop is not None and not self._stop.done():
-            self._stop.set_result(None)
         client, self._client = self._client, None
+        reader, self._reader = self._reader, None
+        if client is not None:
+            self._break_off()
+        self._words.put_nowait(None)
+        try:
+            if reader is not None:
+                reader.cancel()
+                await asyncio.wait([reader])
+            if client is not None:
+                with suppress(Exception):  # it was killed: how it complains does not matter
+                    await client.disconnect()
+        finally:
+            while self._cleanup:
+                self._cleanup.pop()()
+
+    def _break_off(self) -> None:
+        """Kill the program, then let go of everybody who waits for it."""
+        _kill_marked(self._mark)  # first: what a call did is undone now, and must stay undone
         for call in self._calls.values():
             call.break_off()
         self._calls.clear()
-        if self._reader is not None:
-            self._reader.cancel()
-        if client is not None:
-            _kill_marked(self._mark)
-            with suppress(Exception):  # it was killed: how it complains does not matter
-                await client.disconnect()
-        while self._cleanup:
-            self._cleanup.pop()()
 
     # Starting it, and going on
 
@@ -189,16 +209,17 @@ class _Program:
         self._loop = asyncio.get_running_loop()
         self._rendered = request.prompt
         self._directory = self._working_directory(request)
-        self._turns = asyncio.Queue()
+        self._turns, self._words = asyncio.Queue(), asyncio.Queue()
+        self._tools_changed = None
         if request.session is not None:
             self._cleanup.append(request.session.dispatcher.subscribe(ToolInvoked, self._ended))
-        client = ClaudeSDKClient(self._options(request))
+        client = self._client = ClaudeSDKClient(self._options(request))
         try:
             await client.connect()
             await client.query(_as_prompt(request.messages))
         except Exception as error:
+            await self.end_run()
             raise ProviderUnavailable(f"the Claude program did not start: {error}") from error
-        self._client = client
         self._reader = asyncio.get_running_loop().create_task(self._read(client))
 
     def _options(self, request: ModelRequest) -> ClaudeAgentOptions:
@@ -231,6 +252,7 @@ class _Program:
             cli_path=adapter.cli_path,
             hooks=hooks,
             include_partial_messages=True,
+            max_buffer_size=100 * _MUCH,
             verbatim_prompts=True,
             env={
                 "HOME": home,
@@ -240,6 +262,7 @@ class _Program:
                 "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
                 "ENABLE_TOOL_SEARCH": "false",
                 "MCP_TOOL_TIMEOUT": str(_LONG * 1000),
+                "MAX_MCP_OUTPUT_TOKENS": str(_MUCH),
                 **({"IS_SANDBOX": "1"} if _is_root() else {}),
                 **adapter.env,
                 _MARK: self._mark,
@@ -253,39 +276,47 @@ class _Program:
         return place
 
     def _working_directory(self, request: ModelRequest) -> str:
-        if self._adapter.cwd is not None:
-            return str(self._adapter.cwd)
+        """Return where the program works; tools that write only work where that can be undone."""
         prompt = None if request.session is None else request.session.prompt
         files = None if prompt is None else prompt.resources.find(Filesystem)
-        root = getattr(files, "root", None)
-        return self._temporary("work") if root is None else str(root)
+        root = files.root if isinstance(files, HostFilesystem) else None
+        given = self._adapter.cwd
+        place = root if given is None else Path(os.path.realpath(given))
+        writing = [name for name in self._adapter.native_tools if name not in _READING]
+        if writing and (root is None or place is None or not place.is_relative_to(root)):
+            raise PromptEvaluationError(
+                f"What {writing[0]} changes in {place or 'a directory of its own'} could not be "
+                "undone: bind a HostFilesystem over the directory where the program works"
+            )
+        directory = self._temporary("work") if place is None else str(place)
+        self._root = str(root or directory)
+        return directory
 
     async def _go_on(self, request: ModelRequest) -> None:
         """Give the program what it waits for: the answers to its calls, or why to go on."""
         news = _since_the_model_spoke(request.messages)
-        extra = self._what_changed(request.prompt)
-        answers = [message for message in news if message.role == "tool"]
+        changed = self._what_changed(request.prompt)
         by_id = {call.call_id: call for call in self._calls.values()}
-        for place, message in enumerate(answers, 1):
+        words: list[str] = []
+        for place, message in enumerate(news, 1):
             text = message.text
-            if extra and place == len(answers):
-                text = f"{text}\n\n{extra}"
-            call = by_id.get(message.call_id)
-            if call is not None:
-                call.answer_with(text)
-        words = [message.text for message in news if message.role == "user"]
-        if words and self._stop is not None and not self._stop.done():
-            self._stop.set_result("\n\n".join(words))
+            if changed and place == len(news):
+                text = f"{text}\n\n{changed}"
+            if message.role == "user":
+                words.append(text)
+            elif message.call_id in by_id:
+                by_id[message.call_id].answer_with(text)
+        if words:
+            self._words.put_nowait("\n\n".join(words))
 
     def _what_changed(self, rendered: RenderedPrompt) -> str:
         """Note what is offered now; return what the model must be told of it."""
         before, self._rendered = self._rendered, rendered
         assert before is not None
         if before.tools != rendered.tools and self._tools_changed is not None:
-            notify = self._tools_changed()
-            task = asyncio.ensure_future(notify)
+            task = asyncio.ensure_future(self._tools_changed())
             self._cleanup.append(task.cancel)
-        if before.summarized == rendered.summarized:
+        if before.text == rendered.text:
             return ""
         return f"The instructions read now:\n\n{rendered.text}"
 
@@ -295,7 +326,7 @@ class _Program:
         from claude_agent_sdk import AssistantMessage, ResultMessage, StreamEvent, UserMessage
 
         turn = _TurnBuilder()
-        failure: ProviderError | None = None
+        failure: PromptEvaluationError | None = None
         try:
             async for message in client.receive_messages():
                 if isinstance(message, StreamEvent) and message.parent_tool_use_id is None:
@@ -313,12 +344,15 @@ class _Program:
                     if failure is not None or turn.is_begun:
                         await self._turns.put(failure or _cut_off())
                     turn, failure = _TurnBuilder(), None
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
-            await self._turns.put(ProviderUnavailable(f"the Claude program failed: {error}"))
+            self._lost(f"the Claude program failed: {error}")
         else:
-            await self._turns.put(ProviderUnavailable("the Claude program has ended"))
+            self._lost("the Claude program has ended")
+
+    def _lost(self, why: str) -> None:
+        """The program is gone, maybe while a tool of its own was under way."""
+        self._break_off()
+        self._turns.put_nowait(ProviderUnavailable(why))
 
     def _heard(self, text: str) -> None:
         if self._on_text is not None:
@@ -333,8 +367,8 @@ class _Program:
             if name == use.name:
                 name, params = name.lower(), self._with_path(params)
             calls.append(ToolCall(name, params, call.call_id))
-        if not calls:
-            self._stop = asyncio.get_running_loop().create_future()
+        while not self._words.empty():  # a model that was cut off goes on without being told why
+            self._words.get_nowait()
         self._turns.put_nowait(
             ModelTurn(
                 text=turn.text,
@@ -350,10 +384,14 @@ class _Program:
         if not isinstance(params, dict):
             return params
         given = cast("dict[str, object]", params)
-        place = given.get("file_path")
-        if isinstance(place, str) and Path(place).is_relative_to(self._directory):
-            return {**given, "path": str(Path(place).relative_to(self._directory))}
-        return given
+        place = given.get("file_path", given.get("notebook_path"))
+        if not isinstance(place, str):
+            return given
+        # As the program takes it: relative to where it works, through links, not always tidy.
+        found = Path(os.path.realpath(os.path.join(self._directory, os.path.expanduser(place))))
+        if found.is_relative_to(self._root):
+            found = found.relative_to(self._root)
+        return {**given, "path": str(found)}
 
     def _call(self, tool_use_id: str) -> _Call:
         call = self._calls.get(tool_use_id)
@@ -377,30 +415,35 @@ class _Program:
         """Admit a native tool when the pipeline does; ours are asked about in their call."""
         if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
-        denied = await self._call(tool_use_id).admitted
+        call = self._call(tool_use_id)
         decision = {"permissionDecision": "allow"}
-        if denied is not None:
-            decision = {"permissionDecision": "deny", "permissionDecisionReason": denied}
+        if not await call.admitted:
+            reason = await call.answer
+            decision = {"permissionDecision": "deny", "permissionDecisionReason": reason}
         return {"hookSpecificOutput": {"hookEventName": "PreToolUse", **decision}}
 
     async def _after_tool(self, told: Any, tool_use_id: str | None, _: object) -> Any:
-        """Wait until what a native tool changed is kept or undone; say so when it is undone."""
+        """Wait until what a native tool changed is kept or undone; say what there is to add."""
         if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
         event, call = told["hook_event_name"], self._call(tool_use_id)
         failed = event == "PostToolUseFailure"
         call.end(success=not failed, said=told.get("error") or told.get("tool_response"))
         result = await call.result
-        if result is None or result.success or not result.metadata.undone:
+        if result is None:
             return {}
-        undone = ", ".join(result.metadata.undone)
-        said = {"hookEventName": event, "additionalContext": f"It failed. Rolled back: {undone}."}
-        return {"hookSpecificOutput": said}
+        said: list[str] = []
+        if not result.success and result.metadata.undone:
+            said.append(f"It failed. Rolled back: {', '.join(result.metadata.undone)}.")
+        if added := (await call.answer).removeprefix(result.render()).strip():
+            said.append(added)  # feedback, or the new instructions
+        if not said:
+            return {}
+        more = {"hookEventName": event, "additionalContext": "\n\n".join(said)}
+        return {"hookSpecificOutput": more}
 
     async def _at_stop(self, told: Any, _id: str | None, _: object) -> Any:
-        if self._stop is None:
-            return {}
-        reason = await self._stop
+        reason = await self._words.get()
         return {} if reason is None else {"decision": "block", "reason": reason}
 
     # Native tools, as the pipeline sees them
@@ -409,7 +452,15 @@ class _Program:
         async def wait(params: Any, *, context: ToolContext) -> ToolResult[Any]:
             for earlier in self._calls.values():
                 earlier.answer_with(None)  # the program may wait for it before it runs this one
-            call = next(c for c in self._calls.values() if c.call_id == context.call_id)
+            found = (c for c in self._calls.values() if c.call_id == context.call_id)
+            call = next(found, None)
+            if call is None:  # of a run that broke off, or called by somebody else
+                return ToolResult.error("The Claude program does not wait for this call: ask again")
+            path = str(params.get("path", ""))
+            if name not in _READING and os.path.isabs(path):
+                return ToolResult.error(
+                    f"{path} is outside of the workspace, where nothing could be undone"
+                )
             try:
                 return await call.run_by_the_program()
             except asyncio.CancelledError:
@@ -452,6 +503,7 @@ class _Program:
                         description=tool.description,
                         input_schema=tool.parameters,
                         annotations=ToolAnnotations(read_only_hint=tool.reach == "read"),
+                        _meta={"anthropic/maxResultSizeChars": _MUCH},
                     )
                     for tool in self._rendered.tools
                     if tool.handler is not None
@@ -473,9 +525,9 @@ class _Call:
         loop = asyncio.get_running_loop()
         self.call_id = call_id
         self.answer: asyncio.Future[str] = loop.create_future()
-        """What our tool says."""
-        self.admitted: asyncio.Future[str | None] = loop.create_future()
-        """Whether a native tool may run: None, or why not."""
+        """What our tool says; of a native tool, what there is to add stands at its end."""
+        self.admitted: asyncio.Future[bool] = loop.create_future()
+        """Whether a native tool may run."""
         self.ended: asyncio.Future[ToolResult[Any]] = loop.create_future()
         """How a native tool ended in the program."""
         self.result: asyncio.Future[ToolResult[Any] | None] = loop.create_future()
@@ -485,11 +537,11 @@ class _Call:
     def settle(self, result: ToolResult[Any]) -> None:
         """Take what the pipeline says; what it refused must not run."""
         self._rendered = result.render()
-        _give(self.admitted, self._rendered)
+        _give(self.admitted, False)
         _give(self.result, result)
 
     def answer_with(self, text: str | None) -> None:
-        """Let our tool say this, or else what the pipeline said, where it has spoken."""
+        """Let the tool say this, or else what the pipeline said, where it has spoken."""
         if text is None:
             text = self._rendered
         if text is not None:
@@ -505,13 +557,13 @@ class _Call:
     def break_off(self) -> None:
         """Let go of everybody who waits: the program is about to end."""
         self.end(success=False, said="The Claude program ended before the tool did")
-        _give(self.admitted, "The run is over")
+        _give(self.admitted, False)
         _give(self.answer, "The run is over")
         _give(self.result, None)
 
     async def run_by_the_program(self) -> ToolResult[Any]:
         """Let the program run a native tool, and return how that ended."""
-        _give(self.admitted, None)
+        _give(self.admitted, True)
         return await self.ended
 
 
@@ -596,7 +648,9 @@ def _failure(kind: str, text: str) -> ProviderError:
     return ProviderUnavailable(text)
 
 
-def _failed_result(message: Any) -> ProviderError:
+def _failed_result(message: Any) -> PromptEvaluationError:
+    if message.subtype == "error_max_budget_usd":
+        return BudgetExceededError(f"Used {message.total_cost_usd} dollars, more than allowed")
     text = "; ".join(message.errors or ()) or message.result or message.subtype
     status = message.api_error_status
     if status == 429:

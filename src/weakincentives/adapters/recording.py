@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.budget import TokenUsage
-from weakincentives.call import ToolCall
+from weakincentives.call import ToolCall, current_view
 from weakincentives.errors import (
     FilesystemError,
     MalformedResponse,
@@ -115,6 +115,8 @@ class _RecordedRun:
 
     def __init__(self, model: Model, recording: _Recording) -> None:
         self.name = model.name
+        self.model = getattr(model, "model", None)
+        """What telemetry names."""
         self.needs_loop = model.needs_loop
         self.provider_tools = model.provider_tools
         self.end_run = model.end_run
@@ -276,6 +278,8 @@ class _Watch:
         self._on_calls = on_calls
         self._rendered: RenderedPrompt | None = None
         self._tools: Seen = {}
+        self._conversation = ""
+        self._depth = current_view(session).depth
         self._state: Mapping[type, Slice[Any]] = {}
         self._files = _files_of(session)
         self._before = None if self._files is None else self._files.snapshot()
@@ -292,13 +296,16 @@ class _Watch:
         self._files = self._before = None  # a snapshot keeps the history of a workspace from ending
 
     def _ended(self, event: PromptExecuted) -> None:
-        if self.session[PromptExecuted].latest() is event:  # others may share the bus
+        # Others may share the bus, and a tool may run a model of its own.
+        is_its_own = self.session[PromptExecuted].latest() is event
+        if is_its_own and current_view(self.session).depth == self._depth:
             self.close()
 
     # A request
 
     def asked(self, request: ModelRequest) -> Seen:
         """Return what a request says that the one before did not."""
+        self._conversation = request.messages[-1].conversation
         seen = {f"message {n}": _steady_text(text) for n, text in enumerate(_said(request), 1)}
         return {**seen, **self._offered(request.prompt), **self._changes()}
 
@@ -317,7 +324,7 @@ class _Watch:
 
     def _called(self, record: ToolInvoked) -> None:
         """Look at what came of a call. Those that ran together are told when all have ended."""
-        numbers = _numbers(self.session)
+        numbers = _numbers(self.session, self._conversation)
         if record.call_id not in numbers:
             return  # nested in another call, or of somebody who shares the bus
         records = self.session[ToolInvoked]
@@ -359,10 +366,10 @@ def _said(request: ModelRequest) -> list[str]:
     return [message.text for message in new if message.role == "user"][::-1]
 
 
-def _numbers(session: Session) -> dict[str, int]:
+def _numbers(session: Session, conversation: str) -> dict[str, int]:
     """Return the place in the model's last turn of each of its calls, by id."""
-    turns = (m for m in session[Message].newest_first() if m.role == "model")
-    turn = next(turns, None)
+    said = (m for m in session[Message].newest_first() if m.conversation == conversation)
+    turn = next((message for message in said if message.role == "model"), None)
     return {} if turn is None else {call.id: n for n, call in enumerate(turn.tool_calls, 1)}
 
 

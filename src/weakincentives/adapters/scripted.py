@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -61,6 +62,7 @@ class ScriptedAdapter(Adapter):
     def __init__(self, turns: Iterable[Turn]) -> None:
         self._turns = iter(turns)
         self._played = 0
+        self._lock = threading.RLock()  # runs in several threads may share a script
         self.last_request: ModelRequest | None = None
         """What the model was last asked."""
 
@@ -86,14 +88,15 @@ class ScriptedAdapter(Adapter):
 
     def _next(self, request: ModelRequest) -> _Played:
         self.last_request = request
-        turn = next(self._turns, None)
+        with self._lock:
+            turn = next(self._turns, None)
+            self._played += turn is not None
         if turn is None:
             last = request.messages[-1]
             raise ProviderRejected(
                 f"the script has {self._played} turns, and the model was asked for one more; "
                 f"the last message was from the {last.role}: {last.text!r}"
             )
-        self._played += 1
         return turn(request) if callable(turn) else turn
 
 

@@ -122,6 +122,10 @@ class RenderedPrompt:
         offers = dict(self.offers)
         for tool in tools:
             declared = offers.get(tool.name)
+            if declared is not None and declared.tool.handler is not None:
+                raise PromptValidationError(
+                    f"the prompt has a tool {tool.name!r}, and so has the provider: rename one"
+                )
             rules = policies if declared is None else declared.rules
             offers[tool.name] = Offer.of(tool, rules, self.listeners)
         return replace(self, offers=offers)

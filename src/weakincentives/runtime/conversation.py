@@ -61,6 +61,10 @@ class Message:
     """What the provider wants back with its own message, as JSON; only its adapter reads it."""
     is_first: bool = False
     """Whether a conversation begins here."""
+    conversation: str = ""
+    """An id that its messages share: a session may hold several at once."""
+    depth: int = 0
+    """How many calls the conversation is nested in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

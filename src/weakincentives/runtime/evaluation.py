@@ -6,13 +6,14 @@ thread: only the model is waited for on an event loop, and handlers run where th
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker
-from weakincentives.call import RunContext, ToolCall, new_call_id
+from weakincentives.call import RunContext, ToolCall, current_view, new_call_id
 from weakincentives.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     CallLimitExceeded,
@@ -170,6 +171,8 @@ class Run:
             output_schema(self._output_type)  # a type that cannot be answered with is refused now
         self._rendered: RenderedPrompt | None = None
         self._messages: list[Message] = []
+        self._conversation = ""
+        self._depth = current_view(session).depth
         self._usage = NO_TOKENS
         self._turns = 0
         self._calls = 0
@@ -177,7 +180,12 @@ class Run:
         """How many answers in a row did not fit the output type."""
         self._idle = 0
         """How often in a row the model stopped before it was done, and did nothing in between."""
+        self._under_way: dict[str, ToolCall] = {}
+        """The calls that are being answered, by id."""
         self._ids: set[str] = set()
+        """Of all calls that the session's messages ask for, those of other runs included."""
+        self._noted = 0
+        """How many messages were looked at for that."""
         self._blocks = False
 
     # Ways in
@@ -232,25 +240,27 @@ class Run:
                 if response is not None:
                     reason = response.stop_reason
                     return response
-        except PromptEvaluationError as error:
+        except Exception as error:
             reason = type(error).__name__
-            error.response = self._response(self._messages[-1].text if self._messages else "")
+            if isinstance(error, PromptEvaluationError):
+                error.response = self._response(self._messages[-1].text if self._messages else "")
             raise
         finally:
             stop_listening()
-            self._record(started, reason)
-            await self._wait_for(self._model.end_run, self._model.needs_loop)
+            try:
+                self._record(started, reason)
+            finally:  # whatever a reducer makes of the record, no program may be left behind
+                await self._wait_for(self._model.end_run, self._model.needs_loop)
 
     async def _step(
         self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
     ) -> PromptResponse[Any]:
         if tool_results is None:
-            self._say(Message(role="user", text=message or BEGIN, is_first=True))
+            self._say(role="user", text=message or BEGIN, is_first=True)
         else:
             self._take_up()
             self._take_results(tool_results)
-            if message is not None:
-                self._say(Message(role="user", text=message))
+            self._go_on(message)
         try:
             turn = await self._turn()
         finally:
@@ -292,31 +302,42 @@ class Run:
 
     # The conversation
 
-    def _say(self, message: Message) -> None:
+    def _say(self, **fields: Any) -> None:
+        if fields.get("is_first"):
+            self._conversation = uuid.uuid4().hex
+        message = Message(**fields, conversation=self._conversation, depth=self._depth)
         self._messages.append(message)
         self._session.dispatch(message)
 
     async def _begin(self, message: str | None, resume: bool) -> None:
         if not resume:
-            self._say(Message(role="user", text=message or BEGIN, is_first=True))
+            self._say(role="user", text=message or BEGIN, is_first=True)
             return
         self._take_up()
-        if not self._messages:
+        await self._answer_open_calls()
+        self._go_on(message)
+
+    def _go_on(self, message: str | None) -> None:
+        """Say the user's words; some must be said where the model spoke last."""
+        if message is not None or self._messages[-1].role == "model":
+            self._say(role="user", text=message or "Go on.")
+
+    def _take_up(self) -> None:
+        """Go on from the last conversation; those of runs nested in a call are its own."""
+        found: list[Message] = []
+        for message in self._session[Message].newest_first():
+            if message.depth != self._depth:
+                continue
+            if not found or message.conversation == found[0].conversation:
+                found.append(message)
+                if message.is_first:
+                    break
+        if not found:
             raise PromptEvaluationError(
                 "there is nothing to resume: the session has no conversation yet"
             )
-        await self._answer_open_calls()
-        if message is not None or self._messages[-1].role == "model":
-            self._say(Message(role="user", text=message or "Go on."))
-
-    def _take_up(self) -> None:
-        """Go on from the session's last conversation."""
-        found: list[Message] = []
-        for message in self._session[Message].newest_first():
-            found.append(message)
-            if message.is_first:
-                break
         self._messages = found[::-1]
+        self._conversation = found[0].conversation
 
     def _open_calls(self) -> list[ToolCall]:
         """Return the calls of the last turn that nobody has answered."""
@@ -340,23 +361,25 @@ class Run:
             await self._answer(left)
 
     def _take_results(self, results: Sequence[ToolResult[Any]]) -> None:
-        calls = self._open_calls()
         by_id = {result.call_id: result for result in results if result.call_id}
         in_order = iter([result for result in results if not result.call_id])
-        for call in calls:
+        answers: list[tuple[ToolCall, ToolResult[Any]]] = []
+        for call in self._open_calls():
             result = by_id.pop(call.id, None) or next(in_order, None)
             if result is None:
                 raise ValueError(f"there is no result for call {call.id} of tool {call.name!r}")
-            self._take_answer(call, result)
+            answers.append((call, result))
         if by_id or next(in_order, None) is not None:
             raise ValueError("a result answers none of the calls of the last turn")
+        for call, result in answers:  # all or none: a mistake can be put right
+            self._take_answer(call, result)
 
     def _take_answer(
         self, call: ToolCall, result: ToolResult[Any], feedback: Sequence[Feedback] = ()
     ) -> None:
         parts = [result.render(), *(each.text for each in feedback)]
         text = "\n\n".join(part for part in parts if part)
-        self._say(Message(role="tool", call_id=call.id, text=text))
+        self._say(role="tool", call_id=call.id, text=text)
 
     # The model's turn
 
@@ -373,7 +396,7 @@ class Run:
         )
         turn = self._with_ids_of_its_own(answer)
         self._usage = self._usage + turn.usage
-        self._say(Message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire))
+        self._say(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
         self._tell(TurnEnded, self._turns, turn)
         tracker = self._context.budget_tracker
         if tracker is not None:
@@ -442,10 +465,13 @@ class Run:
             return await self._model.complete(request)
         import asyncio
 
+        limit = asyncio.timeout(deadline.remaining())
         try:
-            async with asyncio.timeout(deadline.remaining()):
+            async with limit:
                 return await self._model.complete(request)
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             raise DeadlineExceededError("The deadline passed before the model answered") from error
 
     def _check_wait(self, wait: float, error: ProviderError) -> None:
@@ -467,9 +493,10 @@ class Run:
         """
         if not turn.tool_calls:
             return turn
-        if not self._ids:
-            earlier = self._session[Message]
-            self._ids = {call.id for message in earlier for call in message.tool_calls}
+        said = self._session.read_slice(Message)
+        for message in islice(said.newest_first(), len(said) - self._noted):
+            self._ids.update(call.id for call in message.tool_calls)
+        self._noted = len(said)
         calls: list[ToolCall] = []
         for call in turn.tool_calls:
             if not call.id or call.id in self._ids:
@@ -483,6 +510,7 @@ class Run:
     async def _answer(self, calls: Sequence[ToolCall]) -> None:
         allowed = self._config.max_tool_calls
         room = len(calls) if allowed is None else allowed - self._calls
+        self._under_way = {call.id: call for call in calls[:room]}
         for call in calls[:room]:
             self._tell(ToolStarted, call)
         results = await self._execute(calls[:room])
@@ -562,7 +590,7 @@ class Run:
         return self._response(turn.text, turn, output)
 
     def _send_back(self, reason: str) -> None:
-        self._say(Message(role="user", text=reason))
+        self._say(role="user", text=reason)
         self._tell(SentBack, reason)
 
     # Whoever listens, and waiting
@@ -573,8 +601,8 @@ class Run:
             return _nothing
 
         def ended(record: ToolInvoked) -> None:
-            if record.call_id in self._ids:
-                call = ToolCall(record.tool_name, record.params, record.call_id)
+            call = self._under_way.get(record.call_id)
+            if call is not None:
                 self._tell(ToolEnded, call, record.result)
 
         return self._session.dispatcher.subscribe(ToolInvoked, ended)

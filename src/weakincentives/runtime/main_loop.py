@@ -7,9 +7,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from weakincentives.logs import get_logger
@@ -150,6 +150,11 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         """Finish what is under way, cancel what was not begun, and let ``run`` return."""
         with self._lock:
             self._stopped.set()
+            while not self._requests.empty():  # maybe nobody runs: whoever waits must not hang
+                with suppress(Empty):  # somebody does, and was faster
+                    job = self._requests.get_nowait()
+                    if job is not None:
+                        job[1].cancel()
             self._requests.put(None)
 
     def _settle(self, request: RequestT, future: _Future[OutT]) -> None:

@@ -589,6 +589,11 @@ class Session:
         """The lock that a call holds while it is under way; None for a view, which has its turn."""
         return None if self._base is not None else self._wiring.gate
 
+    @property
+    def depth(self) -> int:
+        """How many calls this is a view within; 0 for what no call is under way on."""
+        return 0 if self._base is None else self._base.depth + 1
+
     def is_view_of(self, other: Session) -> bool:
         """Whether this was forked from the other, directly or not."""
         here: Session | None = self
