@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from trees import Seen, elsewhere, look, put
+from trees import ON_DISK, Seen, elsewhere, look, put
 
 from weakincentives.errors import FilesystemError, MergeConflict, ViewClosed
 from weakincentives.filesystem import HostFilesystem, overlay
@@ -113,7 +113,7 @@ def run_in_place(operations: list[Any]) -> tuple[list[object], dict[str, Seen]]:
         return results, contents(fs)
 
 
-@settings(max_examples=settings.default.max_examples * 2)
+@ON_DISK
 @given(operations=st.lists(OPERATIONS, min_size=1, max_size=6))
 def test_private_view_sees_and_leaves_what_working_in_place_does(operations):
     with workspace() as fs:
@@ -127,6 +127,7 @@ def test_private_view_sees_and_leaves_what_working_in_place_does(operations):
         assert (results, contents(fs)) == run_in_place(operations)
 
 
+@ON_DISK
 @given(
     outer=st.lists(CHANGING, max_size=3),
     inner=st.lists(OPERATIONS, min_size=1, max_size=3),
@@ -151,6 +152,7 @@ def test_view_of_a_view_sees_and_leaves_what_working_in_place_does(outer, inner,
 
 @STORES
 @pytest.mark.parametrize("fork", ["fork", "fork_in_place"], ids=["committed", "in place"])
+@ON_DISK
 @given(
     ours=st.lists(OPERATIONS, min_size=1, max_size=4),
     theirs=st.lists(CHANGING, min_size=1, max_size=3),
@@ -263,7 +265,7 @@ def keep(fs: HostFilesystem, operations: list[Any]) -> None:
 
 
 @STORES
-@settings(max_examples=settings.default.max_examples * 2)
+@ON_DISK
 @given(
     calls=st.lists(st.lists(CHANGING, min_size=1, max_size=4), min_size=1, max_size=4),
     place=st.integers(0, 3),

@@ -627,7 +627,7 @@ EXAMPLES = settings.default.max_examples
 
 
 class TestInMemory(Files.TestCase):
-    settings = settings(max_examples=EXAMPLES // 2, stateful_step_count=30)
+    settings = settings(max_examples=max(30, EXAMPLES // 5), stateful_step_count=30)
 
 
 @pytest.fixture(scope="module")
@@ -639,7 +639,7 @@ def repository(tmp_path_factory):
 
 @pytest.mark.usefixtures("repository")
 class TestOnDisk(FilesOnDisk.TestCase):
-    settings = settings(max_examples=EXAMPLES // 4, stateful_step_count=25)
+    settings = settings(max_examples=max(15, EXAMPLES // 10), stateful_step_count=25)
 
 
 def test_view_sees_its_change_through_another_name_of_the_file(tmp_path):

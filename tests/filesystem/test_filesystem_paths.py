@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trees import KINDS, filesystem
+from trees import KINDS, ON_DISK, filesystem
 
 from weakincentives.errors import FilesystemError, PathEscapesRoot
 
@@ -112,6 +112,7 @@ def test_prefix_must_be_absolute(make, root):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@ON_DISK
 @given(PATHS)
 def test_paths_never_escape_and_normalising_again_changes_nothing(kind, path):
     with filesystem(kind) as fs:
@@ -127,6 +128,7 @@ def test_paths_never_escape_and_normalising_again_changes_nothing(kind, path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@ON_DISK
 @given(PATHS, st.text(alphabet="x", max_size=3))
 def test_whatever_is_written_is_found_where_it_was_put(kind, path, content):
     with filesystem(kind) as fs:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from trees import filesystem
+from trees import ON_DISK, filesystem
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import FakeClock
@@ -287,6 +287,17 @@ def test_change_taken_back_is_no_conflict(fs):
     assert fs.read("b.txt") == "mine"
 
 
+def test_mark_that_was_there_already_is_no_conflict(fs):
+    view, other = fs.fork(), fs.fork()
+    view.set_readonly("a.txt", readonly=False)
+    other.append("a.txt", "more")
+    fs.merge(view)
+
+    fs.merge(other)
+
+    assert fs.read("a.txt") == "amore"
+
+
 def test_conflicts_can_be_asked_for_before_merging(fs):
     view = fs.fork()
     view.read("a.txt")
@@ -321,6 +332,44 @@ def test_second_of_two_views_that_changed_one_file_conflicts(fs):
         fs.merge(second)
 
     assert fs.read("a.txt") == "a1"
+
+
+@pytest.mark.parametrize(
+    "depend",
+    [
+        lambda view: view.read("dir/c.txt"),
+        lambda view: view.append("dir/c.txt", "more"),
+        lambda view: view.list("dir"),
+        lambda view: view.glob("**/*"),
+        lambda view: view.copy("dir", "copied"),
+    ],
+    ids=["read", "append", "list", "glob", "copy"],
+)
+def test_view_that_depends_on_a_directory_which_was_replaced_conflicts(fs, depend):
+    view, unconcerned = fs.fork(), fs.fork()
+    depend(view)
+    assert unconcerned.exists("dir")
+    fs.delete("dir", recursive=True)
+    fs.mkdir("dir")
+
+    fs.merge(unconcerned)
+    with pytest.raises(MergeConflict):
+        fs.merge(view)
+
+
+def test_view_of_a_view_that_went_back_conflicts_where_that_made_a_difference(fs):
+    token = fs.snapshot()
+    fs.write("a.txt", "new")
+    view = fs.fork()
+    stale, unconcerned = view.fork(), view.fork()
+    stale.read("a.txt")
+    unconcerned.read("b.txt")
+
+    view.restore(token)
+
+    view.merge(unconcerned)
+    with pytest.raises(MergeConflict, match=r"a\.txt"):
+        view.merge(stale)
 
 
 def test_only_an_own_view_can_be_merged(make, fs):
@@ -804,12 +853,13 @@ PROGRAMS = {
 }
 
 
-@settings(max_examples=1000)
+@settings(max_examples=max(300, settings.default.max_examples))
 @given(**PROGRAMS)
 def test_merge_equals_running_one_after_the_other_or_conflicts(start, ours, theirs, undone):
     check_merge("memory", start, ours, theirs, undone)
 
 
+@ON_DISK
 @given(**PROGRAMS)
 def test_merge_on_disk_equals_running_one_after_the_other_or_conflicts(start, ours, theirs, undone):
     check_merge("host", start, ours, theirs, undone)

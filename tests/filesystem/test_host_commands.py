@@ -775,7 +775,8 @@ def test_it_works_for_any_user(tmp_path: Path):
     if probe.returncode:
         pytest.skip(f"no Python that another user can run: {probe.stderr.strip()[-200:]}")
     arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={home}/t"]
-    arguments.append(__file__)
+    # Who runs it makes a difference to an overlay above all.
+    arguments += [__file__] if os.environ.get("WINK_HEAVY") else ["-k", "not scan", __file__]
     home.mkdir()
     os.chown(home, 65534, 65534)
     try:

@@ -108,8 +108,8 @@ class Workspace:
         # To look at after a failure: opening the workspace changes it.
         shutil.rmtree(self.killed, ignore_errors=True)
         self.killed.mkdir()
-        for place in filter(Path.exists, (self.root, self.store)):
-            subprocess.run(["cp", "-a", place, self.killed], check=True)
+        places = filter(Path.exists, (self.root, self.store))
+        subprocess.run(["cp", "-a", *places, self.killed], check=True)
 
 
 def differences(seen: dict[str, Seen], tree: Tree, times: dict[tuple[int, int], int]) -> list[str]:
@@ -251,12 +251,12 @@ def show(text: str) -> None:
     sys.stderr.write(f"\n{text}\n")
 
 
-@pytest.mark.parametrize("seed", range(60 if HEAVY else 6))
+@pytest.mark.parametrize("seed", range(40 if HEAVY else 6))
 def test_a_kill_at_a_random_moment_leaves_the_last_call_or_the_next(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 6 if HEAVY else 4, engines=OURS)
 
 
-@pytest.mark.parametrize("seed", range(30 if HEAVY else 2))
+@pytest.mark.parametrize("seed", range(20 if HEAVY else 2))
 def test_a_kill_is_survived_beside_programs_that_change_files_themselves(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 6 if HEAVY else 4)
 
@@ -421,13 +421,16 @@ def kill_everywhere(base: Path, call: Call, away: Path | None = None) -> None:
         after = killed_child.apply(after, step, 1)
     orders = Orders(base, calls=[call], death_at_work=True)
     steady = call.engine != "external"  # how many steps a scan takes depends on the clock
+    # A program takes its time: of its scenarios, each takes other instants.
+    stride = 3 if call.engine in ("command", "external") else 1
+    first = (len(call.steps) + call.kept) % stride
     committed = False
 
     def begun() -> Workspace:
         store = None if away is None else fresh(away / "killed") / "store"
         return Workspace(fresh(base / "killed"), [tree, after], store)
 
-    for death in deaths(begun(), orders):
+    for death in itertools.islice(deaths(begun(), orders), first, None, stride):
         space = begun()
         if space.work(replace(orders, death=death)) is not None:
             assert not steady, f"{death} was not reached"

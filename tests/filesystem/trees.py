@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import settings
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem import HostFilesystem, MemoryFilesystem
 
 KINDS = ("memory", "host")
+
+ON_DISK = settings(max_examples=max(30, settings.default.max_examples // 5))
+"""For random examples on a real directory: each takes some ten milliseconds."""
 
 
 @contextlib.contextmanager

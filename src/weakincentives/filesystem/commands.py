@@ -34,6 +34,7 @@ from weakincentives.filesystem.overlay import (
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.store import Store
+from weakincentives.interrupts import undisturbed
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.host import HostFilesystem
@@ -377,7 +378,9 @@ def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> R
     """Run a command over an overlay; what it changed is then in the upper layer."""
     outputs = Output.of(command.output_limit), Output.of(command.output_limit)
     try:
-        process = _start_over(layers, command)
+        # An interrupt waits until it is known what there is to be killed.
+        with undisturbed():
+            process = _start_over(layers, command)
         watched = _Watched(command.watch, Running(process.pid, layers.upper), stopped)
         ending = collect(
             process, outputs, timeout=command.timeout, stopped=watched, kill=layers.kill
@@ -418,33 +421,28 @@ def _not_started(reason: str) -> FilesystemError:
 def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
     """Run a command on the workspace itself; others must find out what it changed."""
     outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    with tempfile.NamedTemporaryFile() as stdin:
+    with tempfile.NamedTemporaryFile() as stdin, contextlib.ExitStack() as ending:
         stdin.write(command.stdin)
         stdin.flush()
         try:
-            process, lifeline = _start_plainly(command, store, stdin.name)
+            # An interrupt waits until it is known what there is to be killed.
+            with undisturbed():
+                process, lifeline = _start_plainly(command, store, stdin.name)
+                ending.callback(_end_plainly, process, lifeline)
         except OSError as error:
             # As a shell puts it, and as it is over an overlay.
             outputs[1].add(f"{command.argv[0]}: {error.strerror}\n".encode())
             code = 127 if isinstance(error, FileNotFoundError) else 126
             return Ran(command, code, *outputs, "ended")
         watched = _Watched(command.watch, Running(process.pid, None), stopped)
-        try:
-            ending = collect(
-                process,
-                outputs,
-                timeout=command.timeout,
-                stopped=watched,
-                kill=lambda: kill_group(process),
-            )
-        finally:
-            kill_group(process)
-            process.wait()
-            os.close(lifeline)
-            for stream in (process.stdout, process.stderr):
-                assert stream is not None
-                stream.close()
-    return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
+        how = collect(
+            process,
+            outputs,
+            timeout=command.timeout,
+            stopped=watched,
+            kill=lambda: kill_group(process),
+        )
+    return Ran(command, _as_shells_count(process.returncode), *outputs, how, watched.reason)
 
 
 def _start_plainly(
@@ -468,6 +466,15 @@ def _start_plainly(
     finally:
         os.close(reading)
     return process, lifeline
+
+
+def _end_plainly(process: subprocess.Popen[bytes], lifeline: int) -> None:
+    kill_group(process)
+    process.wait()
+    os.close(lifeline)
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
 
 
 def _as_shells_count(returncode: int) -> int:

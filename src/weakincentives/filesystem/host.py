@@ -1366,8 +1366,23 @@ def _check_conflicts(seen: Seen, changes: Changed, base: Look, current: Look) ->
 
 
 def _is_same(base: Look, current: Look, parts: Parts) -> bool:
-    """Tell whether what is at a path is what was there."""
-    was, now = _node(base, parts), _node(current, parts)
+    """Tell whether what is at a path, with all that is below it, is what was there."""
+    pending = [parts]
+    while pending:
+        place = pending.pop()
+        was, now = _node(base, place), _node(current, place)
+        if not _is_alike(was, now):
+            return False
+        if was is not None and was.kind == "directory":
+            # It may have been replaced as a whole: then nobody has noted what changed below it.
+            names = _names(base, place)
+            if names != _names(current, place):
+                return False
+            pending += [(*place, name) for name in names]
+    return True
+
+
+def _is_alike(was: Node | None, now: Node | None) -> bool:
     if was is None or now is None:
         return was is now
     if (was.kind, was.mode) != (now.kind, now.mode):
@@ -1377,6 +1392,13 @@ def _is_same(base: Look, current: Look, parts: Parts) -> bool:
     if was.file != now.file and max(was.links, now.links) > 1:
         return False  # another file, even if it holds the same
     return (was.size, was.mtime_ns) == (now.size, now.mtime_ns)
+
+
+def _names(look: Look, parts: Parts) -> set[str]:
+    try:
+        return {name for name, _ in look.kinds(parts) if not name.startswith(TEMPORARY)}
+    except OSError:
+        return set()
 
 
 def _node(look: Look, parts: Parts) -> Node | None:

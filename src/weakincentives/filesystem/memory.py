@@ -514,6 +514,8 @@ class MemoryFilesystem:
 
     def _mark(self, parts: Parts, readonly: bool) -> None:
         file = self._file(parts)
+        if file.locked == readonly:
+            return  # nobody can tell, so nobody's view is to conflict with it
         marked = _File(file.data, file.modified, readonly)
         self._assign(_put(self._state.root, parts, marked, file.modified), parts)
 
