@@ -93,7 +93,7 @@ def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tupl
     if not data or b"\0" in data:
         return
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # a byte order mark is not part of the first line
     except UnicodeDecodeError:
         return
     # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.

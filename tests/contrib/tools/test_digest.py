@@ -659,3 +659,40 @@ def test_the_example_runs_as_it_says():
     assert "A script leaves such rows out: ok\n  | => 620\n" in shown
     assert "/etc/passwd is outside the root" in shown
     assert "The digest knows 8 files by now." in shown
+
+
+def test_a_byte_order_mark_hides_nothing():
+    mark = "\ufeff"
+    fs = MemoryFilesystem(
+        {
+            "README.md": f"{mark}# Shop\n\nSells things.\n",
+            "package.json": f'{mark}{{"scripts": {{"test": "x"}}}}',
+        }
+    )
+    digest = WorkspaceDigestSection(filesystem=fs).digest()
+
+    assert digest.about == "Sells things."
+    assert [each.command for each in digest.how_to] == ["npm test"]
+
+
+@needs_pathspec
+def test_a_byte_order_mark_is_not_part_of_the_first_rule():
+    fs = MemoryFilesystem({".gitignore": "\ufeffout\n", "out/a.py": "", "b.py": ""})
+
+    assert WorkspaceDigestSection(filesystem=fs).digest().files == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again():
+    class Busy(MemoryFilesystem):
+        left = 1
+
+        def read_bytes(self, path: str) -> bytes:
+            data = super().read_bytes(path)
+            if self.left:
+                self.left -= 1
+                self.write(path, "a = 1\nb = 2\n")
+            return data
+
+    section = WorkspaceDigestSection(filesystem=Busy({"a.py": "a = 1\n"}))
+
+    assert [section.digest().languages[0].lines for _ in range(2)] == [1, 2]

@@ -255,6 +255,19 @@ def test_a_directory_is_worked_on_in_place(tmp_path: Path):
         assert [each.tool for each in files.history()] == ["shell_execute"]
 
 
+def test_a_relative_directory_stays_the_one_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace="work", sandbox=ENGINE))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    agent = Agent(section)
+    with agent.prompt.resources:
+        assert agent.call("write_file", path="a.txt", content="here").success
+
+    assert (tmp_path / "work" / "a.txt").read_text() == "here"
+
+
 def test_a_filesystem_of_your_own_is_used(tmp_path: Path):
     with HostFilesystem(tmp_path) as files, agent_on(filesystem=files) as agent:
         agent.call("shell_execute", command="echo new >b.txt")
@@ -319,6 +332,7 @@ def test_several_agents_run_commands_at_the_same_time(tmp_path: Path):
     assert said == {number: str(number) for number in range(3)}
 
 
+@pytest.mark.heavy
 def test_the_example_undoes_the_first_fix_and_keeps_the_second():
     shown = subprocess.run(
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True

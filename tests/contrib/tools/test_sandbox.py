@@ -300,6 +300,27 @@ def test_no_service_of_the_host_can_be_reached(box: Box):
             udp.recv(10)
 
 
+def test_sockets_that_no_namespace_holds_cannot_be_made(box: Box):
+    """From a virtual machine, one of them leads to its host."""
+    code = """
+        import json, socket
+        made = []
+        for family in range(50):
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+                try:
+                    socket.socket(family, kind).close()
+                except OSError:
+                    continue
+                made.append(family)
+        print(json.dumps(sorted(set(made))))
+        """
+    usual = {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}
+
+    made = set(box.said(code))  # type: ignore[call-overload]  # a list
+
+    assert {socket.AF_UNIX, socket.AF_INET} <= made <= usual
+
+
 def test_a_socket_in_the_workspace_leads_to_nobody(box: Box, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(box.root)
     code = """
@@ -834,7 +855,7 @@ def test_a_container_is_allowed_less_than_podman_would(tmp_path: Path):
     given = {
         "defaultAction": "SCMP_ACT_ERRNO",
         "syscalls": [
-            {"names": ["mount", "read", "clone", "chmod"], "action": "SCMP_ACT_ALLOW"},
+            {"names": ["mount", "read", "clone", "chmod", "socket"], "action": "SCMP_ACT_ALLOW"},
             {"names": ["keyctl"], "action": "SCMP_ACT_ALLOW"},
         ],
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from file_agent import Agent, agent_on, put
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weakincentives.contrib.tools import FileLimits, vfs_grep
@@ -135,6 +135,8 @@ DATA = st.one_of(
 
 
 @needs_ripgrep
+# Each example starts programs.
+@settings(max_examples=settings.default.max_examples // 3)
 @given(
     files=st.dictionaries(NAMES, DATA, max_size=6),
     ignored=st.sampled_from(["", "*.txt\nbuild/\n", "*\n"]),
@@ -283,3 +285,14 @@ def test_a_filesystem_says_whether_programs_see_the_same(tmp_path: Path):
             view = files.fork_in_place()
             assert view.shows_disk
             files.discard(view)
+
+
+def test_a_match_in_another_encoding_is_told(tmp_path: Path):
+    files = {"old.txt": "un café\n".encode("latin-1"), "new.txt": "thé\n", "x.bin": b"un\0\xff"}
+    with agent_on("memory", tmp_path, files) as agent:
+        found = agent.call("grep_files", pattern="^un")
+        other = agent.call("grep_files", pattern="th")
+
+    assert found.render().endswith("[Not shown, as it is not UTF-8 text: old.txt]")
+    assert found.value.matches == ()
+    assert other.value.notice == ""

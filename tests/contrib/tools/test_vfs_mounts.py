@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from file_agent import put
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weakincentives.contrib.tools import HostMount, VfsConfig, VfsToolsSection
@@ -189,6 +189,8 @@ PATHS = st.lists(st.sampled_from(["a", "b.x", "c", "#", "d.x"]), min_size=1, max
 
 
 @needs_git
+# Each example starts programs.
+@settings(max_examples=settings.default.max_examples // 3)
 @given(paths=st.sets(PATHS, max_size=8), rules=RULES, inner=RULES)
 def test_what_git_ignores_is_ignored(
     tmp_path_factory: pytest.TempPathFactory, paths: set[str], rules: str, inner: str
@@ -243,3 +245,27 @@ def test_a_mount_outside_the_workspace_is_refused(tmp_path: Path, path: str):
 def test_a_mount_of_what_is_no_directory_is_refused(tmp_path: Path):
     with pytest.raises(NotADirectoryError, match="missing"):
         mounted(tmp_path / "missing")
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_rule(tmp_path: Path):
+    put(tmp_path, {".gitignore": "\ufeffout\n", "out/a.py": "", "b.py": ""})
+
+    assert taken(mounted(tmp_path)) == (".gitignore", "b.py")
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("*\n!b.x\n", ("b.x/b.x",)),
+        ("*\n!*/\n!*.x\n", ("b.x/b.x",)),
+        ("b.x/**\n!b.x/b.x\n", (".gitignore", "b.x/b.x")),
+        ("b.x/\n!b.x\n", (".gitignore", "b.x/a", "b.x/b.x")),
+        ("!b.x\nb.x/\n", (".gitignore",)),
+    ],
+)
+def test_the_last_rule_about_a_directory_decides(
+    tmp_path: Path, rules: str, expected: tuple[str, ...]
+):
+    put(tmp_path, {"b.x/b.x": "", "b.x/a": "", ".gitignore": rules})
+
+    assert taken(mounted(tmp_path)) == expected

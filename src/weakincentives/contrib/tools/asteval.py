@@ -40,7 +40,7 @@ _LOOK_SECONDS = 0.05
 """How often to look whether anybody still waits for the script."""
 
 _TEMPLATE = """
-Use `evaluate_python` to compute, and to read or change many files at once. It runs a subset of
+Use `{tool}` to compute, and to {purpose} many files at once. It runs a subset of
 Python: no classes, `yield`, decorators, `global`, `*` before a value or `str.format`; functions,
 comprehensions, f-strings, `with` and `try` work. The last expression is the value. Variables do
 not live on to the next call.
@@ -49,9 +49,12 @@ not live on to the next call.
   `list_directory(path)` gives `(path, kind, size)`, `glob_files("**/*.py")`, `file_exists(path)`,
   `delete_file(path)`. There are no others, no network and no programs to start.
 - `import` works for: {modules}.
-- A script that fails changes nothing: what it wrote is taken back.
+- {writing}
 - It may take {timeout:g} seconds.
 """
+
+_WRITING = "A script that fails changes nothing: what it wrote is taken back."
+_READING = "Files cannot be changed: what writes or deletes one is refused."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,10 @@ class AstevalConfig:
     file_operations: int = 10_000
     numpy: bool = False
     """Offer numpy, which must be installed; a script then starts in a multiple of the time."""
+    read_only: bool = False
+    """Let scripts change no files."""
+    tool_name: str = "evaluate_python"
+    """Another name where that one is taken: a ``PodmanSandboxSection`` has a tool called so."""
     isolation: Literal["seccomp", "none"] = "seccomp"
     """``"none"`` leaves limits and the interpreter's own rules, which are known to have holes."""
 
@@ -120,7 +127,13 @@ class AstevalSection(MarkdownSection[Any]):
         options.setdefault("title", "Python evaluation")
         options["tools"] = (_tool(config, path), *options.get("tools", ()))
         modules = ", ".join(sorted(config.modules)) or "nothing"
-        template = _TEMPLATE.format(modules=modules, timeout=config.timeout)
+        template = _TEMPLATE.format(
+            tool=config.tool_name,
+            purpose="read" if config.read_only else "read or change",
+            writing=_READING if config.read_only else _WRITING,
+            modules=modules,
+            timeout=config.timeout,
+        )
         super().__init__(template=template, **options)
 
 
@@ -143,10 +156,10 @@ def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluat
         return outcome.result(params.code, config.output_limit)
 
     return Tool[AstevalParams, Evaluation](
-        name="evaluate_python",
+        name=config.tool_name,
         description="Evaluate a Python expression or a small script over the workspace.",
         handler=evaluate,
-        reach="reversible",
+        reach="read" if config.read_only else "reversible",
         concurrent=True,
     )
 
@@ -276,7 +289,7 @@ def _refusal(
     reason: str, remedy: str = "Whoever runs this can choose AstevalConfig(isolation='none')"
 ) -> _Ended:
     return _Ended(
-        f"evaluate_python is not available here: {reason}, so scripts could not be kept from the "
+        f"Python cannot be evaluated here: {reason}, so scripts could not be kept from the "
         f"machine. {remedy}",
         code="NO_ISOLATION",
         recoverable=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import threading
 import weakref
@@ -24,6 +23,7 @@ from weakincentives.contrib.tools.vfs_mounts import HostMount, LeftOut, left_out
 from weakincentives.contrib.tools.vfs_tools import FileLimits, file_tools
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
+from weakincentives.filesystem.overlay import remove_tree
 from weakincentives.filesystem.protocol import DEFAULT_ROOT, split_path, split_root
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import Section, SectionOptions
@@ -352,15 +352,16 @@ def _put(root: Path, name: str, data: bytes) -> Path:
 
 def _remove(filesystem: HostFilesystem) -> None:
     filesystem.close()
-    shutil.rmtree(filesystem.root.parent, ignore_errors=True)
+    remove_tree(filesystem.root.parent)  # whatever modes a command has left there
 
 
 def _opening(workspace: str | os.PathLike[str] | None) -> Binding[Any]:
     """Return how to open the directory that is worked on directly."""
     assert workspace is not None
+    directory = os.path.abspath(workspace)  # not where the process is by then
 
     def opened(_: object) -> Filesystem:
-        return HostFilesystem(workspace)
+        return HostFilesystem(directory)
 
     return Binding(Filesystem, opened)
 

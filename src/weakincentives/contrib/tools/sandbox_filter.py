@@ -58,6 +58,11 @@ UNSEEN = {"clone3": (435, 435), "openat2": (437, 437)}
 """What they are asked for lies in memory, where a filter does not look. Programs fall back to the
 older calls when these are missing."""
 
+SOCKET = 41, 198
+FAMILIES = {"unix": 1, "inet": 2, "inet6": 10, "netlink": 16}
+"""What sockets can be made for. Others belong to no namespace, as the one that leads from a virtual
+machine to its host (vsock), or are parts of the kernel that programs seldom need."""
+
 
 class Mode(NamedTuple):
     """A call that gives a file its mode."""
@@ -108,6 +113,7 @@ def filter_program(machine: str = "") -> bytes | None:
         program += [_step(EQUAL, numbers[own], no=1), _step(RETURN, FAIL | errno.ENOSYS)]
     for call in MODES.values():
         program += _mode_steps(call, call.numbers[own])
+    program += _socket_steps(SOCKET[own])
     program += [
         _step(EQUAL, CLONE[own], no=3),
         _step(LOAD, ARGUMENTS),
@@ -132,6 +138,19 @@ def _mode_steps(call: Mode, number: int | None) -> list[bytes]:
     return [_step(EQUAL, number, no=len(steps)), *steps]
 
 
+def _socket_steps(number: int) -> list[bytes]:
+    steps = [
+        _step(LOAD, ARGUMENTS),
+        *(
+            _step(EQUAL, family, yes=len(FAMILIES) - place)
+            for place, family in enumerate(FAMILIES.values())
+        ),
+        _step(RETURN, FAIL | errno.EAFNOSUPPORT),
+        _step(RETURN, ALLOW),
+    ]
+    return [_step(EQUAL, number, no=len(steps)), *steps]
+
+
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
     """Return one instruction; ``yes`` and ``no`` say how many to skip then."""
     return struct.pack("=HBBI", code, yes, no, value)
@@ -150,7 +169,7 @@ def container_profile(places: Sequence[Path] = PROFILES) -> str:
     if given is None:
         return ""
     profile: dict[str, Any] = json.loads(given.read_text())
-    ours = {*REFUSED, *UNSEEN, *MODES, "clone"}
+    ours = {*REFUSED, *UNSEEN, *MODES, "clone", "socket"}
     rules: list[dict[str, Any]] = [
         {**rule, "names": [name for name in rule["names"] if name not in ours]}
         for rule in profile["syscalls"]
@@ -164,11 +183,12 @@ def container_profile(places: Sequence[Path] = PROFILES) -> str:
         rules.append(_allowed(name, call.mode, SET_ID))
         if call.flags is not None:
             rules.append(_allowed(name, call.flags, CREATES))
+    rules += [_allowed("socket", 0, 0xFFFF_FFFF, family) for family in FAMILIES.values()]
     rules = [rule for rule in rules if rule["names"]]
     return json.dumps({**profile, "syscalls": rules})
 
 
-def _allowed(name: str, argument: int, bits: int) -> dict[str, Any]:
-    """Return a rule that allows a call if none of the bits is set in one of its arguments."""
-    condition = {"index": argument, "value": bits, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
+def _allowed(name: str, argument: int, bits: int, value: int = 0) -> dict[str, Any]:
+    """Return a rule that allows a call if these bits of one of its arguments have a value."""
+    condition = {"index": argument, "value": bits, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
     return {"names": [name], "action": "SCMP_ACT_ALLOW", "args": [condition]}

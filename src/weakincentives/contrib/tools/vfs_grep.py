@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weakincentives.call import CancellationToken
+from weakincentives.contrib.tools.vfs_text import text_of
 from weakincentives.contrib.tools.vfs_values import listed, size_of
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import Filesystem, GrepMatch
@@ -57,7 +58,7 @@ def pattern_matcher(pattern: str, *, ignore_case: bool) -> Callable[[str], bool]
 
 @dataclass(slots=True)
 class Search:
-    """A search for lines, file by file; it notes which files were too large."""
+    """A search for lines, file by file; it notes which files it could not tell about."""
 
     files: Filesystem
     signal: CancellationToken
@@ -65,13 +66,18 @@ class Search:
     is_match: Callable[[str], bool]
     max_bytes: int
     too_large: list[str] = field(default_factory=list[str])
+    not_shown: list[str] = field(default_factory=list[str])
+    """Files with a match whose text is in another encoding."""
 
     def lines(self, names: Iterable[str]) -> Iterator[GrepMatch]:
         for name in names:
             if self.signal.cancelled:
                 return
-            for number, line in matching_lines(self._read(name), self.is_match):
+            data = self._read(name)
+            for number, line in matching_lines(data, self.is_match):
                 yield GrepMatch(path=name, line_number=number, line=line)
+            if text_of(data) is None and self._would_match(data):
+                self.not_shown.append(name)
 
     def _read(self, name: str) -> bytes:
         try:
@@ -82,11 +88,20 @@ class Search:
         self.too_large.append(name)
         return b""
 
+    def _would_match(self, data: bytes) -> bool:
+        """Whether a line matches as far as it can be read."""
+        readable = data.decode(errors="replace").encode()
+        return any(True for _ in matching_lines(readable, self.is_match))
+
     @property
     def notice(self) -> str:
-        if not self.too_large:
-            return ""
-        return f"Not searched, larger than {size_of(self.max_bytes)}: {listed(self.too_large)}"
+        notices: list[str] = []
+        if self.too_large:
+            size = size_of(self.max_bytes)
+            notices.append(f"Not searched, larger than {size}: {listed(self.too_large)}")
+        if self.not_shown:
+            notices.append(f"Not shown, as it is not UTF-8 text: {listed(self.not_shown)}")
+        return ". ".join(notices)
 
 
 def required_text(pattern: str, *, ignore_case: bool = False) -> str:

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from weakincentives.contrib.tools.vfs_values import cut, listed, size_of
 from weakincentives.errors import ToolValidationError
 
-__all__ = ["Edit", "describe_binary", "is_crlf", "replace_text", "split_lines", "text_of"]
+__all__ = [
+    "BYTE_ORDER_MARK",
+    "Edit",
+    "describe_binary",
+    "is_crlf",
+    "peculiarities",
+    "replace_text",
+    "split_lines",
+    "text_of",
+]
+
+BYTE_ORDER_MARK = "\ufeff"
 
 _BARE_NEWLINE = re.compile(r"(?<!\r)\n")
 
@@ -45,6 +56,14 @@ def is_crlf(text: str) -> bool:
     return "\r\n" in text and not _BARE_NEWLINE.search(text)
 
 
+def peculiarities(text: str) -> str:
+    """Return what of a text cannot be seen in its lines, to be put behind a message."""
+    mark = "; begins with a byte order mark" if text.startswith(BYTE_ORDER_MARK) else ""
+    if "\r\n" not in text:
+        return mark
+    return f"{mark}; {'lines' if is_crlf(text) else 'some lines'} end in CRLF"
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """What came of replacing a text in another one."""
@@ -77,7 +96,7 @@ def replace_text(text: str, old: str, new: str, *, everywhere: bool, where: str)
         raise ToolValidationError(
             f"old_string was not found in {where}{_similar(text, old)}\n"
             "Read the file again and copy the text exactly, with its indentation and without "
-            "line numbers"
+            f"line numbers{_mixed_ends(text, old)}"
         )
     if len(places) > 1 and not everywhere:
         numbers = [str(text.count("\n", 0, place) + 1) for place in places]
@@ -97,6 +116,13 @@ def _places(text: str, old: str) -> list[int]:
         places.append(start)
         start = text.find(old, start + 1)
     return places
+
+
+def _mixed_ends(text: str, old: str) -> str:
+    """Say what to do where lines end in different ways: a model does not see how."""
+    if "\n" not in old or "\r\n" not in text or is_crlf(text):
+        return ""
+    return ". Some of its lines end in CRLF, others do not: change one line at a time"
 
 
 def _similar(text: str, old: str) -> str:

@@ -15,9 +15,10 @@ from weakincentives.contrib.tools.vfs_grep import (
     required_text,
 )
 from weakincentives.contrib.tools.vfs_text import (
+    BYTE_ORDER_MARK,
     Edit,
     describe_binary,
-    is_crlf,
+    peculiarities,
     replace_text,
     split_lines,
     text_of,
@@ -66,6 +67,7 @@ _SNIPPET_LINES = 3
 _SNIPPET_MOST = 40
 _GREP_LINE_CHARS = 500
 _SIMILAR = 10
+_BRACES = "\nBraces stand for themselves in a pattern: make one call for each of the names in them"
 
 
 # The tools
@@ -187,7 +189,7 @@ class _FileTools:
             ) from error
         page, notice = self._page(entries, params.offset, params.limit)
         path = files.normalize(params.path)
-        where = "The workspace" if path == "." else path
+        where = "The workspace" if path == "." else shown(path)
         how_many = counted(len(entries), "entry", "entries") if entries else "no entries"
         return ToolResult.ok(DirectoryListing(path, page, notice), f"{where} has {how_many}")
 
@@ -196,20 +198,21 @@ class _FileTools:
         data = self._load(files, params.path)
         path = files.normalize(params.path)
         text = text_of(data)
+        name = shown(path)
         if text is None:
-            return ToolResult.ok(FileContent(path, ()), f"{path} {describe_binary(path, data)}")
-        lines = split_lines(text)
+            return ToolResult.ok(FileContent(path, ()), f"{name} {describe_binary(path, data)}")
+        lines = split_lines(text.removeprefix(BYTE_ORDER_MARK))
         if not lines:
-            return ToolResult.ok(FileContent(path, ()), f"{path} is empty")
+            return ToolResult.ok(FileContent(path, ()), f"{name} is empty")
         if params.offset >= len(lines):
             raise ToolValidationError(
-                f"{path} has {counted(len(lines), 'line')}, so offset={params.offset} is after "
+                f"{name} has {counted(len(lines), 'line')}, so offset={params.offset} is after "
                 "its end. Give a smaller offset"
             )
         content = self._part(path, lines, params)
         last = params.offset + len(content.lines)
-        crlf = "; lines end in CRLF" if is_crlf(text) else ""
-        message = f"{path}: lines {params.offset + 1} to {last} of {len(lines)}{crlf}"
+        message = f"{name}: lines {params.offset + 1} to {last} of {len(lines)}"
+        message += peculiarities(text)
         return ToolResult.ok(content, message)
 
     def _part(self, path: str, lines: list[str], params: ReadFileParams) -> FileContent:
@@ -248,7 +251,9 @@ class _FileTools:
     ) -> ToolResult[FilesFound]:
         files = context.filesystem
         names = self._below(files, params.path, params.pattern)
-        if "/" not in params.pattern:
+        if "{" in params.pattern:
+            hint = _BRACES
+        elif "/" not in params.pattern:
             hint = f"\nTo look in all directories, use the pattern '**/{params.pattern}'"
         else:
             hint = "\nTry a wider pattern, or list_directory to see what is there"
@@ -287,6 +292,10 @@ class _FileTools:
         found = LinesFound(page, _joined(notice, names.notice, search.notice))
         if not page and params.offset:
             return ToolResult.ok(found, f"There are no more than {params.offset} matches")
+        if not names.searched:
+            hint = _BRACES if "{" in params.glob else ""
+            where = shown(params.path)
+            return ToolResult.ok(found, f"There are no files '{params.glob}' in {where}{hint}")
         if not page:
             return ToolResult.ok(
                 found,
@@ -373,18 +382,18 @@ class _FileTools:
         path = files.normalize(params.path)
         text = text_of(data)
         if text is None:
-            raise BinaryFile(f"{path} {describe_binary(path, data)} It cannot be edited")
+            raise BinaryFile(f"{shown(path)} {describe_binary(path, data)} It cannot be edited")
         edit = replace_text(
             text,
             params.old_string,
             params.new_string,
             everywhere=params.replace_all,
-            where=path,
+            where=shown(path),
         )
         files.write(path, edit.text)
         first, snippet = self._around(edit)
         edited = FileEdited(path, edit.count, first, snippet)
-        return ToolResult.ok(edited, f"Edited {path}: {counted(edit.count, 'replacement')}")
+        return ToolResult.ok(edited, f"Edited {shown(path)}: {counted(edit.count, 'replacement')}")
 
     def _around(self, edit: Edit) -> tuple[int, tuple[str, ...]]:
         """Return the lines around the first change, and the number of the first of them."""
@@ -397,7 +406,8 @@ class _FileTools:
         """Return a file's bytes, unless there are too many of them."""
         status = _stat(files, path)
         if status.kind == "directory":
-            raise NotAFile(f"{shown(path)} is a directory\nUse list_directory to see what is in it")
+            name = shown(files.normalize(path))
+            raise NotAFile(f"{name} is a directory\nUse list_directory to see what is in it")
         if status.size > self.limits.max_file_bytes:
             raise ToolValidationError(
                 f"{shown(path)} has {size_of(status.size)}; files of up to "
@@ -430,7 +440,7 @@ def _write_file(params: WriteFileParams, *, context: ToolContext) -> ToolResult[
     written = FileWritten(path, len(data), context.session.clock.time())
     lines = counted(len(split_lines(params.content)), "line")
     done = "Replaced" if existed else "Wrote"
-    return ToolResult.ok(written, f"{done} {path}: {size_of(len(data))}, {lines}")
+    return ToolResult.ok(written, f"{done} {shown(path)}: {size_of(len(data))}, {lines}")
 
 
 def _move_file(params: TransferParams, *, context: ToolContext) -> ToolResult[FileTransferred]:
@@ -447,7 +457,8 @@ def _transferred(
     _stat(files, params.source)
     transfer(params.source, params.destination, overwrite=params.overwrite)
     source, destination = files.normalize(params.source), files.normalize(params.destination)
-    return ToolResult.ok(FileTransferred(source, destination), f"{done} {source} to {destination}")
+    message = f"{done} {shown(source)} to {shown(destination)}"
+    return ToolResult.ok(FileTransferred(source, destination), message)
 
 
 def _delete_file(params: DeleteFileParams, *, context: ToolContext) -> ToolResult[FileDeleted]:
@@ -457,7 +468,7 @@ def _delete_file(params: DeleteFileParams, *, context: ToolContext) -> ToolResul
     count = len(files.glob("**/*", path)) if is_directory else 1
     files.delete(path, recursive=params.recursive)
     inside = f" with {counted(count, 'file')} in it" if is_directory else ""
-    return ToolResult.ok(FileDeleted(path, count), f"Deleted {path}{inside}")
+    return ToolResult.ok(FileDeleted(path, count), f"Deleted {shown(path)}{inside}")
 
 
 # What is where
