@@ -240,6 +240,17 @@ def test_a_file_that_exists_must_be_read_before_it_is_written():
     assert not agent.allows("edit_file", path="b.txt")
 
 
+def test_of_a_directory_the_tool_itself_says_that_it_cannot_be_written():
+    """To read it first is no advice that a model could follow."""
+    agent = Agent([ReadBeforeWritePolicy()], files={"d/a.txt": "old"})
+
+    answer = agent.call("write_file", path="d")
+
+    assert not answer.success
+    assert "without reading" not in answer.message
+    assert "directory" in answer.message
+
+
 def test_a_new_file_may_be_written_at_once_and_is_known_from_then_on():
     agent = Agent([ReadBeforeWritePolicy()])
 

@@ -239,7 +239,7 @@ class ReadBeforeWritePolicy:
             key = _key(path, filesystem)
             if _ask(PolicyState, self.name, context, lambda state: key in state.invoked_keys):
                 return ALLOWED
-            if filesystem is not None and not filesystem.exists(path):
+            if filesystem is not None and not _is_overwritten(path, filesystem):
                 return ALLOWED
         except FilesystemError as error:
             return PolicyDecision.deny(str(error))
@@ -266,6 +266,11 @@ class ReadBeforeWritePolicy:
         else:
             path = getattr(params, self.path_field, None)
         return path if isinstance(path, str) else None
+
+
+def _is_overwritten(path: str, filesystem: Filesystem) -> bool:
+    """Whether a write would replace a file; of a directory the tool itself says that it cannot."""
+    return filesystem.exists(path) and filesystem.stat(path).kind != "directory"
 
 
 def _key(path: str, filesystem: Filesystem | None) -> tuple[str, str]:
