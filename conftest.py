@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
@@ -19,3 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pages = sorted((items[n] for n in places), key=lambda i: (str(i.path), i.location[1] or 0))
     for place, item in zip(places, pages, strict=True):
         items[place] = item
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let what a test logged go from one process to another: not all text is Unicode."""
+    report = yield
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode())
+        for title, text in report.sections
+    ]
+    return report
