@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import ssl
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
-
-import certifi
 
 from weakincentives.adapters import Message, ModelTurn
 from weakincentives.call import ToolCall
@@ -62,6 +61,7 @@ class Script:
     """Whether the final answer, too, has a null for every key that it leaves out."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each request; names as in "X-Mine"."""
     problems: list[str] = field(default_factory=list)
     """Why requests were refused."""
     api: str = ""
@@ -127,17 +127,17 @@ class _Certificates:
     """Lets clients read one certificate only: all of them take most of the time of a test."""
 
     def __init__(self) -> None:
-        bundle = Path(certifi.where()).read_text()
-        end = "-----END CERTIFICATE-----"
         self._before = os.environ.get("SSL_CERT_FILE")
         self._directory = TemporaryDirectory()
-        one = Path(self._directory.name, "one.pem")
-        one.write_text(bundle[: bundle.index(end) + len(end)])
-        os.environ["SSL_CERT_FILE"] = str(one)
+        known = ssl.create_default_context().get_ca_certs(binary_form=True)
+        if known:
+            one = Path(self._directory.name, "one.pem")
+            one.write_text(ssl.DER_cert_to_PEM_cert(known[0]))
+            os.environ["SSL_CERT_FILE"] = str(one)
 
     def put_back(self) -> None:
         self._directory.cleanup()
-        del os.environ["SSL_CERT_FILE"]
+        os.environ.pop("SSL_CERT_FILE", None)
         if self._before is not None:
             os.environ["SSL_CERT_FILE"] = self._before
 
@@ -175,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         script = self.wire.scripts[number]
         api = script.api = {"chat/completions": "chat", "responses": "responses"}["/".join(path)]
         script.bodies.append(body)
-        script.headers.append(dict(self.headers))
+        script.headers.append({name.title(): value for name, value in self.headers.items()})
         check = chat_problems if api == "chat" else responses_problems
         problems = [*check(body), *_key_problems(self.headers)]
         if problems:

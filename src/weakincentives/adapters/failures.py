@@ -54,15 +54,13 @@ class Provider:
     @contextmanager
     def errors(self) -> Generator[None]:
         """Raise what the client library raises as a ProviderError."""
-        import httpx
         import openai
 
-        transport = (httpx.HTTPError, *_of_httpx2())
         try:
             yield
         except openai.OpenAIError as error:
             raise self._from_client(error) from error
-        except transport as error:  # in the middle of a stream it is not wrapped
+        except _of_transport("HTTPError") as error:  # in the middle of a stream it is not wrapped
             raise self._broke_off(error) from error
         except (json.JSONDecodeError, UnicodeDecodeError, ParseError) as error:
             raise self.malformed(error) from error
@@ -116,12 +114,11 @@ class Provider:
         return ProviderRejected(said)
 
     def _broke_off(self, error: Exception) -> ProviderUnavailable:
-        import httpx
         import openai
 
         cause = error.__cause__ or error
         what = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-        if isinstance(error, openai.APITimeoutError | httpx.TimeoutException):
+        if isinstance(error, (openai.APITimeoutError, *_of_transport("TimeoutException"))):
             return ProviderUnavailable(self._say("did not answer in time", what), code=TIMEOUT)
         return ProviderUnavailable(self._say("cannot be reached", what), code=NETWORK)
 
@@ -133,10 +130,13 @@ class Provider:
         return said.replace(str(self.key), "(the key)") if is_secret else said
 
 
-def _of_httpx2() -> tuple[type[Exception], ...]:
-    """Return what a client over httpx2 raises; only a user's own is one."""
-    module = sys.modules.get("httpx2")
-    return () if module is None else (module.HTTPError,)
+def _of_transport(name: str) -> tuple[type[Exception], ...]:
+    """Return the error of that name of every transport in use: it depends on the client's version.
+
+    One that is not loaded has raised nothing.
+    """
+    loaded = [sys.modules.get(module) for module in ("httpx", "httpx2")]
+    return tuple(getattr(module, name) for module in loaded if module is not None)
 
 
 def _more_headers(error: Exception) -> Mapping[str, Any]:

@@ -93,9 +93,10 @@ def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tupl
     if not data or b"\0" in data:
         return
     try:
-        text = data.decode("utf-8-sig")  # a byte order mark is not part of the first line
+        text = data.decode()
     except UnicodeDecodeError:
         return
+    text = text.removeprefix("\ufeff")  # a byte order mark is not part of the first line
     # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.
     for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         line = line.removesuffix("\r")

@@ -93,7 +93,7 @@ def facts_of(path: str, data: bytes) -> FileFacts:
     digest = hashlib.sha256(data).hexdigest()[:16]
     if b"\0" in data[:8192]:
         return FileFacts(digest)
-    text = data.decode("utf-8-sig", errors="replace")
+    text = data.decode(errors="replace").removeprefix("\ufeff")
     found = _Found()
     name = path.rpartition("/")[2]
     read = _MANIFESTS.get(name)

@@ -192,7 +192,7 @@ class Survey:
             kept = self._rules.get(entry.path)
             if kept is None or kept[0] != _key(entry):
                 data = _content(fs, entry.path)
-                text = "" if data is None else data.decode("utf-8-sig", errors="replace")
+                text = "" if data is None else data.decode(errors="replace")
                 kept = self._rules[entry.path] = _key(entry), parse_ignore_file(text, directory)
             yield kept[1]
 

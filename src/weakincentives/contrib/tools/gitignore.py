@@ -33,7 +33,8 @@ def parse_ignore_file(text: str, directory: str) -> IgnoreRules:
         from pathspec import GitIgnoreSpec
     except ImportError as error:
         raise MissingExtra("files", "pathspec") from error
-    return IgnoreRules(directory, GitIgnoreSpec.from_lines(text.splitlines()))
+    lines = text.removeprefix("\ufeff").splitlines()  # git does not mind a byte order mark
+    return IgnoreRules(directory, GitIgnoreSpec.from_lines(lines))
 
 
 def is_ignored(path: str, is_directory: bool, rules: Sequence[IgnoreRules]) -> bool:

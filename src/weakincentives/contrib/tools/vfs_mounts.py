@@ -224,7 +224,7 @@ class _Walk:
             data, _ = self.tree.read((*parts, ".gitignore"))
         except OSError:
             return
-        yield parse_ignore_file(data.decode("utf-8-sig", errors="replace"), join_path(parts))
+        yield parse_ignore_file(data.decode(errors="replace"), join_path(parts))
 
 
 _Test = Callable[[Parts], bool]
