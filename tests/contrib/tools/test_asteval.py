@@ -399,7 +399,7 @@ def test_nothing_is_left_of_a_script(agent: Agent):
         ("bytearray(10**10)", "MemoryError"),
         ("f = lambda n: f(n + 1)\nf(0)", "RecursionError"),
         ("(" * 5000, "SyntaxError"),
-        ("x = []\nfor i in range(9000):\n    x = [x]\nx", "RecursionError"),
+        ("x = []\nfor i in range(20000):\n    x = [x]\nx", "RecursionError"),
         ("9 ** 9 ** 9", "Invalid exponent"),
     ],
 )
