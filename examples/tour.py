@@ -144,7 +144,7 @@ def main() -> None:
     for number, record in enumerate(session[ToolInvoked].all(), 1):
         mark = "ok" if record.success else "--"
         print(f"  {number}. {mark} {record.tool_name:<11} {record.duration * 1e6:6.0f} µs")
-    print("\nNext: README.md builds this up in seven steps.")
+    print("\nNext: README.md builds this up in eight steps.")
 
 
 if __name__ == "__main__":

@@ -159,6 +159,15 @@ class Tree:
         except FileNotFoundError:
             return None
 
+    def status_if_reached(self, parts: Parts) -> os.stat_result | None:
+        """Like ``status``; None also where a link or a file is in the way."""
+        try:
+            return self.status(parts)
+        except OSError as error:
+            if error.errno in BARRED:
+                return None
+            raise
+
     def link_target(self, parts: Parts) -> str:
         """Return the text of a symbolic link."""
         with self.parent(parts) as fd:

@@ -1034,12 +1034,7 @@ class Changes:
         """Return the other name's status, if it was brought back as it should be."""
         if record.twin is None:
             return None
-        try:
-            status = self.tree.status(record.twin)
-        except OSError as error:
-            if error.errno not in BARRED:
-                raise
-            return None
+        status = self.tree.status_if_reached(record.twin)
         return status if status is not None and matches(before.ident, _lasting(status)) else None
 
     def _is_back(self, parts: Parts, before: Entry, status: os.stat_result) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.confined import BARRED, Tree, xattrs_of
+from weakincentives.filesystem.confined import Tree, xattrs_of
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.rooms import TEMPORARY
@@ -413,7 +413,7 @@ class _Cover:
             node = self.look.node(parts)
         except OSError:
             return  # below something else, which is laid out itself
-        status = _status(self.tree, parts)
+        status = self.tree.status_if_reached(parts)
         directory = None if status is None or not stat.S_ISDIR(status.st_mode) else status.st_ino
         self._make_parents(parts)
         if node is None:
@@ -465,15 +465,6 @@ def _take_after(place: Path, status: os.stat_result, original: Path) -> None:
         with contextlib.suppress(PermissionError):
             os.chown(place, status.st_uid, status.st_gid)
     shutil.copystat(original, place)
-
-
-def _status(tree: Tree, parts: Parts) -> os.stat_result | None:
-    try:
-        return tree.status(parts)
-    except OSError as error:
-        if error.errno in BARRED:
-            return None
-        raise
 
 
 # Reading the upper layer
@@ -565,7 +556,7 @@ class Lower:
     def status(self, parts: Parts) -> os.stat_result | None:
         """Return what is there, or None."""
         tree = self._where(parts)
-        return None if tree is None else _status(tree, parts)
+        return None if tree is None else tree.status_if_reached(parts)
 
     def link_target(self, parts: Parts) -> str:
         """Return where a symlink leads."""

@@ -145,7 +145,7 @@ class Manifest:
         ours = {one.parts for one in kept}
         directories = [one for one in kept if _was_directory(one)]
         others = [one for one in kept if not _was_directory(one)]
-        gone = [one for one in directories if not _is_directory(_status(tree, one.parts))]
+        gone = [one for one in directories if not _is_directory(tree.status_if_reached(one.parts))]
         stayed = {one.parts: one for one in others if _is_still_linked(tree, one)}
         others = [one for one in others if one.parts not in stayed]
         for one in kept:
@@ -207,7 +207,7 @@ class Manifest:
         )
 
     def _one(self, tree: Tree, parts: Parts) -> Iterator[tuple[Parts, os.stat_result | None]]:
-        status = _status(tree, parts)
+        status = tree.status_if_reached(parts)
         known = self._known.get(parts)
         if _is_directory(status) != (known is not None and known.entry.kind == "directory"):
             yield from self._below(tree, parts)
@@ -216,7 +216,7 @@ class Manifest:
 
     def _below(self, tree: Tree, top: Parts) -> Iterator[tuple[Parts, os.stat_result | None]]:
         """Yield what differs at a path and at all that is or was below it."""
-        pending: list[tuple[Parts, os.stat_result | None]] = [(top, _status(tree, top))]
+        pending: list[tuple[Parts, os.stat_result | None]] = [(top, tree.status_if_reached(top))]
         while pending:
             parts, status = pending.pop()
             if not _agrees(status, self._known.get(parts)):
@@ -457,7 +457,7 @@ def _is_still_linked(tree: Tree, one: Found) -> bool:
     """Tell whether a path still is a name of the file that it and others were names of."""
     if one.before is None or one.before.nlink == 1:
         return False
-    status = _status(tree, one.parts)
+    status = tree.status_if_reached(one.parts)
     return status is not None and status.st_ino == one.before.ino
 
 
@@ -478,15 +478,6 @@ def _is_directory(status: os.stat_result | None) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _status(tree: Tree, parts: Parts) -> os.stat_result | None:
-    try:
-        return tree.status(parts)
-    except OSError as error:
-        if error.errno in BARRED:
-            return None
-        raise
-
-
 def _agrees(status: os.stat_result | None, known: _Known | None) -> bool:
     if status is None or known is None:
         return status is None and known is None
@@ -502,7 +493,7 @@ def _agrees(status: os.stat_result | None, known: _Known | None) -> bool:
 
 def _entry(tree: Tree, parts: Parts, objects: Objects | None) -> tuple[Entry, int] | None:
     """Return what is at a path with its change time, and its content's digest when it is kept."""
-    status = _status(tree, parts)
+    status = tree.status_if_reached(parts)
     if status is None:
         return None
     try:

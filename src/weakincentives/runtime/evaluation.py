@@ -408,8 +408,7 @@ class Run:
         allowed = self._config.max_turns
         if allowed is not None and self._turns >= allowed:
             raise TurnLimitExceeded(f"The model had {allowed} turns, all that the run allows")
-        if self._context.deadline is not None:
-            self._context.deadline.check()
+        self._check_deadline()
         if self._context.budget_tracker is not None:
             self._context.budget_tracker.check()
         self._context.beat()
@@ -457,7 +456,7 @@ class Run:
                 if instrumentation.telemetry is not None:
                     instrumentation.telemetry.asked_again(attempt + 1, error, wait)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
-            self._check_limits_of_time()
+            self._check_deadline()
 
     async def _complete(self, request: ModelRequest) -> ModelTurn:
         deadline = self._context.deadline
@@ -481,7 +480,7 @@ class Run:
                 f"The next try would be in {wait:.1f} s, after the deadline: {error}"
             ) from error
 
-    def _check_limits_of_time(self) -> None:
+    def _check_deadline(self) -> None:
         if self._context.deadline is not None:
             self._context.deadline.check()
 
