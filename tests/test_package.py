@@ -39,6 +39,8 @@ LAYERS = [
     ["adapters"],
     ["contrib"],
     ["testing"],
+    ["mcp"],
+    ["cli"],
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import linecache
 import os
 import signal
@@ -74,6 +75,8 @@ def interrupted_at(
                 interrupt()
         return trace
 
+    # What an earlier test left would be collected in between, and its end is our code, too.
+    gc.disable()
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -82,6 +85,7 @@ def interrupted_at(
         return left <= 0, error
     finally:
         sys.settrace(before)
+        gc.enable()
     return left <= 0, None
 
 

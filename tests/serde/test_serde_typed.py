@@ -9,6 +9,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, make_dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -612,3 +613,33 @@ def test_importing_serde_loads_neither_pydantic_nor_asyncio():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "set()"
+
+
+class SlowToEnd:
+    """Garbage that lets other threads run in the middle of whatever is being done."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        for _ in range(200):
+            pass
+
+
+def test_types_can_be_built_in_many_threads_at_once():
+    def build(number: int) -> dict[str, Any]:
+        for _ in range(20):
+            SlowToEnd()
+        # Of a name whose source is found: SlowToEnd's, in this module.
+        namespace = {"__annotations__": {"amount": int}, "__module__": __name__}
+        return schema(dataclass(type("SlowToEnd", (), namespace)))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            built = list(threads.map(build, range(80)))
+    finally:
+        sys.setswitchinterval(interval)
+
+    assert all(each["properties"] == {"amount": {"type": "integer"}} for each in built)

@@ -6,6 +6,7 @@ pydantic takes about 95 ms to import, so it is imported when the first type is b
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
@@ -31,6 +32,10 @@ Extra = Literal["forbid", "ignore"]
 
 _TEXT = (str, bytes, bytearray)
 _NO_JSON_FORM = " has no JSON form"
+
+# pydantic parses the source of a class for its docstrings, and before Python 3.11.9 and 3.12.3 two
+# threads that parse Python at the same time can fail for no reason (SystemError).
+_building = threading.RLock()
 
 
 @overload
@@ -135,8 +140,9 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
         return handler(target)
 
     try:
-        adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
-        adapter.rebuild()  # does nothing, or raises for a name that cannot be resolved
+        with _building:
+            adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
+            adapter.rebuild()  # does nothing, or raises for a name that cannot be resolved
     except PydanticUndefinedAnnotation as error:
         raise TypeError(
             f"{_name(target)}: the annotation {error.name!r} cannot be resolved; "

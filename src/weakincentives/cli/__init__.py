@@ -1,0 +1,3 @@
+"""The command `wink`."""
+
+__all__: list[str] = []

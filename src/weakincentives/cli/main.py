@@ -1,0 +1,70 @@
+"""The command `wink`: its commands, and how every error becomes one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"wink: {error.name} is missing; run: pip install 'wink-runtime[cli]'")
+
+from weakincentives.cli.misuse import Misuse
+from weakincentives.errors import WinkError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="wink",
+    help="Run an LLM agent's tools as transactions: committed, or rolled back as if never begun.",
+    epilog="Start with `wink demo`. Then: `wink doctor`, and `wink run --help`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from weakincentives import __version__
+
+        typer.echo(f"wink {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _wink(  # pyright: ignore[reportUnusedFunction]  # typer keeps it
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `wink` and exit: 0 when it went well, 1 when it failed, 2 for wrong use."""
+    try:
+        # Typer's own way of ending would print boxes and tracebacks.
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        _fail(error.format_message(), 2)
+    except Misuse as error:
+        _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Whoever read our output has gone; so must what is left of it, or Python complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (WinkError, OSError) as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    if message:  # none where typer has shown the help already
+        typer.echo(f"wink: {' '.join(message.split())}", err=True)
+    sys.exit(code)
