@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -1016,6 +1017,7 @@ def interrupted(run: Callable[[], object], line: int) -> bool:
                 raise KeyboardInterrupt
         return trace
 
+    gc.disable()  # what an earlier test left is not to be collected in between
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -1024,6 +1026,7 @@ def interrupted(run: Callable[[], object], line: int) -> bool:
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 
