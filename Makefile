@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLI := $(VENV)/.cli
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
 # On all cores; the blocks of a page stay together, in order.
@@ -9,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
 .PHONY: demo test test-all torture check lint bench picture clean
 
-demo: $(READY)  ## Watch calls commit, be denied and roll back. No key, no network.
-	@$(BIN)/python examples/tour.py
+demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
+	@$(BIN)/wink demo
 
 test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 	$(PYTEST)
@@ -32,13 +33,17 @@ bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 picture: $(READY)  ## Draw the README's picture of the demo again.
-	$(BIN)/python docs/draw_tour.py
+	$(BIN)/python docs/draw_demo.py
 
 clean:
 	rm -rf $(VENV) .bench dist
 
-$(READY): pyproject.toml
+$(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	@touch $@
+
+$(READY): $(CLI)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 

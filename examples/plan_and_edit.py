@@ -80,9 +80,12 @@ def main() -> None:
         for record in session[ToolInvoked].all():
             said = record.result.render().splitlines()[0]
             print(f"{'ok' if record.success else '--'} {record.tool_name:<13} {said}")
-        asked = [each.text for each in adapter.last_request.messages if each.role == "user"]
+        plan, last = session[Plan].latest(), adapter.last_request
+        assert plan is not None
+        assert last is not None
+        asked = [each.text for each in last.messages if each.role == "user"]
         print(f"\nSent back once: {asked[-1]}")
-        print(f"\n{session[Plan].latest().render()}\n\n{answer.text}")
+        print(f"\n{plan.render()}\n\n{answer.text}")
         print(f"shop.py is now: {(workspace / 'shop.py').read_text()!r}")
 
 

@@ -35,15 +35,16 @@ def main() -> None:
     # Bubblewrap and namespaces of our own come after podman; without any, commands are refused.
     section = PodmanSandboxSection(config=PodmanSandboxConfig(files=FILES))
     prompt = wink.Prompt(wink.PromptTemplate(sections=[section]))
-    with prompt.resources:
+    with prompt.resources as resources:
         answer = ScriptedAdapter(SCRIPT).evaluate(prompt, session)
+        repaired = resources.get(wink.Filesystem).read("mean.py")
     print(f"Commands ran in: {section.sandbox.name}")
     for engine, reason in section.sandbox.passed_over:
         print(f"  not in {engine}: {reason}")
     for record in session[ToolInvoked].all():
         print(f"\n{'ok' if record.success else '--'} {record.tool_name:<16} ", end="")
         print("\n   ".join(record.result.render().splitlines()))
-    print(f"\n{answer.text} mean.py:\n{section.filesystem.read('mean.py')}")
+    print(f"\n{answer.text} mean.py:\n{repaired}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ package `opentelemetry-sdk`; put the exporter of your backend in the place of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
 
@@ -46,7 +48,9 @@ def line(span: ReadableSpan) -> str:
     if "gen_ai.usage.input_tokens" in found:
         words.append(f"{found['gen_ai.usage.input_tokens']} tokens in")
     words.append(str(found.get("wink.policy.reason", "")))
-    words += found.get("wink.undone", ())
+    undone = found.get("wink.undone")
+    if isinstance(undone, Sequence):
+        words += map(str, undone)
     return f"{span.name:<25} {', '.join(filter(None, words))}\n"
 
 

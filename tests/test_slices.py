@@ -214,3 +214,23 @@ class TestPlaces:
                 current, model = kept[key % len(kept)]
                 model = dict(model)
             assert current.all() == tuple(model.items())
+
+    @given(LENGTHS, LENGTHS, st.data())
+    def test_what_two_slices_share_is_what_they_begin_with(
+        self, common: int, more: int, data: st.DataObject
+    ) -> None:
+        values = [object() for _ in range(common)]
+        older = Slice.of(values[: data.draw(st.integers(0, common))])
+        newer = older
+        for value in values[len(older) :]:
+            newer = newer.append(value)
+        other = newer
+        for _ in range(more):
+            other = other.append(object())
+
+        assert other.shared_with(newer) == newer.shared_with(other) == common
+        assert newer.shared_with(Slice.of(values)) == common
+        assert newer.shared_with(older) == len(older)
+        if common:
+            place = data.draw(st.integers(0, common - 1))
+            assert newer.put(place, object()).shared_with(other) == place

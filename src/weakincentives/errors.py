@@ -1,63 +1,64 @@
 """Every exception the library raises, in one tree.
 
-::
-
-    WinkError
-    ├── ToolValidationError              the model must act: its values are not acceptable
-    │   ├── CommandFailed                  a command that had to succeed did not
-    │   ├── InvalidPattern                 not a pattern to search for (also a ValueError)
-    │   ├── PageNotRead                    a web page could not be had
-    │   └── FilesystemError                a path or file operation that cannot be done
-    │       ├── PathEscapesRoot              (also a PermissionError)
-    │       ├── NoSuchFile                   (also a FileNotFoundError)
-    │       ├── AlreadyExists                (also a FileExistsError)
-    │       ├── NotAFile                     (also an IsADirectoryError)
-    │       ├── NotADirectory                (also a NotADirectoryError)
-    │       ├── ReadOnlyFile                 (also a PermissionError)
-    │       └── BinaryFile                   (also a ValueError)
-    ├── Refusal                          the call was not admitted; nothing ran
-    │   ├── ToolNotFound
-    │   ├── InvalidArguments
-    │   ├── PolicyDenied
-    │   ├── PreconditionFailed
-    │   └── OutcomeOnRecord                it reaches outside, and was taken before
-    ├── ToolTimeout                      the handler took longer than its tool allows
-    ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
-    ├── ParseError                       data does not fit a type (also a ValueError)
-    ├── ToolDefinitionError              the developer must act: a tool is declared wrongly
-    ├── ViewClosed                       a write through a call's view after that call ended
-    ├── ReadOnlyView                     a write from a tool whose reach is "read"
-    ├── MergeConflict                    what a view read or wrote was changed by another
-    ├── WorkspaceLocked                  another process has the directory open
-    ├── SandboxUnavailable               the operator must act: nothing can shut a command in
-    ├── MissingExtra                     the operator must install something (also an ImportError)
-    ├── PromptError
-    │   ├── PromptValidationError          a template is wrong as it stands
-    │   ├── PromptRenderError              a template cannot be rendered with these parameters
-    │   ├── OutputParseError               the model must act: its answer does not fit
-    │   ├── PromptOverrideError            an override cannot be read, written or applied
-    │   │   └── StaleOverride                what it replaces has changed since
-    │   └── PromptEvaluationError          the run cannot go on; raised through every caller
-    │       ├── DeadlineExceededError
-    │       ├── BudgetExceededError
-    │       ├── TurnLimitExceeded
-    │       ├── CallLimitExceeded
-    │       ├── TaskNotCompleted             the model stops, and the task is not done
-    │       ├── ReplayDiverged               a replayed run does not do what was recorded
-    │       └── ProviderError                what serves the model failed
-    │           ├── ProviderThrottled          it was asked too often
-    │           ├── ProviderUnavailable        it cannot be reached, or broke off
-    │           ├── ProviderRejected           the operator must act: key, model name, request
-    │           └── MalformedResponse          it answered with something else
-    ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
-    ├── SessionError
-    │   ├── ReducerError                   a reducer raised; its event changed nothing
-    │   ├── SnapshotError                  a snapshot cannot be written or read
-    │   └── SnapshotExpired                an older snapshot was restored since
-    └── ResourceError
-        ├── UnboundResource
-        ├── CircularDependency
-        └── ProviderFailed
+WinkError
+├── ToolValidationError              the model must act: its values are not acceptable
+│   ├── CommandFailed                  a command that had to succeed did not
+│   ├── InvalidPattern                 not a pattern to search for (also a ValueError)
+│   ├── PageNotRead                    a web page could not be had
+│   └── FilesystemError                a path or file operation that cannot be done
+│       ├── PathEscapesRoot              (also a PermissionError)
+│       ├── NoSuchFile                   (also a FileNotFoundError)
+│       ├── AlreadyExists                (also a FileExistsError)
+│       ├── NotAFile                     (also an IsADirectoryError)
+│       ├── NotADirectory                (also a NotADirectoryError)
+│       ├── ReadOnlyFile                 (also a PermissionError)
+│       └── BinaryFile                   (also a ValueError)
+├── Refusal                          the call was not admitted; nothing ran
+│   ├── ToolNotFound
+│   ├── InvalidArguments
+│   ├── PolicyDenied
+│   ├── PreconditionFailed
+│   └── OutcomeOnRecord                it reaches outside, and was taken before
+├── ToolTimeout                      the handler took longer than its tool allows
+├── ContractError                    @require or @ensure does not hold (also an AssertionError)
+├── ParseError                       data does not fit a type (also a ValueError)
+├── ToolDefinitionError              the developer must act: a tool is declared wrongly
+├── ViewClosed                       a write through a call's view after that call ended
+├── ReadOnlyView                     a write from a tool whose reach is "read"
+├── MergeConflict                    what a view read or wrote was changed by another
+├── WorkspaceLocked                  another process has the directory open
+├── UndoRefused                      what would be undone was changed by others since
+├── SandboxUnavailable               the operator must act: nothing can shut a command in
+├── McpServerError                   an MCP server cannot be started or reached, or ended
+├── MissingExtra                     the operator must install something (also an ImportError)
+├── PromptError
+│   ├── PromptValidationError          a template is wrong as it stands
+│   ├── PromptRenderError              a template cannot be rendered with these parameters
+│   ├── OutputParseError               the model must act: its answer does not fit
+│   ├── PromptOverrideError            an override cannot be read, written or applied
+│   │   └── StaleOverride                what it replaces has changed since
+│   └── PromptEvaluationError          the run cannot go on; raised through every caller
+│       ├── DeadlineExceededError
+│       ├── BudgetExceededError
+│       ├── TurnLimitExceeded
+│       ├── CallLimitExceeded
+│       ├── TaskNotCompleted             the model stops, and the task is not done
+│       ├── ReplayDiverged               a replayed run does not do what was recorded
+│       └── ProviderError                what serves the model failed
+│           ├── ProviderThrottled          it was asked too often
+│           ├── ProviderUnavailable        it cannot be reached, or broke off
+│           ├── ProviderRejected           the operator must act: key, model name, request
+│           └── MalformedResponse          it answered with something else
+├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
+├── SessionError
+│   ├── ReducerError                   a reducer raised; its event changed nothing
+│   ├── SessionInUse                   its file is open in another process
+│   ├── SnapshotError                  a snapshot cannot be written or read
+│   └── SnapshotExpired                an older snapshot was restored since
+└── ResourceError
+    ├── UnboundResource
+    ├── CircularDependency
+    └── ProviderFailed
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ __all__ = [
     "InvalidArguments",
     "InvalidPattern",
     "MalformedResponse",
+    "McpServerError",
     "MergeConflict",
     "MissingExtra",
     "NoSuchFile",
@@ -112,6 +114,7 @@ __all__ = [
     "ResourceError",
     "SandboxUnavailable",
     "SessionError",
+    "SessionInUse",
     "SnapshotError",
     "SnapshotExpired",
     "StaleOverride",
@@ -122,6 +125,7 @@ __all__ = [
     "ToolValidationError",
     "TurnLimitExceeded",
     "UnboundResource",
+    "UndoRefused",
     "ViewClosed",
     "VisibilityExpansionRequired",
     "WinkError",
@@ -279,6 +283,14 @@ class SandboxUnavailable(WinkError):
     """No sandbox works here; the message has the reason for each."""
 
 
+class McpServerError(WinkError):
+    """An MCP server cannot be used; ``code`` says how it failed, as a tool's error code does."""
+
+    def __init__(self, message: str, *, code: str = "SERVER_ERROR") -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class MissingExtra(WinkError, ImportError):
     """Something that is not part of the core is not installed."""
 
@@ -292,6 +304,19 @@ class WorkspaceLocked(WinkError):
     def __init__(self, message: str, pid: int | None = None) -> None:
         super().__init__(message)
         self.pid = pid
+
+
+class UndoRefused(WinkError):
+    """What calls changed cannot be taken back: it is not as they left it.
+
+    ``paths`` has, for each path, the other calls that have changed it since; none of them where
+    somebody else has.
+    """
+
+    def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
+        told = ", ".join(sorted(paths)[:5]) + (", ..." if len(paths) > 5 else "")
+        super().__init__(f"Changed since by others, so nothing was undone: {told}")
+        self.paths = paths
 
 
 class PromptError(WinkError):
@@ -431,6 +456,10 @@ class SessionError(WinkError):
 
 class ReducerError(SessionError):
     """A reducer raised; the event was not applied to any slice."""
+
+
+class SessionInUse(SessionError):
+    """The file that a session is kept in is open elsewhere; one at a time may go on with it."""
 
 
 class SnapshotError(SessionError):

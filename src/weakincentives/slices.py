@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 __all__ = [
@@ -130,6 +130,35 @@ class Slice(Generic[T]):
         while rest is not None:
             rest, chunk = rest
             yield chunk
+
+    def shared_with(self, other: Slice[T]) -> int:
+        """Return how many values, from the oldest on, are the same objects in both.
+
+        Costs what they do not share: a slice that grew from the other has its chunks.
+        """
+        chunks = min(self._length - len(self._tail), other._length - len(other._tail)) // _CHUNK
+        mine, my_next = self._below(chunks)
+        theirs, their_next = other._below(chunks)
+        newer = [(my_next, their_next)]
+        while mine is not theirs:
+            mine, my_next = cast("tuple[_Chunks[T], tuple[T, ...]]", mine)
+            theirs, their_next = cast("tuple[_Chunks[T], tuple[T, ...]]", theirs)
+            newer.append((my_next, their_next))
+        shared = (chunks + 1 - len(newer)) * _CHUNK
+        for ours, others in reversed(newer):
+            pairs = takewhile(lambda pair: pair[0] is pair[1], zip(ours, others, strict=False))
+            same = sum(1 for _ in pairs)
+            shared += same
+            if same < _CHUNK:
+                break
+        return shared
+
+    def _below(self, chunks: int) -> tuple[_Chunks[T], tuple[T, ...]]:
+        """Return the oldest full chunks, so many of them, and the values that come next."""
+        rest, following = self._full, self._tail
+        for _ in range((self._length - len(self._tail)) // _CHUNK - chunks):
+            rest, following = cast("tuple[_Chunks[T], tuple[T, ...]]", rest)
+        return rest, following
 
     def __len__(self) -> int:
         return self._length

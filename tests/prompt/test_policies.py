@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weakincentives.errors import PromptValidationError
+from weakincentives.errors import FilesystemError, PromptValidationError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import (
     MarkdownSection,
@@ -19,6 +19,7 @@ from weakincentives.prompt import (
     PolicyState,
     Prompt,
     PromptTemplate,
+    ProtectedPathsPolicy,
     QuotaPolicy,
     RateLimitPolicy,
     ReadBeforeWritePolicy,
@@ -27,6 +28,7 @@ from weakincentives.prompt import (
     ToolContext,
     ToolResult,
 )
+from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import Session, Snapshot, ToolCall, ToolInvoked, execute_tool
 from weakincentives.testing import FakeClock
 
@@ -389,6 +391,181 @@ def test_no_file_is_ever_overwritten_unseen(calls: list[tuple[str, str, bool]]):
             assert files(agent) == before
         if name != "read_file" and not fail and (file in known or not existed):
             assert result.success
+
+
+# ProtectedPathsPolicy
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a tool that may do anything is to do."""
+
+    steps: tuple[tuple[str, ...], ...]
+
+
+def do_anything(params: Script, *, context: ToolContext) -> ToolResult[None]:
+    """Stands for a command: its parameters do not tell what it changes."""
+    files = context.filesystem
+    for action, *arguments in params.steps:
+        if action == "delete":
+            files.delete(*arguments, recursive=True)
+        else:
+            getattr(files, action)(*arguments)
+    return ToolResult.ok(None, "done")
+
+
+ANYTHING = Tool[Script, None](name="do_anything", description="Do.", handler=do_anything)
+
+
+def protected(*patterns: str, **options: Any) -> Agent:
+    section = MarkdownSection(
+        tools=[*FILES.values(), ANYTHING], policies=[ProtectedPathsPolicy(patterns, **options)]
+    )
+    files = {".env": "s", "app/.env": "s", "app/a.txt": "a", "docs/x/b.md": "b", "free.txt": "f"}
+    return Agent(sections=[section], files=files)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept", "free"),
+    [
+        (".env", [".env", "app/.env"], ["app/a.txt", ".env2"]),
+        ("/.env", [".env"], ["app/.env"]),
+        ("app", ["app", "app/a.txt", "app/new/x"], ["apple", "free.txt"]),
+        ("app/", ["app/a.txt"], ["free.txt"]),
+        ("app/*", ["app/a.txt", "app/x/y"], ["app", "free.txt"]),
+        ("docs/**", ["docs/x", "docs/x/b.md"], ["docs", "free.txt"]),
+        ("**/*.md", ["docs/x/b.md", "c.md"], ["app/a.txt"]),
+        ("*.md", ["docs/x/b.md", "c.md"], ["app/a.txt"]),
+        ("docs/*/b.md", ["docs/x/b.md"], ["docs/b.md", "docs/x/y/b.md"]),
+    ],
+)
+def test_a_pattern_protects_what_it_matches_and_all_that_is_in_it(
+    pattern: str, kept: list[str], free: list[str]
+):
+    policy = ProtectedPathsPolicy([pattern])
+
+    assert [path for path in [*kept, *free] if policy.protects(path)] == kept
+
+
+def test_a_call_that_names_a_protected_path_does_not_run():
+    agent = protected(".env")
+
+    denied = agent.call("write_file", path="/workspace/app/../.env", content="x")
+
+    assert denied.message == "Cannot change .env: it is protected. Leave it as it is"
+    assert agent.ran == []
+    assert agent.call("read_file", path=".env").success
+
+
+@pytest.mark.parametrize(
+    ("steps", "named"),
+    [
+        ([("write", ".env", "x")], ".env"),
+        ([("append", "app/.env", "x")], "app/.env"),
+        ([("delete", "app")], "app/.env"),
+        ([("move", "app", "elsewhere")], "app/.env, elsewhere/.env"),
+        ([("move", "app", "b"), ("move", "b", "c")], "app/.env, c/.env"),
+        ([("write", "new/.env", "x")], "new/.env"),
+        ([("copy", ".env", "copy/.env")], "copy/.env"),
+    ],
+)
+def test_whatever_changes_a_protected_path_is_undone_as_a_whole(
+    steps: list[tuple[str, ...]], named: str
+):
+    agent = protected(".env")
+    assert agent.fs is not None
+
+    denied = agent.call("do_anything", steps=[("write", "free.txt", "x"), *steps])
+
+    assert denied.failure is not None
+    assert denied.failure.code == "POLICY_DENIED"
+    assert denied.message == (
+        f"'do_anything' changed what is protected: {named}. All that it did is undone. Leave these "
+        "as they are"
+    )
+    record = agent.session[ToolInvoked].latest()
+    assert record is not None
+    assert (record.ran, record.denied_by) == (True, "protected_paths")
+    assert agent.fs.read("free.txt") == "f"
+    assert agent.fs.read(".env") == "s"
+    assert agent.fs.read("app/.env") == "s"
+
+
+def test_what_ends_as_it_was_was_not_changed():
+    agent = protected(".env")
+
+    assert agent.allows("do_anything", steps=[("write", ".env", "x"), ("write", ".env", "s")])
+    assert agent.allows("do_anything", steps=[("write", "new.txt", "x"), ("delete", "docs")])
+
+
+def test_a_call_that_is_refused_after_it_ran_is_not_tried_again():
+    section = MarkdownSection(
+        tools=[
+            Tool[Script, None](
+                name="do_anything",
+                description="Do.",
+                handler=do_anything,
+                reach="reversible",
+                retry=RetryPolicies.QUICK,
+            )
+        ],
+        policies=[ProtectedPathsPolicy([".env"])],
+    )
+    agent = Agent(sections=[section], files={".env": "s"})
+
+    denied = agent.call("do_anything", steps=[("write", ".env", "x")])
+
+    assert denied.metadata is not None
+    assert denied.metadata.attempts == 1
+
+
+def test_a_filesystem_that_cannot_tell_what_was_changed_is_not_trusted():
+    class Silent:
+        """Has what tools need, and no more."""
+
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, path: str, content: str) -> None:
+            self.text = content
+
+        def normalize(self, path: str) -> str:
+            return path
+
+    section = MarkdownSection(tools=[ANYTHING], policies=[ProtectedPathsPolicy([".env"])])
+    prompt = Prompt(PromptTemplate(sections=[section])).bind(resources={Filesystem: Silent()})
+    session = Session()
+    prompt.render(session)
+
+    denied = execute_tool(
+        ToolCall("do_anything", {"steps": [("write", "a", "b")]}), session=session
+    )
+
+    assert denied.message == "A Silent cannot tell what was changed"
+
+
+def test_patterns_are_several_and_make_sense():
+    with pytest.raises(TypeError, match="several globs"):
+        ProtectedPathsPolicy(".env")
+    with pytest.raises(FilesystemError, match=r"cannot contain '\.\.'"):
+        ProtectedPathsPolicy(["../x"])
+
+
+def test_a_quota_and_a_rate_can_be_about_some_tools():
+    agent = Agent(
+        policies=[
+            QuotaPolicy(1, tools={"lint"}, name="quota of lint"),
+            RateLimitPolicy(1, tools={"test"}),
+        ]
+    )
+
+    assert [agent.allows(name) for name in ("lint", "lint", "build", "build")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert [agent.allows("test"), agent.allows("test")] == [True, False]
 
 
 # QuotaPolicy

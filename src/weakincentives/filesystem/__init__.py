@@ -8,17 +8,22 @@ from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.commands import CommandResult, engines
+    from weakincentives.filesystem.diffs import FileChange
     from weakincentives.filesystem.history import Committed
     from weakincentives.filesystem.host import HostFilesystem
+    from weakincentives.filesystem.looking import CallChanges, WorkspaceHistory
 
 __all__ = [
+    "CallChanges",
     "CommandResult",
     "Committed",
+    "FileChange",
     "FileStat",
     "Filesystem",
     "GrepMatch",
     "HostFilesystem",
     "MemoryFilesystem",
+    "WorkspaceHistory",
     "engines",
 ]
 
@@ -27,7 +32,9 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "commands": ["CommandResult", "engines"],
+        "diffs": ["FileChange"],
         "history": ["Committed"],
         "host": ["HostFilesystem"],
+        "looking": ["CallChanges", "WorkspaceHistory"],
     },
 )

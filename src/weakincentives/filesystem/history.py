@@ -22,6 +22,7 @@ from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Journal, Record, read_journal
 from weakincentives.filesystem.store import (
     Entry,
+    Objects,
     Store,
     apply_entry,
     copy_content,
@@ -30,14 +31,15 @@ from weakincentives.filesystem.store import (
     entry_at,
 )
 
-__all__ = ["Committed", "Delta", "History", "Link", "kept_at", "replaced"]
+__all__ = ["CHANGES", "Committed", "Delta", "History", "Link", "Past", "kept_at", "replaced"]
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_LIMIT = 256 << 20
 MAX_ENTRIES = 10_000
 
-_CHANGES = ("put", "gone", "edit", "moved", "moved over", "made", "attributes", "found")
+CHANGES = ("put", "gone", "edit", "moved", "moved over", "made", "attributes", "found")
+"""The records that are changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,8 @@ class Committed:
     """What it changed, sorted; a directory stands for all that is in it."""
     size: int
     """Bytes that are kept only so that it can be undone."""
+    undoes: tuple[str, ...] = ()
+    """The calls that it took back."""
 
 
 class Link(NamedTuple):
@@ -78,25 +82,17 @@ class Delta:
     """The files in each directory it took away that had names elsewhere, too."""
 
 
-class History:
-    """The committed calls of a workspace, the oldest forgotten when they take too much space."""
+class Past:
+    """The committed calls that a store knows, for those who look: it needs no lock.
 
-    def __init__(
-        self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
-        self.store = store
-        self.journal = Journal(store)
-        self.needed: Callable[[], int | None] = lambda: None
-        """Tells the place that everything after is still to be kept, whatever the limit."""
-        self.unfinished: Callable[[], object] | None = None
-        """What is still to be done about an earlier transaction before another can begin."""
-        self._limit = limit
-        self._clock = clock
-        self._path = store.path / "history"
+    Calls may be committed, and the oldest forgotten, while somebody looks.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.objects = Objects(store / "objects")
+        self._path = store / "history"
         self._sizes: dict[int, int] | None = None
         self._last = 0
-
-    # Looking
 
     @property
     def last(self) -> int:
@@ -108,16 +104,23 @@ class History:
         """Return the places that are still known, oldest first."""
         return sorted(self._known())
 
+    def after(self, serial: int) -> list[int]:
+        """Return the places after one, newest first."""
+        return [known for known in reversed(self.serials()) if known > serial]
+
     def read(self, serial: int) -> Delta:
-        """Return what a call changed."""
-        records, _ = read_journal(self._file(serial))
+        """Return what a call changed; raises FileNotFoundError if it was forgotten meanwhile."""
+        path = self._file(serial)
+        records, _ = read_journal(path)
+        if not records:
+            raise FileNotFoundError(errno.ENOENT, "it was forgotten", str(path))
         meta = records[-1].commit or {}
         before = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
         changes = tuple(
             replace(record, before=before.get(index, record.before))
             for index, record in enumerate(records[:-1])
         )
-        paths = {join_path(record.path) for record in changes if record.op in _CHANGES}
+        paths = {join_path(record.path) for record in changes if record.op in CHANGES}
         paths |= {join_path(r.origin) for r in changes if r.origin is not None}
         committed = Committed(
             serial=serial,
@@ -126,6 +129,7 @@ class History:
             time=meta["time"],
             paths=tuple(sorted(paths)),
             size=self._known()[serial],
+            undoes=tuple(meta.get("undoes", ())),
         )
         after = {
             tuple(path.split("/")) if path else (): None if ident is None else Ident(*ident)
@@ -136,6 +140,37 @@ class History:
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
         return self._path / f"{serial:012d}.trees"
+
+    def _known(self) -> dict[int, int]:
+        if self._sizes is None:
+            self._sizes = {}
+            with contextlib.suppress(FileNotFoundError):
+                for name in os.listdir(self._path):
+                    serial, _, size = name.partition("-")
+                    if size:
+                        self._sizes[int(serial)] = int(size)
+            self._last = max(self._sizes, default=0)
+        return self._sizes
+
+    def _file(self, serial: int) -> Path:
+        return self._path / f"{serial:012d}-{self._known()[serial]}"
+
+
+class History(Past):
+    """The committed calls of a workspace, the oldest forgotten when they take too much space."""
+
+    def __init__(
+        self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        super().__init__(store.path)
+        self.store = store
+        self.journal = Journal(store)
+        self.needed: Callable[[], int | None] = lambda: None
+        """Tells the place that everything after is still to be kept, whatever the limit."""
+        self.unfinished: Callable[[], object] | None = None
+        """What is still to be done about an earlier transaction before another can begin."""
+        self._limit = limit
+        self._clock = clock
 
     def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Ident]:
         """Make a copy of a directory that a call took away; returns what was in it.
@@ -155,10 +190,6 @@ class History:
         finally:
             trees.close()
 
-    def after(self, serial: int) -> list[int]:
-        """Return the places after one, newest first."""
-        return [known for known in reversed(self.serials()) if known > serial]
-
     # Adding
 
     def add(
@@ -167,12 +198,14 @@ class History:
         call: ToolCall | None,
         after: Mapping[Parts, Ident | None],
         tree: Tree,
+        undoes: Sequence[str] = (),
     ) -> int | None:
         """Commit: from here on the changes stay. Returns their place, or None if there are none.
 
-        ``tree`` is the workspace, in which rooms may have what was replaced.
+        ``tree`` is the workspace, in which rooms may have what was replaced; ``undoes`` are the
+        calls that these changes take back.
         """
-        if not any(record.op in _CHANGES for record in records):
+        if not any(record.op in CHANGES for record in records):
             self.journal.cut(0)
             return None
         if self._limit <= 0 and self.needed() is None:
@@ -183,13 +216,14 @@ class History:
         entries, size = self._entries(records, tree)
         meta = {
             "serial": serial,
-            "call": f"direct_{serial}" if call is None else call.id,
+            "call": f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
             "tool": "" if call is None else call.name,
             "time": self._clock.time(),
             "entries": [(index, entry.encode()) for index, entry in entries],
             "after": [["/".join(parts), ident] for parts, ident in after.items()],
             "size": size,
             "links": self._links(records, entries, tree),
+            "undoes": list(undoes),
         }
         commit = Record(op="commit", commit=meta)
         self.journal.append(commit)
@@ -411,20 +445,6 @@ class History:
         from weakincentives.filesystem.scan import digests_in
 
         return digests_in(self.store.path / "manifest.db")
-
-    def _known(self) -> dict[int, int]:
-        if self._sizes is None:
-            self._sizes = {}
-            with contextlib.suppress(FileNotFoundError):
-                for name in os.listdir(self._path):
-                    serial, _, size = name.partition("-")
-                    if size:
-                        self._sizes[int(serial)] = int(size)
-            self._last = max(self._sizes, default=0)
-        return self._sizes
-
-    def _file(self, serial: int) -> Path:
-        return self._path / f"{serial:012d}-{self._known()[serial]}"
 
 
 def kept_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:

@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Concatenate, Literal, ParamSpec, TypeVar
@@ -22,6 +23,7 @@ from weakincentives.errors import (
     MergeConflict,
     ReadOnlyView,
     SnapshotExpired,
+    UndoRefused,
     ViewClosed,
     WinkError,
 )
@@ -36,19 +38,29 @@ from weakincentives.filesystem.commands import (
     run_plainly,
 )
 from weakincentives.filesystem.confined import BARRED, Tree, escapes, resolve, supported
-from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed, Delta, History, replaced
+from weakincentives.filesystem.diffs import FileChange, changed_paths, file_changes
+from weakincentives.filesystem.history import (
+    DEFAULT_LIMIT,
+    Committed,
+    History,
+    replaced,
+)
 from weakincentives.filesystem.journal import Changes, recover
 from weakincentives.filesystem.layers import (
     Changed,
     Disk,
+    File,
     Layer,
     Look,
     Node,
     Present,
     Taken,
     names_of,
+    taken_by,
     undone,
+    walk,
 )
+from weakincentives.filesystem.looking import diff_of
 from weakincentives.filesystem.overlay import Layers
 from weakincentives.filesystem.patterns import (
     GlobPattern,
@@ -72,7 +84,8 @@ from weakincentives.filesystem.protocol import (
     split_path,
     split_root,
 )
-from weakincentives.filesystem.revert import describe, go_back
+from weakincentives.filesystem.records import Record
+from weakincentives.filesystem.revert import go_back, obstacles, take_back
 from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.seen import Seen, check_open, conflict
@@ -171,21 +184,15 @@ class _Workspace:
         look: Look = self.present
         for serial in self.history.after(place.serial):
             delta = self.history.read(serial)
-            look = undone(Layer(look), delta.records, self._taken(delta))
+            look = undone(Layer(look), delta.records, taken_by(self.history, delta))
         return look
-
-    def _taken(self, delta: Delta) -> Taken:
-        """Return where that is what a call has replaced."""
-        folder = self.history.trees(delta.committed.serial)
-        tree = Tree(folder) if folder.exists() else None
-        return Taken(self.store, tree, links=delta.links)
 
     def committed(self, serial: int | None) -> None:
         """Let the private views go on seeing what was there when they were forked."""
         if serial is None or not self.private:
             return
         delta = self.history.read(serial)
-        self.present = self.present.supersede(delta.records, self._taken(delta))
+        self.present = self.present.supersede(delta.records, taken_by(self.history, delta))
 
     # Private views beside a call that works in place, and of one
 
@@ -208,13 +215,26 @@ class _Workspace:
         """Like ``committed``, for changes that are not committed yet."""
         if not self.private or len(changes.records) == index:
             return
-        records = changes.records[index:]
+        records, taken = self._undoable(changes.records[index:])
+        self._begin_stage(changes, self.present.supersede(records, taken))
+
+    def _undoable(self, records: list[Record]) -> tuple[list[Record], Taken]:
+        """Return changes that are not committed yet with what each replaced, and where that is."""
         for number, entry, name in replaced(records, self.store.tree, self.tree):
             record = records[number]
             room = record.room if name == record.kept else None
             records[number] = replace(record, before=entry, kept=name, room=room)
-        taken = Taken(self.store, self.store.tree, self.tree)
-        self._begin_stage(changes, self.present.supersede(records, taken))
+        return records, Taken(self.store.objects, self.store.tree, self.tree)
+
+    def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
+        """Return every path that changes which are not committed yet have changed, sorted; and
+        how to look at it as it was before them, and as it is now.
+        """
+        if not records:
+            return [], self.disk, self.disk
+        records, taken = self._undoable(records)
+        before = undone(Layer(self.disk), records, taken)
+        return changed_paths(records, before, self.disk), before, self.disk
 
     def _begin_stage(self, changes: Changes, present: Present) -> None:
         self.present = present
@@ -241,6 +261,22 @@ class _Workspace:
         if self._stages:
             self.present = self._stages[-1][1]
             self.present.resume()
+
+
+def _all_changed(
+    paths: AbstractSet[Parts],
+    tops: AbstractSet[Parts],
+    files: AbstractSet[File],
+    before: Look,
+    now: Look,
+) -> list[Parts]:
+    """Return paths with all that is, or was, below some of them, and all names of some files."""
+    found = set(paths)
+    for look in (before, now):
+        found.update(parts for parts, _ in walk(look, tops))
+        if files:
+            found |= names_of(look, files, [()])
+    return sorted(found)
 
 
 def _oldest(places: weakref.WeakSet[_Place]) -> int | None:
@@ -345,6 +381,8 @@ class HostFilesystem:
         self._lock = threading.RLock()
         self._changes: Changes | None = None
         self._mark: int | None = None
+        self._undoes: tuple[str, ...] = ()
+        """The calls that a view has taken back."""
         self._staging: Staging | None = None
         self._seen: Seen | None = None
         self._ended = False
@@ -726,6 +764,7 @@ class HostFilesystem:
         view._parent = self
         view._ended = False
         view._mark = None
+        view._undoes = ()
         view.call = call_under_way() or self.call
         return view
 
@@ -801,7 +840,9 @@ class HostFilesystem:
         changes = view._changes
         if view._mark is None and changes is not None:
             self._workspace.external.settle(changes)
-            self._workspace.end_in_place(changes.commit(view.call))
+            self._workspace.end_in_place(changes.commit(view.call, view._undoes))
+        else:
+            self._undoes += view._undoes
         view._ended = True
         view.seal("this view was merged")
 
@@ -849,6 +890,33 @@ class HostFilesystem:
         """The paths a private view has changed, directories standing for all below."""
         paths = () if self._staging is None else self._staging.written
         return frozenset(join_path(parts) for parts in paths)
+
+    def changed_here(self) -> tuple[str, ...]:
+        """Return every path that this view has changed since it was forked, sorted.
+
+        Of a directory that came, went or was moved, all that is in it; of a file with several
+        names, all of them. What costs is what was changed: only a file with several names that is
+        changed in place is looked for everywhere.
+        """
+        with self._workspace.lock, self._lock:
+            return tuple(map(join_path, self._changed_here()[0]))
+
+    def diff_here(self) -> tuple[FileChange, ...]:
+        """Return what this view has changed since it was forked, file by file."""
+        with self._workspace.lock, self._lock:
+            return tuple(file_changes(*self._changed_here()))
+
+    def _changed_here(self) -> tuple[list[Parts], Look, Look]:
+        """Return what was changed, and how to look at it as it was before and as it is now."""
+        if self._staging is not None:
+            staging = self._staging
+            files = set(staging.layer.files)
+            changed = _all_changed(staging.written, staging.wholes, files, staging.base, staging)
+            return changed, staging.base, staging
+        if self._parent is None or self._changes is None:
+            return [], self._look, self._look
+        self._workspace.external.settle(self._changes)
+        return self._workspace.changed_by(self._changes.since(self._mark))
 
     # Commands
 
@@ -999,7 +1067,8 @@ class HostFilesystem:
         """Return what a call changed, as a unified diff."""
         workspace = self._workspace
         with workspace.lock:
-            return describe(workspace.history, self._serial_of(call_id), workspace.disk)
+            history, serial = workspace.history, self._serial_of(call_id)
+            return diff_of(history, [serial], workspace.disk)
 
     def changed_since(self, token: object) -> tuple[str, ...]:
         """Return the paths that were changed by what was committed since a snapshot, sorted.
@@ -1028,6 +1097,34 @@ class HostFilesystem:
             with contextlib.nullcontext() if self._parent is None else self._whole():
                 return self._go_back(serial)
 
+    def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
+        """Take back what some calls changed, and nothing else: all of it, or nothing.
+
+        That is itself a change that the history has, so it can be undone, too. Returns a sentence
+        for each thing that is not as it was before the calls: a directory that holds more by now.
+
+        Raises:
+            UndoRefused: Something is not as these calls left it. ``force`` replaces it; what it
+                was is then kept in the history.
+        """
+        if self._staging is not None:
+            raise ValueError("a private view has no history of its own")
+        workspace = self._workspace
+        with workspace.lock, self._lock:
+            self._check_writable("undo", call_ids)
+            serials = [self._serial_of(call_id) for call_id in call_ids]
+            if not serials:
+                return ()
+            if not force and (found := obstacles(workspace.history, serials, workspace.disk)):
+                raise UndoRefused(found)
+            if self._parent is not None and self._changes is not None:
+                with self._whole():
+                    told = take_back(self._changes, workspace.history, serials, force=force)
+                self._undoes += call_ids
+                return told
+            with self._transaction(call_under_way(), call_ids) as changes:
+                return take_back(changes, workspace.history, serials, force=force)
+
     def _serial_of(self, call_id: str) -> int:
         history = self._workspace.history
         for serial in reversed(history.serials()):
@@ -1037,9 +1134,12 @@ class HostFilesystem:
 
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
+        undoes = [history.read(later).committed.call_id for later in history.after(serial)]
         if self._parent is not None and self._changes is not None:
-            return go_back(self._changes, history, serial)
-        with self._transaction(call_under_way()) as changes:
+            told = go_back(self._changes, history, serial)
+            self._undoes += tuple(undoes)
+            return told
+        with self._transaction(call_under_way(), undoes) as changes:
             return go_back(changes, history, serial)
 
     # Changing, as a whole
@@ -1083,14 +1183,14 @@ class HostFilesystem:
             yield
 
     @contextlib.contextmanager
-    def _transaction(self, call: ToolCall | None) -> Generator[Changes]:
+    def _transaction(self, call: ToolCall | None, undoes: Sequence[str] = ()) -> Generator[Changes]:
         """Commit the changes that are made in the block, or undo them if it raises."""
         workspace = self._workspace
         workspace.commands.wait()
         changes = self._changes = Changes(workspace.tree, workspace.history)
         try:
             yield changes
-            serial = changes.commit(call)
+            serial = changes.commit(call, undoes)
         except BaseException:
             changes.roll_back()
             raise

@@ -290,6 +290,10 @@ class Changes:
         self._touched.clear()
         return self._next_mark
 
+    def since(self, mark: int | None) -> list[Record]:
+        """Return what was changed since a savepoint; all of it without one."""
+        return self.records[0 if mark is None else self._marks[mark] :]
+
     def undo_to(self, mark: int) -> tuple[str, ...]:
         """Undo what was done since a savepoint; later savepoints are gone.
 
@@ -326,7 +330,7 @@ class Changes:
         self._undo_from(count, _Undoing(tolerant=True))
         self._sweep({name for r in self.records for name in (r.kept, r.copy) if name})
 
-    def commit(self, call: ToolCall | None = None) -> int | None:
+    def commit(self, call: ToolCall | None = None, undoes: Sequence[str] = ()) -> int | None:
         """Keep everything; returns the number in the history, or None if nothing was changed."""
         self._marks.clear()
         if not self.records:
@@ -335,7 +339,7 @@ class Changes:
         if self.store.safe:
             self._write_through(self.records)
         self.bring_over(self.records)
-        serial = self.history.add(self.records, call, self._idents(), self.tree)
+        serial = self.history.add(self.records, call, self._idents(), self.tree, undoes)
         unfinished = self.history.unfinished is not None
         self._sweep(self.history.sources(self.records) if unfinished else frozenset())
         self.rooms.leave()

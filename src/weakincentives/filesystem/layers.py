@@ -16,10 +16,10 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem.confined import Tree
-from weakincentives.filesystem.history import Link, kept_at
+from weakincentives.filesystem.history import Delta, Link, Past, kept_at
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.store import Entry, Store
+from weakincentives.filesystem.store import Entry, Objects
 
 __all__ = [
     "Changed",
@@ -34,7 +34,9 @@ __all__ = [
     "Taken",
     "names_of",
     "node_of",
+    "taken_by",
     "undone",
+    "walk",
 ]
 
 NodeKind = Literal["file", "directory", "link", "other"]
@@ -367,7 +369,7 @@ class Layer:
     def _links_below(self, parts: Parts) -> Iterable[list[Parts]]:
         """Return, for each file with several names, those at or below a path."""
         files: dict[File, list[Parts]] = {}
-        for place, node in _walk(self, [parts]):
+        for place, node in walk(self, [parts]):
             if node.file is not None and node.links > 1:
                 files.setdefault(node.file, []).append(place)
         return files.values()
@@ -464,10 +466,10 @@ def _below(where: Where | None, name: str) -> Where | None:
 
 def names_of(look: Look, files: AbstractSet[File], tops: Iterable[Parts]) -> set[Parts]:
     """Return the paths, at or below some, at which any of these files is."""
-    return {parts for parts, node in _walk(look, tops) if node.file in files}
+    return {parts for parts, node in walk(look, tops) if node.file in files}
 
 
-def _walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
+def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
     """Yield what is at and below some paths, each once, as far as it can be looked at."""
     seen: set[Parts] = set()
     pending: list[tuple[Parts, Node]] = []
@@ -514,7 +516,7 @@ def _check_file(node: Node, parts: Parts) -> None:
 class Taken(NamedTuple):
     """Where that is what changes have replaced."""
 
-    store: Store
+    objects: Objects
     tree: Tree | None
     """Has the directories, and what is not committed yet."""
     workspace: Tree | None = None
@@ -529,6 +531,13 @@ class Taken(NamedTuple):
         if self.workspace is None:
             return self.tree, (record.kept,)
         return kept_at(record, self.tree, self.workspace)
+
+
+def taken_by(past: Past, delta: Delta) -> Taken:
+    """Return where that is what a committed call has replaced."""
+    folder = past.trees(delta.committed.serial)
+    tree = Tree(folder) if folder.exists() else None
+    return Taken(past.objects, tree, links=delta.links)
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
@@ -582,9 +591,9 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
 
 def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Where | Path | None:
     if before.digest is not None:
-        return taken.store.objects.path(before.digest)
-    if record.copy is not None and record.op == "edit":
-        return taken.store.tx / record.copy
+        return taken.objects.path(before.digest)
+    if record.copy is not None and record.op == "edit" and taken.tree is not None:
+        return taken.tree.path / record.copy
     place = taken.at(record)
     return None if place is None else (Kept(place[0], layer.below), place[1])
 

@@ -383,6 +383,13 @@ class MemoryFilesystem:
             raise ValueError("the token is not a snapshot of this filesystem")
         return tuple(sorted(_differing(token.state.root, self._state.root)))
 
+    def changed_here(self) -> tuple[str, ...]:
+        """Return every path that this view has changed since it was forked, sorted."""
+        if self._parent is None:
+            return ()
+        with self._lock:
+            return tuple(sorted(_differing(self._base, self._state.root)))
+
     # Views
 
     def fork(self) -> MemoryFilesystem:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import stat
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
+from weakincentives.errors import UndoRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
-from weakincentives.filesystem.history import Delta, History
+from weakincentives.filesystem.history import Committed, Delta, History, Past
 from weakincentives.filesystem.journal import Changes, matches
-from weakincentives.filesystem.layers import Look
+from weakincentives.filesystem.layers import Layer, Look, taken_by, undone
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, apply_entry
 
-__all__ = ["describe", "go_back"]
+__all__ = ["go_back", "obstacles", "take_back"]
 
-_REPLACING = ("put", "gone", "edit", "found", "attributes")
+_NO_CHANGES = ("external", "again")
+"""Records that only say how something came about."""
 
 
 def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
@@ -34,13 +34,84 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
     return tuple(going.sentences)
 
 
+def take_back(
+    changes: Changes, history: History, serials: Sequence[int], *, force: bool
+) -> tuple[str, ...]:
+    """Undo just these committed calls, as changes of an open transaction.
+
+    Raises UndoRefused where something is not as they left it, unless forced: then it is replaced,
+    and so kept in the history. Returns a sentence for each thing that is not as it was before them.
+    """
+    going = _Going(changes, history, overrules=force)
+    newest_first = sorted(serials, reverse=True)
+    for serial in newest_first:
+        going.undo(history.read(serial))
+    if newest_first == history.after(newest_first[-1] - 1):
+        going.set_times()  # else what stays has changed directories since
+    if going.left and not force:
+        raise UndoRefused({join_path(parts): () for parts in going.left})
+    return tuple(going.sentences)
+
+
+def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple[str, ...]]:
+    """Return what is in the way of undoing just these calls: paths that are not as they left them.
+
+    With each path come the other calls that have changed it since; with none of them, somebody
+    else has. Nothing is changed, so it can be asked at any time.
+    """
+    wanted = set(serials)
+    found: dict[Parts, tuple[str, ...]] = {}
+    others: list[Committed] = []
+    known: dict[Parts, Ident | None] = {}
+    layer = Layer(disk)
+    with contextlib.ExitStack() as opened:
+        for serial in past.after(min(wanted) - 1):
+            delta = past.read(serial)
+            if serial not in wanted:
+                others.append(delta.committed)
+                continue
+            changes = [record for record in delta.records if record.op not in _NO_CHANGES]
+            for parts in {parts for record in changes for parts in _paths(record)}:
+                if parts in delta.after and not _is_as(delta.after[parts], parts, known, layer):
+                    found[parts] = tuple(each.call_id for each in others if _touches(each, parts))
+            known |= {r.path: r.before.ident for r in changes if r.before is not None}
+            taken = taken_by(past, delta)
+            if taken.tree is not None:
+                opened.callback(taken.tree.close)
+            with contextlib.suppress(OSError):  # what is in the way of that was found above
+                layer = undone(Layer(layer), delta.records, taken)
+    return {join_path(parts): calls for parts, calls in sorted(found.items())}
+
+
+def _is_as(left: Ident | None, parts: Parts, known: dict[Parts, Ident | None], look: Look) -> bool:
+    if parts in known and matches(left, known[parts]):
+        return True
+    try:
+        node = look.node(parts)
+    except OSError:
+        return False  # something else is in the way
+    return matches(left, None if node is None else Ident(node.ino, node.size, node.mtime_ns))
+
+
+def _touches(call: Committed, parts: Parts) -> bool:
+    path = join_path(parts)
+    return any(
+        path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/")
+        for other in call.paths
+    )
+
+
 class _Going:
     """What is known on the way back."""
 
-    def __init__(self, changes: Changes, history: History) -> None:
+    def __init__(self, changes: Changes, history: History, *, overrules: bool = False) -> None:
         self.changes = changes
         self.history = history
+        self.overrules = overrules
+        """Whether what someone else has changed since is replaced."""
         self.sentences: list[str] = []
+        self.left: set[Parts] = set()
+        """What someone else has changed since, and was left alone."""
         self._state: dict[Parts, Ident | None] = {}
         """What the history says is at the paths that were put back."""
         self._directories: set[Parts] = set()
@@ -57,18 +128,28 @@ class _Going:
 
     def undo(self, delta: Delta) -> None:
         """Undo one committed call, as far as things are as it left them."""
-        changes = [r for r in reversed(delta.records) if r.op not in ("external", "again")]
+        changes = [r for r in reversed(delta.records) if r.op not in _NO_CHANGES]
         checked: set[Parts] = set()
         # All before the first is undone: one name of a file is changed by way of another.
         for record in changes:
             for parts in _paths(record):
                 if parts not in checked and not self._is_left(record):
-                    if not self._is_as_left(parts, delta):
+                    if not self.overrules and not self._is_as_left(parts, delta):
+                        self.left.add(parts)
                         self._leave(parts, record, delta)
                     checked.add(parts)
         for record in changes:
             if not self._is_left(record):
-                self._undo(record, delta)
+                try:
+                    self._undo(record, delta)
+                except OSError as error:
+                    if not self.overrules:
+                        raise
+                    self._left.add(record.path)
+                    self.sentences.append(
+                        f"{shown(join_path(record.path))} could not be put back as it was:"
+                        f" {error.strerror or error}"
+                    )
 
     def _is_left(self, record: Record) -> bool:
         return any(
@@ -347,77 +428,3 @@ class _Going:
 
 def _paths(record: Record) -> tuple[Parts, ...]:
     return (record.path,) if record.origin is None else (record.path, record.origin)
-
-
-class _Side(NamedTuple):
-    """A file before or after a call."""
-
-    data: bytes | None
-    """None for nothing, and for what is not a file."""
-    words: str
-
-
-def describe(history: History, serial: int, now: Look) -> str:
-    """Return what a call changed, as a unified diff."""
-    delta = history.read(serial)
-    later = [history.read(other) for other in sorted(history.after(serial))]
-    seen: set[Parts] = set()
-    lines: list[str] = []
-    for record in delta.records:
-        if record.origin is not None:
-            old, new = shown(join_path(record.origin)), shown(join_path(record.path))
-            lines.append(f"renamed {old} to {new}")
-        elif record.op == "made":
-            lines.append(f"new directory {shown(join_path(record.path))}")
-        elif record.op in _REPLACING and record.path not in seen:
-            seen.add(record.path)
-            before = _before(history, record)
-            lines += _compared(record.path, before, _after(history, later, record.path, now))
-    return "\n".join(lines)
-
-
-def _before(history: History, record: Record) -> _Side:
-    entry = record.before
-    if entry is None:
-        return _Side(None, "nothing")
-    if entry.kind != "file":
-        return _Side(None, f"a {entry.kind}")
-    if entry.digest is None or entry.digest not in history.store.objects:
-        return _Side(None, "a file that was not kept")
-    return _Side(history.store.objects.read(entry.digest), "a file")
-
-
-def _after(history: History, later: list[Delta], parts: Parts, now: Look) -> _Side:
-    """Return what a call left at a path: what the next one to change it found, or what is there."""
-    for delta in later:
-        for record in delta.records:
-            if record.path == parts and record.op in ("put", "gone", "edit", "found"):
-                return _before(history, record)
-    try:
-        node = now.node(parts)
-        if node is None:
-            return _Side(None, "nothing")
-        return _Side(now.read(parts) if node.kind == "file" else None, f"a {node.kind}")
-    except OSError:
-        return _Side(None, "something that cannot be read")
-
-
-def _compared(parts: Parts, before: _Side, after: _Side) -> Iterator[str]:
-    path = shown(join_path(parts))
-    old, new = before.data, after.data
-    if (old is None and before.words != "nothing") or (new is None and after.words != "nothing"):
-        yield f"{path}: {before.words} became {after.words}"
-        return
-    try:
-        old_text = "" if old is None else old.decode()
-        new_text = "" if new is None else new.decode()
-    except UnicodeDecodeError:
-        yield f"{path}: binary, {len(old or b'')} bytes became {len(new or b'')}"
-        return
-    yield from difflib.unified_diff(
-        old_text.splitlines(),
-        new_text.splitlines(),
-        "/dev/null" if old is None else f"a/{path}",
-        "/dev/null" if new is None else f"b/{path}",
-        lineterm="",
-    )

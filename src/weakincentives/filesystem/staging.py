@@ -109,6 +109,13 @@ class Staging:
         }
 
     @property
+    def wholes(self) -> set[Parts]:
+        """Those of the changed paths that stand for all that is below them."""
+        attributes = {step.parts for step in self.state.steps if step.action == "attributes"}
+        others = {step.parts for step in self.state.steps if step.action != "attributes"}
+        return self.written - (attributes - others)
+
+    @property
     def covered(self) -> set[Parts]:
         """The paths where this may not look as the directory itself does."""
         paths: set[Parts] = set()

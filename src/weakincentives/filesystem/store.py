@@ -27,7 +27,15 @@ from weakincentives.filesystem.confined import (
 )
 from weakincentives.filesystem.protocol import Parts
 
-__all__ = ["Entry", "Objects", "Store", "apply_entry", "copy_exactly", "entry_at"]
+__all__ = [
+    "Entry",
+    "Objects",
+    "Store",
+    "apply_entry",
+    "copy_exactly",
+    "entry_at",
+    "location_of",
+]
 
 Kind = Literal["file", "directory", "symlink", "fifo", "other"]
 
@@ -347,7 +355,7 @@ class Store:
     ) -> None:
         self.root = Path(os.path.realpath(root))
         self.safe = safe
-        self.path = _location(self.root) if path is None else Path(os.path.realpath(path))
+        self.path = location_of(self.root) if path is None else Path(os.path.realpath(path))
         if self.path == self.root or self.root in self.path.parents:
             raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -464,8 +472,9 @@ def _number(name: str) -> int:
     return int(name[1:]) if name[1:].isdecimal() else 0
 
 
-def _location(root: Path) -> Path:
+def location_of(root: Path) -> Path:
     """Return where to keep a workspace's things: beside it, on the same filesystem, if possible."""
+    root = Path(os.path.realpath(root))
     parent = root.parent
     beside = parent / f".{root.name}.wink"
     same = root != parent and os.stat(parent).st_dev == os.stat(root).st_dev

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.policies import (
         PolicyDecision,
         PolicyState,
+        ProtectedPathsPolicy,
         QuotaPolicy,
         RateLimitPolicy,
         ReadBeforeWritePolicy,
@@ -129,6 +130,7 @@ __all__ = [
     "PromptOverridesStore",
     "PromptResources",
     "PromptTemplate",
+    "ProtectedPathsPolicy",
     "QuotaPolicy",
     "RateLimitPolicy",
     "Reach",
@@ -234,6 +236,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
             "policies": [
                 "PolicyDecision",
                 "PolicyState",
+                "ProtectedPathsPolicy",
                 "QuotaPolicy",
                 "RateLimitPolicy",
                 "ReadBeforeWritePolicy",

@@ -484,8 +484,20 @@ async def roll_back_effects(
 
 async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> None:
     answer = step(*(context, result)[: _arity(step)])
-    if inspect.isawaitable(answer):
+    if not inspect.isawaitable(answer):
+        return
+    import asyncio
+
+    if asyncio._get_running_loop() is not None:
         await answer
+        return
+    # A sync call takes back what a call nested in it did: nothing in it may wait.
+    from weakincentives.runtime.loops import run_blocking
+
+    async def done() -> None:
+        await answer
+
+    run_blocking(done)
 
 
 def _arity(function: Callable[..., Any], what: str = "it") -> int:

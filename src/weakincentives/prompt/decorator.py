@@ -10,12 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from functools import partial
 from inspect import Parameter
-from typing import Annotated, Any, cast, get_origin, overload
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, overload
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.prompt.signatures import hints_of, is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, ToolExample, Writes
 from weakincentives.prompt.tool_result import ToolResult
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.contracts import Effect, Precondition
+    from weakincentives.retry import RetryPolicy
 
 __all__ = ["tool"]
 
@@ -37,6 +41,9 @@ def tool(
     timeout: float | None = None,
     concurrent: bool | None = None,
     title: str = "",
+    preconditions: Sequence[Precondition] = (),
+    effects: Sequence[Effect] = (),
+    retry: RetryPolicy | None = None,
 ) -> Callable[[Callable[..., Any]], Tool[Any, Any]]: ...
 def tool(
     function: Callable[..., Any] | None = None,

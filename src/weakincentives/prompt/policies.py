@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rpds import HashTrieMap, HashTrieSet
 
-from weakincentives.errors import FilesystemError
+from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
+from weakincentives.filesystem.patterns import GlobPattern
+from weakincentives.filesystem.protocol import shown
 from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PolicyDecision",
     "PolicyState",
+    "ProtectedPathsPolicy",
     "QuotaPolicy",
     "RateLimitPolicy",
     "ReadBeforeWritePolicy",
@@ -67,7 +70,8 @@ class ToolPolicy(Protocol):
 
     A policy may also have ``on_start(tool, params, *, context)``: told of every call that it and
     all others allowed, right before it runs, to count calls whether they succeed or not. With
-    ``applies_to(tool)`` it says which tools it is ever asked about.
+    ``applies_to(tool)`` it says which tools it is ever asked about. An ``on_result`` that raises
+    PolicyDenied refuses what the call did: all of it is undone.
     """
 
     @property
@@ -261,11 +265,15 @@ class ReadBeforeWritePolicy:
             _remember(PolicyState, self.name, context, lambda state: _with_key(state, key))
 
     def _path(self, params: object) -> str | None:
-        if isinstance(params, Mapping):
-            path = cast("Mapping[str, object]", params).get(self.path_field)
-        else:
-            path = getattr(params, self.path_field, None)
-        return path if isinstance(path, str) else None
+        return _text_field(params, self.path_field)
+
+
+def _text_field(params: object, name: str) -> str | None:
+    if isinstance(params, Mapping):
+        value = cast("Mapping[str, object]", params).get(name)
+    else:
+        value = getattr(params, name, None)
+    return value if isinstance(value, str) else None
 
 
 def _is_overwritten(path: str, filesystem: Filesystem) -> bool:
@@ -278,16 +286,114 @@ def _key(path: str, filesystem: Filesystem | None) -> tuple[str, str]:
     return ("path", path if filesystem is None else filesystem.normalize(path))
 
 
+# What the file tools change, by the names of their parameters.
+_CHANGED_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "write_file": ("path",),
+    "edit_file": ("path",),
+    "delete_file": ("path",),
+    "move_file": ("source", "destination"),
+    "copy_file": ("destination",),
+}
+
+
+@dataclass(frozen=True)
+class ProtectedPathsPolicy:
+    """Some paths stay as they are, whatever changes them: a file tool, a command, a program.
+
+    A call that names such a path to a file tool is refused before it runs. Of every other call it
+    is looked up, before it is kept, which paths it has changed; one that changed a protected one
+    is undone as a whole. Reading is not refused.
+
+    A pattern is a glob of a path from the root, such as ``config/*.yaml``; one without a slash is
+    a name at any depth. A directory is protected with all that is in it.
+
+    >>> policy = ProtectedPathsPolicy([".env", ".git", "migrations/**"])
+    """
+
+    patterns: Sequence[str]
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHANGED_FIELDS)
+    """Of tools that are refused before they run: the parameters that name what they change."""
+    name: str = "protected_paths"
+    _globs: tuple[GlobPattern, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.patterns, str):
+            raise TypeError(f"patterns takes several globs, got a string: [{self.patterns!r}]")
+        object.__setattr__(self, "patterns", tuple(self.patterns))
+        object.__setattr__(self, "_globs", tuple(map(_protecting, self.patterns)))
+
+    def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
+        fields = self.fields.get(tool.name)
+        filesystem = None if fields is None else context.resources.find(Filesystem)
+        if fields is None or filesystem is None:
+            return ALLOWED
+        for each in fields:
+            path = _text_field(params, each)
+            try:
+                normal = None if path is None else filesystem.normalize(path)
+            except FilesystemError:
+                continue  # the tool itself says what is wrong with it
+            if normal is not None and self.protects(normal):
+                return PolicyDecision.deny(
+                    f"Cannot change {shown(normal)}: it is protected. Leave it as it is"
+                )
+        return ALLOWED
+
+    def on_result(
+        self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
+    ) -> None:
+        if tool.reach == "read" or not self.patterns:
+            return
+        filesystem: Any = context.resources.find(Filesystem)
+        if filesystem is None:
+            return
+        if not hasattr(filesystem, "changed_here"):
+            kind = type(filesystem).__name__
+            raise PolicyDenied(f"A {kind} cannot tell what was changed", policy=self.name)
+        touched = [path for path in filesystem.changed_here() if self.protects(path)]
+        if touched:
+            more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
+            raise PolicyDenied(
+                f"'{tool.name}' changed what is protected: {', '.join(map(shown, touched[:5]))}"
+                f"{more}. All that it did is undone. Leave these as they are",
+                policy=self.name,
+            )
+
+    def protects(self, path: str) -> bool:
+        """Whether a normalised path, or a directory that it is in, matches a pattern."""
+        parts = path.split("/")
+        return any(_is_matched(glob, parts) for glob in self._globs)
+
+
+def _protecting(pattern: str) -> GlobPattern:
+    named = pattern.strip("/")
+    return GlobPattern(named if "/" in pattern.rstrip("/") else f"**/{named}")
+
+
+def _is_matched(glob: GlobPattern, parts: Sequence[str]) -> bool:
+    positions = glob.start(())
+    for part in parts:
+        positions = glob.step(positions, part)
+        if glob.matched(positions):
+            return True
+    return False
+
+
 @dataclass(frozen=True)
 class QuotaPolicy:
     """So many calls may run in a session; failed ones count, refused ones do not."""
 
     max_calls: int
     name: str = "quota"
+    tools: AbstractSet[str] = frozenset()
+    """Those whose calls count, all together; every tool that it governs without any."""
 
     def __post_init__(self) -> None:
         if self.max_calls < 0:
             raise ValueError(f"max_calls must not be negative, got {self.max_calls}")
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return not self.tools or tool.name in self.tools
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         def used_up(tally: CallTally) -> int | None:
@@ -310,12 +416,17 @@ class RateLimitPolicy:
 
     max_calls_per_minute: int
     name: str = "rate_limit"
+    tools: AbstractSet[str] = frozenset()
+    """Those that it is about; every tool that it governs without any."""
 
     def __post_init__(self) -> None:
         if self.max_calls_per_minute < 0:
             raise ValueError(
                 f"max_calls_per_minute must not be negative, got {self.max_calls_per_minute}"
             )
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return not self.tools or tool.name in self.tools
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         now = context.session.clock.time()

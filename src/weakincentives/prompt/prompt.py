@@ -457,10 +457,15 @@ class _Block(NamedTuple):
     text: str
 
 
+_Tools = tuple[Tool[Any, Any], ...]
+_Sources = tuple[tuple[_Node, _Tools], ...]
+"""Sections with the tools they had: a section of a server's tools may get others."""
+
+
 class _Offered(NamedTuple):
     """The tools of one rendering, with the sections they were taken from."""
 
-    nodes: tuple[_Node, ...]
+    sources: _Sources
     has_summaries: bool
     tools: tuple[Tool[Any, Any], ...]
     offers: Mapping[str, Offer]
@@ -485,40 +490,42 @@ class _Kept:
             self.listeners = (*self.listeners, *dependency_listeners(tools))
         self._blocks: dict[_Node, _Block] = {}
         self._examples: dict[_Node, str] = {}
-        self._offers: dict[_Node | None, tuple[Offer, ...]] = {}
+        self._offers: dict[_Node | None, tuple[_Tools, tuple[Offer, ...]]] = {}
         self._offered = _Offered((), False, (), {})
 
     def offered(
         self, shown: Sequence[_Shown]
     ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
         """Return the tools of all that is open, and those that open the rest."""
-        nodes = tuple([each.node for each in shown if each.is_open and each.node.section.tools])
+        opened = [each.node for each in shown if each.is_open and each.node.section.tools]
+        sources = tuple([(node, node.section.tools) for node in opened])
         has_summaries = not all(each.is_open for each in shown)
         last = self._offered
-        if last.nodes != nodes or last.has_summaries != has_summaries:
-            self._offered = last = self._offer(nodes, has_summaries)
+        if last.sources != sources or last.has_summaries != has_summaries:
+            self._offered = last = self._offer(sources, has_summaries)
         return last.tools, last.offers
 
-    def _offer(self, nodes: tuple[_Node, ...], has_summaries: bool) -> _Offered:
-        places: tuple[_Node | None, ...] = (*nodes, None) if has_summaries else nodes
+    def _offer(self, sources: _Sources, has_summaries: bool) -> _Offered:
+        nodes = [node for node, _ in sources]
+        places: list[_Node | None] = [*nodes, None] if has_summaries else [*nodes]
         found = [offer for place in places for offer in self._offers_at(place)]
         offers = {offer.tool.name: offer for offer in found}
         if len(offers) < len(found):
             _refuse_duplicates(
                 (offer.tool, place) for place in places for offer in self._offers_at(place)
             )
-        return _Offered(nodes, has_summaries, tuple([offer.tool for offer in found]), offers)
+        return _Offered(sources, has_summaries, tuple([offer.tool for offer in found]), offers)
 
     def _offers_at(self, place: _Node | None) -> tuple[Offer, ...]:
         """Return the offers of a section, or of the tools that open sections."""
-        offers = self._offers.get(place)
-        if offers is None:
+        kept = self._offers.get(place)
+        if kept is None or (place is not None and kept[0] is not place.section.tools):
             tools = disclosure_tools() if place is None else place.section.tools
             own = () if place is None else place.section.policies
             policies = _each_once((*own, *self._ours))
-            offers = tuple(Offer.of(tool, policies, self.listeners) for tool in tools)
-            self._offers[place] = offers
-        return offers
+            kept = tools, tuple(Offer.of(tool, policies, self.listeners) for tool in tools)
+            self._offers[place] = kept
+        return kept[1]
 
     def block(self, shown: _Shown, session: Session | None, with_examples: bool) -> str:
         """Return heading and text of a section."""

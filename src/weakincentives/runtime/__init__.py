@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Permissions,
     )
     from weakincentives.runtime.registry import ToolRegistry
+    from weakincentives.runtime.saved import SavedSession, SavedSessionData
 
 __all__ = [
     "CallOutcome",
@@ -74,6 +75,8 @@ __all__ = [
     "PromptRendered",
     "RequestFinished",
     "RunContext",
+    "SavedSession",
+    "SavedSessionData",
     "SequenceOutput",
     "Session",
     "Slice",
@@ -120,6 +123,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
             "ledger": ["CallOutcome", "Outcome", "OutcomeLedger"],
             "main_loop": ["MainLoop", "MainLoopConfig", "RequestFinished"],
             "registry": ["ToolRegistry"],
+            "saved": ["SavedSession", "SavedSessionData"],
             "memory": ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"],
         },
     )

@@ -175,3 +175,4 @@ class SentBack:
 RunEvent: TypeAlias = (
     TurnStarted | TextDelta | Retrying | TurnEnded | ToolStarted | ToolEnded | SentBack
 )
+"""What a listener of a run hears."""

@@ -308,6 +308,7 @@ class Run:
         message = Message(**fields, conversation=self._conversation, depth=self._depth)
         self._messages.append(message)
         self._session.dispatch(message)
+        self._session.dispatcher.publish(message)
 
     async def _begin(self, message: str | None, resume: bool) -> None:
         if not resume:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 __all__ = ["ends_within", "in_thread", "run_blocking"]
@@ -112,10 +114,7 @@ async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a daemon thread of its own; the future is of the running loop.
-
-    Not a pool: an abandoned function keeps its thread, and pools wait for theirs at exit.
-    """
+    """Run a function in a thread that it has for itself; the future is of the running loop."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = copy_context()
@@ -137,8 +136,43 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
             value = context.run(function)
         except BaseException as error:
             failure = error
+        worker.rest()
         with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             loop.call_soon_threadsafe(deliver, value, failure)
 
-    threading.Thread(target=work, name="wink-handler", daemon=True).start()
+    try:
+        worker = _resting.pop()
+    except IndexError:
+        worker = _Worker()
+    worker.work.put(work)
     return future
+
+
+_resting: list[_Worker] = []
+_MOST_RESTING = 8
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_resting.clear)  # a forked child has none of the threads
+
+
+class _Worker:
+    """A thread that does one thing after the other: to start one takes longer than most calls.
+
+    Not one of a pool: an abandoned function keeps its thread, and pools wait for theirs at exit.
+    """
+
+    def __init__(self) -> None:
+        self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="wink-handler", daemon=True).start()
+
+    def rest(self) -> None:
+        """Be there for the next one, or end where enough others are."""
+        if len(_resting) < _MOST_RESTING:
+            _resting.append(self)
+        else:
+            self.work.put(None)
+
+    def _run(self) -> None:
+        while (work := self.work.get()) is not None:
+            work()
+            del work  # it holds on to all that its call had

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"]
 
 MemoryScope: TypeAlias = Literal["working", "short-term", "long-term", "short_term", "long_term"]
+"""How long something is remembered; the last two are other spellings."""
 
 _WORKING, _SHORT_TERM, _LONG_TERM = "working", "short-term", "long-term"
 _SCOPES = (_WORKING, _SHORT_TERM, _LONG_TERM)

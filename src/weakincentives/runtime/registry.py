@@ -287,6 +287,10 @@ class ToolRegistry:
             id=call_id or new_call_id(),
         )
 
+    def context(self) -> ToolContext:
+        """Return what calls get: the session, the resources, and the tools of now."""
+        return self._now().context
+
     def _now(self) -> _View:
         if self._closed:
             raise WinkError("this registry is closed; make a new one")

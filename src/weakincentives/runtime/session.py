@@ -313,30 +313,33 @@ class Snapshot:
         self.taken_at = taken_at
         self.origin = origin
 
+    def slices(self) -> Iterator[tuple[SlicePolicy, type, Slice[Any]]]:
+        """Yield every slice that can be carried over to another process: children cannot."""
+        for slice_type, values in self.state.items():
+            if slice_type is not _Child:
+                yield SlicePolicy.STATE, slice_type, values
+        for slice_type, values in self.log.items():
+            yield SlicePolicy.LOG, slice_type, values
+
     def to_json(self, *, include_log: bool = True) -> str:
         """Return the snapshot as JSON text that ``from_json`` reads in another process."""
         import json
 
         from weakincentives.serde import freeze
 
-        def frozen(slices: _Slices) -> list[object]:
-            found: list[object] = []
-            for slice_type, values in slices.items():
-                if slice_type is not _Child and len(values):
-                    try:
-                        found.append([_type_name(slice_type), freeze(values.all())])
-                    except SnapshotError as error:
-                        raise SnapshotError(
-                            f"the slice of {slice_type.__name__}: {error}"
-                        ) from error
-            return found
-
+        found: dict[SlicePolicy, list[object]] = {SlicePolicy.STATE: [], SlicePolicy.LOG: []}
+        for policy, slice_type, values in self.slices():
+            if len(values) and (include_log or policy is SlicePolicy.STATE):
+                try:
+                    found[policy].append([type_name(slice_type), freeze(values.all())])
+                except SnapshotError as error:
+                    raise SnapshotError(f"the slice of {slice_type.__name__}: {error}") from error
         document = {
             "wink_snapshot": 1,
             "tag": freeze(self.tag),
             "taken_at": self.taken_at,
-            "state": frozen(self.state),
-            "log": frozen(self.log) if include_log else [],
+            "state": found[SlicePolicy.STATE],
+            "log": found[SlicePolicy.LOG],
         }
         return json.dumps(document, ensure_ascii=False)
 
@@ -345,6 +348,15 @@ class Snapshot:
         """Read what ``to_json`` wrote. Pass the slice types that no imported module defines."""
         import json
 
+        try:
+            document: Any = json.loads(text)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise SnapshotError(f"not a snapshot: {error!r}") from error
+        return cls.from_data(document, types=types)
+
+    @classmethod
+    def from_data(cls, document: Any, *, types: Iterable[type] = ()) -> Snapshot:
+        """Read what ``to_json`` wrote, once it is JSON data."""
         from weakincentives.serde import thaw
 
         known = tuple(types)
@@ -357,7 +369,6 @@ class Snapshot:
             return found
 
         try:
-            document: Any = json.loads(text)
             if document["wink_snapshot"] != 1:
                 raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
             return cls(
@@ -370,14 +381,15 @@ class Snapshot:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
 
 
-def _type_name(cls: type) -> str:
+def type_name(cls: type) -> str:
+    """Return what a class is called in a snapshot."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _slice_type(name: str, values: tuple[object, ...], known: tuple[type, ...]) -> type:
     """Return the type of the slice that held these values: theirs, or one they derive from."""
     for cls in (*known, *type(values[0]).__mro__):
-        if _type_name(cls) == name:
+        if type_name(cls) == name:
             break
     else:
         raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
@@ -804,10 +816,7 @@ class Session:
         session = cls(**options)
         state = {kind: values for kind, values in snapshot.state.items() if kind is not _Child}
         # As they were: the first session may have been told so by ``register``.
-        session._wiring.policies = {
-            **dict.fromkeys(state, SlicePolicy.STATE),
-            **dict.fromkeys(snapshot.log, SlicePolicy.LOG),
-        }
+        session._wiring.policies = {kind: policy for policy, kind, _ in snapshot.slices()}
         session._root = _Root(state, snapshot.log)
         return session
 

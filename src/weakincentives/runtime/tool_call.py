@@ -261,11 +261,24 @@ async def _ain_turn(
             held.append(gate)
             _held_by[gate] = asyncio.get_running_loop()
         # A task of its own, so that what it sets in its context stays there.
-        return await asyncio.create_task(run(*args))
+        value, interrupt = await asyncio.create_task(_shielded(run, *args))
+        if interrupt is not None:
+            raise interrupt
+        return cast("T", value)
     finally:
         for gate in reversed(held):
             _held_by.pop(gate, None)
             gate.release()
+
+
+async def _shielded(
+    run: Callable[..., Coroutine[Any, Any, T]], *args: Any
+) -> tuple[T | None, BaseException | None]:
+    # As a value: an interrupt raised inside a task would end the whole loop.
+    try:
+        return await run(*args), None
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        return None, interrupt
 
 
 def _gates(session: Session, context: ToolContext) -> tuple[Lock, ...]:
@@ -758,6 +771,8 @@ def _accept(
     for policy in offer.listeners:
         try:
             policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
+        except PolicyDenied:  # it decided: what the call did is refused, and undone
+            raise
         except Exception as error:  # fail closed: what a policy did not note did not happen
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
@@ -1046,6 +1061,8 @@ def _is_tried_again(progress: _Progress, result: ToolResult[Any], error: BaseExc
         return False
     if _raises_through(error) or progress.transaction.settled:
         return False
+    if isinstance(error, Refusal):
+        return False  # it would be refused again
     if progress.ledger is not None and not progress.compensated:
         return False  # nobody knows whether it took effect
     if not tool.retry.retries(failure, progress.attempts - 1):

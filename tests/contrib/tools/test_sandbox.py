@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_what_a_command_that_ends_well_changed_is_kept(box: Box):
     assert (done.returncode, done.stdout, done.kept) == (0, "as it was\n", True)
     assert contents(box.root) == {"d/b.txt": b"new\n"}
     assert os.stat(box.root / "d/b.txt").st_uid == os.stat(box.root).st_uid
+
+
+def test_a_python_that_is_not_the_systems_is_found_by_its_name(box: Box):
+    """As find_sandbox makes it where the system has no python3."""
+    elsewhere = replace(box.sandbox, python="/somewhere/else/bin/python3.11")
+
+    ours = elsewhere.run(box.files, "echo $PATH").stdout.strip()
+    usual = box.run("echo $PATH").stdout.strip()
+
+    assert ours == f"{usual}:/somewhere/else/bin"
 
 
 def test_what_a_command_that_fails_changed_is_not_kept(box: Box):

@@ -30,6 +30,8 @@ class FileWriteParams:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
+    """What was written, and where."""
+
     path: str
     bytes_written: int
     timestamp: float
@@ -103,3 +105,4 @@ def _change(result: ToolResult[Any]) -> dict[str, object]:
 
 
 write = file_write_tool()
+"""The tool with its defaults."""

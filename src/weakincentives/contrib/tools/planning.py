@@ -81,6 +81,8 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanStep:
+    """One step, and how far it is."""
+
     title: str
     status: StepStatus = "pending"
     note: str = ""

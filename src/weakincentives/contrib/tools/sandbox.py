@@ -88,7 +88,7 @@ class Sandbox:
             argv=command.argv,
             workspace=fs.root,
             cwd=inside,
-            env={**CLEAN, "PWD": inside, **_checked(env or {})},
+            env={**CLEAN, **self._path(), "PWD": inside, **_checked(env or {})},
             owner=_owner(fs.root),
             limits=self.limits,
         )
@@ -108,6 +108,11 @@ class Sandbox:
             except CommandFailed as error:
                 result = cast("CommandResult", error.result)
         return replace(result, argv=command.argv)
+
+    def _path(self) -> Mapping[str, str]:
+        """Let commands find a Python of ours by its name, where the system has none."""
+        place = os.path.dirname(self.python)
+        return {"PATH": f"{CLEAN['PATH']}:{place}"} if place else {}
 
     def problem(self) -> str | None:
         """Return why no command can be run here, if so: what comes of trying."""

@@ -156,3 +156,4 @@ def _cache(context: ToolContext, result: ToolResult[ScrapedPage]) -> None:
 
 
 scrape = web_scrape_tool()
+"""The tool with its defaults."""

@@ -1,0 +1,379 @@
+"""A session kept in a file as it goes, so that another process can take it up after a kill.
+
+The file is JSON lines. The first says whose session it is; each of the others is one save, and
+says of every slice that changed how many of its values stay and which ones follow them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
+from weakincentives.logs import get_logger
+from weakincentives.runtime.conversation import Message
+from weakincentives.runtime.events import PromptExecuted, ToolInvoked
+from weakincentives.runtime.session import Session, Snapshot, type_name
+from weakincentives.serde import freeze, thaw
+from weakincentives.slices import EMPTY, Slice, SlicePolicy
+
+if TYPE_CHECKING:
+    from weakincentives.filesystem import HostFilesystem
+
+try:
+    import fcntl
+except ImportError:  # Windows has it not; nothing keeps a second process away there
+    fcntl = None
+
+__all__ = ["SavedSession", "SavedSessionData"]
+
+_logger = get_logger(__name__)
+
+_UNSAVED = "unsaved"
+"""What stands in the place of a value that could not be written."""
+
+
+class SavedSession:
+    """A session kept in a file (JSON lines) as it goes.
+
+    It is saved by itself when the model has spoken, after every call and after every run. A save
+    costs what has changed since the last one, and is one write: a kill costs at most the save
+    under way. Child sessions are not kept.
+
+    A value that has no exact JSON form is left out with a warning that names its slice: of a LOG
+    the one value, of a STATE slice all, because half of a state never was one. The record of a
+    call is always kept, in the words that the model saw.
+    """
+
+    def __init__(
+        self, path: Path, session: Session, about: Mapping[str, object], fd: int, size: int
+    ) -> None:
+        self.path = path
+        self.session = session
+        self.about = about
+        """What whoever created it had to say of it."""
+        self._fd = fd
+        self._pid = os.getpid()
+        self._size = size
+        """How much of the file is whole lines."""
+        self._saved: dict[type, Slice[Any]] = {}
+        self._names: dict[str, type] = {}
+        self._stops: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        session: Session,
+        *,
+        about: Mapping[str, object] | None = None,
+    ) -> SavedSession:
+        """Keep a session in a new file, from now on. Only its owner can read the file.
+
+        Raises:
+            FileExistsError: There is something at the path; ``open`` goes on with a session.
+        """
+        path, about = Path(path), dict(about or {})
+        head = {
+            "wink_session": 1,
+            "id": session.session_id,
+            "tags": freeze(dict(session.tags)),
+            "began": session.clock.time(),
+            "about": freeze(about),
+        }
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        with _closed_on_error(fd):
+            _take_lock(fd, path)
+            saved = cls(path, session, about, fd, 0)
+            saved._append(json.dumps(head, ensure_ascii=False))
+            saved.save()
+        saved._listen()
+        return saved
+
+    @classmethod
+    def open(
+        cls, path: str | Path, *, types: Iterable[type] = (), **session_options: Any
+    ) -> SavedSession:
+        """Go on with the session that a file holds; a last line that a kill has torn is dropped.
+
+        The modules that define its types must be imported before; others go into ``types``. The
+        options are those of ``Session``; its id and tags are as they were unless given.
+
+        Raises:
+            SessionInUse: Another process, or this one, has the file open.
+            SnapshotError: The file is none of ours, or holds a type that is not known here.
+        """
+        path = Path(path)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        with _closed_on_error(fd):
+            _take_lock(fd, path)
+            data = SavedSessionData.read(path)
+            options = {"session_id": data.session_id, "tags": data.tags, **session_options}
+            session = Session.from_snapshot(data.snapshot(types), **options)
+            saved = cls(path, session, data.about, fd, data.size)
+            saved._note_what_is_there(data)
+        saved._listen()
+        return saved
+
+    def save(self) -> None:
+        """Append what has changed since the last save; nothing when nothing has."""
+        with self._lock:
+            if self._fd < 0 or self._pid != os.getpid():
+                raise SessionError(f"{self.path} was closed, or is kept by another process")
+            # Not what a call under way sees: that has not happened until it is kept.
+            snapshot = self.session.snapshot_here()
+            changed = {
+                slice_type: (policy, values)
+                for policy, slice_type, values in snapshot.slices()
+                if values is not self._saved.get(slice_type, EMPTY)
+            }
+            gone = self._saved.keys() - snapshot.state.keys() - snapshot.log.keys()
+            for slice_type in gone:  # a reset forgets slices altogether
+                changed[slice_type] = (SlicePolicy.STATE, EMPTY)
+            lines: dict[SlicePolicy, list[str]] = {SlicePolicy.STATE: [], SlicePolicy.LOG: []}
+            for slice_type, (policy, values) in changed.items():
+                if self._is_alone_with_its_name(slice_type):
+                    lines[policy].append(self._change(slice_type, values))
+            if any(lines.values()):
+                state, log = (",".join(lines[policy]) for policy in lines)
+                at = json.dumps(snapshot.taken_at)
+                self._append(f'{{"at":{at},"state":{{{state}}},"log":{{{log}}}}}')
+            self._saved.update({kind: values for kind, (_, values) in changed.items()})
+            for slice_type in gone:
+                del self._saved[slice_type]
+
+    def take_back_unrecorded(self, files: HostFilesystem) -> tuple[str, ...]:
+        """Undo what calls did to files that a kill kept from the record; returns their ids.
+
+        For a session that is taken up: a call's files are committed a moment before its record is
+        saved, and a call that is not on record is made again.
+        """
+        on_record = {record.call_id for record in self.session[ToolInvoked].all()}
+        asked = {call.id for said in self.session[Message].all() for call in said.tool_calls}
+        open_calls = asked - on_record
+        found = [each.call_id for each in files.history() if each.call_id in open_calls]
+        try:
+            files.undo(*found)
+        except UndoRefused as error:
+            _logger.warning("what the calls %s did to files stays: %s", ", ".join(found), error)
+            return ()
+        return tuple(found)
+
+    def close(self) -> None:
+        """Save once more, and let others have the file."""
+        for stop in self._stops:
+            stop()
+        if self._fd >= 0 and self._pid == os.getpid():
+            try:
+                self.save()
+            finally:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
+
+    def __enter__(self) -> SavedSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        subscribe = self.session.dispatcher.subscribe
+        for kind in (Message, ToolInvoked, PromptExecuted):
+            self._stops.append(subscribe(kind, self._on_record))
+
+    def _on_record(self, event: object) -> None:
+        if isinstance(event, Message) and event.role == "tool":
+            return  # the record of the call is there already, and that is what a resume needs
+        try:
+            self.save()
+        except (OSError, SessionError) as error:
+            _logger.error("the session was not saved: %s; it is tried again with the next", error)
+
+    def _note_what_is_there(self, data: SavedSessionData) -> None:
+        for _, slice_type, values in self.session.snapshot_here().slices():
+            name = type_name(slice_type)
+            self._names[name] = slice_type
+            # What is not whole has other places there than here: it is written anew.
+            self._saved[slice_type] = Slice.of(()) if name in data.incomplete else values
+
+    # What is written
+
+    def _is_alone_with_its_name(self, slice_type: type) -> bool:
+        """Whether no other slice is called the same: classes made in functions can be."""
+        if self._names.setdefault(type_name(slice_type), slice_type) is slice_type:
+            return True
+        if slice_type not in self._saved:
+            _logger.warning(
+                "the slice of %s is not saved: another class has the same name", slice_type
+            )
+        return False
+
+    def _change(self, slice_type: type, values: Slice[Any]) -> str:
+        kept = values.shared_with(self._saved.get(slice_type, EMPTY))
+        new = [*islice(values.newest_first(), len(values) - kept)][::-1]
+        items = ",".join(_encoded(slice_type, value) for value in new)
+        return f"{json.dumps(type_name(slice_type))}:[{kept},[{items}]]"
+
+    def _append(self, line: str) -> None:
+        """Add a line, all of it or nothing."""
+        data = line.encode() + b"\n"
+        if os.fstat(self._fd).st_size != self._size:
+            os.ftruncate(self._fd, self._size)  # a torn line, or a save that was interrupted
+        try:
+            written = os.write(self._fd, data)
+            if written < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes fit into {self.path}")
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSessionData:
+    """What a session's file holds, as JSON data: for those who look at it, under way or not."""
+
+    session_id: str
+    tags: Mapping[str, str]
+    began: float
+    """When it was created, in unix seconds."""
+    about: Mapping[str, object]
+    state: Mapping[str, list[Any]]
+    """Frozen values by the name of their slice, as ``weakincentives.serde.freeze`` writes them."""
+    log: Mapping[str, list[Any]]
+    at: float
+    """When it was last saved."""
+    size: int
+    """How much of the file is whole lines."""
+    incomplete: frozenset[str] = field(default_factory=frozenset[str])
+    """The slices that hold what could not be saved."""
+
+    @classmethod
+    def read(cls, path: Path) -> SavedSessionData:
+        """Read a file, also one that is written to at this moment.
+
+        Raises:
+            SnapshotError: It is not the file of a session.
+        """
+        whole, end, _ = path.read_bytes().rpartition(b"\n")  # the rest is torn, or on its way
+        if not end:
+            raise SnapshotError(f"{path} holds no session: nothing was saved in it")
+        lines = whole.split(b"\n")
+        try:
+            head = _head(json.loads(lines[0]))
+            state: dict[str, list[Any]] = {}
+            log: dict[str, list[Any]] = {}
+            at = head["began"]
+            for line in map(json.loads, lines[1:]):
+                at = line["at"]
+                _apply(line["state"], state)
+                _apply(line["log"], log)
+            incomplete = _incomplete({**state, **log})
+            size = len(whole) + len(end)
+            return cls(**head, state=state, log=log, at=at, size=size, incomplete=incomplete)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
+
+    def snapshot(self, types: Iterable[type] = ()) -> Snapshot:
+        """Return what the session held; its types must be known here."""
+        for name in self.incomplete:
+            _logger.warning("the slice of %s was not saved whole", name.rpartition(":")[2])
+        state = ((name, s) for name, s in self.state.items() if name not in self.incomplete)
+        log = ((name, [v for v in s if not _is_unsaved(v)]) for name, s in self.log.items())
+        document = {
+            "wink_snapshot": 1,
+            "tag": "",
+            "taken_at": self.at,
+            "state": [[name, {"$": "tuple", "items": items}] for name, items in state if items],
+            "log": [[name, {"$": "tuple", "items": items}] for name, items in log if items],
+        }
+        return Snapshot.from_data(document, types=types)
+
+
+def _head(line: Any) -> dict[str, Any]:
+    if line["wink_session"] != 1:
+        raise ValueError(f"it has the version {line['wink_session']!r}")
+    return {
+        "session_id": line["id"],
+        "tags": thaw(line["tags"]),
+        "began": float(line["began"]),
+        "about": thaw(line["about"]),
+    }
+
+
+def _apply(changes: dict[str, tuple[int, list[Any]]], slices: dict[str, list[Any]]) -> None:
+    for name, (kept, items) in changes.items():
+        values = slices.setdefault(name, [])
+        if kept > len(values):
+            raise ValueError(f"something is missing in the slice of {name}")
+        values[kept:] = items
+
+
+def _incomplete(slices: Mapping[str, list[Any]]) -> frozenset[str]:
+    return frozenset(name for name, values in slices.items() if any(map(_is_unsaved, values)))
+
+
+def _is_unsaved(value: Any) -> bool:
+    return isinstance(value, dict) and cast("dict[str, Any]", value).get("$") == _UNSAVED
+
+
+def _encoded(slice_type: type, value: object) -> str:
+    """Return a value as JSON text; where that cannot be, what stands in its place."""
+    try:
+        return _json(freeze(value))
+    except (SnapshotError, RecursionError) as error:
+        kept = _kept_record(value) if isinstance(value, ToolInvoked) else None
+        _logger.warning(
+            "a value in the slice of %s is %s: %s",
+            slice_type.__name__,
+            "not saved" if kept is None else "saved in words",
+            error,
+        )
+        return kept or _json({"$": _UNSAVED})
+
+
+def _kept_record(record: ToolInvoked) -> str | None:
+    """Return the record of a call with words where there is something that cannot be saved.
+
+    Without it a run that is taken up would make the call again.
+    """
+    result = record.result
+    words = replace(result, message=result.render(), value=None)
+    for params in (record.params, repr(record.params)):
+        with contextlib.suppress(SnapshotError, RecursionError):
+            return _json(freeze(replace(record, params=params, result=words)))
+    return None
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Generator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _take_lock(fd: int, path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise SessionInUse(
+            f"the session in {path} is under way in another process, or open in this one: "
+            "wait until it has ended"
+        ) from error
