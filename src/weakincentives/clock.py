@@ -71,3 +71,4 @@ class FakeClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+"""What is used where no other clock is given."""

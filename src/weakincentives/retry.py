@@ -37,10 +37,15 @@ __all__ = [
 
 # What kinds of failure another try may mend.
 TIMEOUT = "TIMEOUT"
+"""It took too long."""
 RATE_LIMIT = "RATE_LIMIT"
+"""It was asked for too often."""
 NETWORK = "NETWORK"
+"""The other side could not be reached, or broke off."""
 SERVER_ERROR = "SERVER_ERROR"
+"""The other side failed."""
 LOCK = "LOCK"
+"""Somebody else had it locked."""
 
 _LONGEST = sys.float_info.max
 
@@ -219,6 +224,7 @@ class JitteredBackoff(_Frozen):
 
 
 Backoff: TypeAlias = NoBackoff | FixedBackoff | LinearBackoff | ExponentialBackoff | JitteredBackoff
+"""How long to wait before each further try."""
 
 
 _AT_ONCE = NoBackoff()

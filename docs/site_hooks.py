@@ -1,0 +1,94 @@
+"""Brings what lies beside docs/ into the site, mends the links between the two, and shows examples.
+
+Links are written so that they lead somewhere on a page that shows the repository's files. What the
+site has a page for is linked there; what it has not (source files) keeps its words without a link.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "first_steps.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+"""Pages of the site that are written elsewhere in the repository, and how they are called here."""
+PICTURES = ["benchmarks/growth.svg", "benchmarks/disk.svg"]
+
+FENCED = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"\]\(([\w/]+\.md)\)")
+LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Show the examples in docstrings as code."""
+    config.markdown_extensions.append(Doctests())
+
+
+class Doctests(Extension):
+    """Without it, Markdown takes `>>>` for a quotation in a quotation in a quotation."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  # Markdown's own name
+        md.preprocessors.register(_FenceDoctests(md), "doctests", 35)  # before fences are read
+
+
+class _FenceDoctests(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        text = re.sub(r"(?m)^>>> (?:.+\n?)+", _fenced, "\n".join(lines))
+        return text.split("\n")
+
+
+def _fenced(example: re.Match[str]) -> str:
+    return f"```pycon\n{example.group().rstrip()}\n```\n"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages and pictures from outside of docs/, and llms.txt in two lengths."""
+    for source, name in PAGES.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+    for picture in PICTURES:
+        name = posixpath.basename(picture)
+        files.append(File.generated(config, name, content=(ROOT / picture).read_text()))
+    index = (ROOT / "llms.txt").read_text()
+    short = NAMED.sub(lambda link: f"]({_on_site(link.group(1))[:-3]}.html)", index)
+    whole = [index, *((ROOT / name).read_text() for name in NAMED.findall(index))]
+    files.append(File.generated(config, "llms.txt", content=short))
+    files.append(File.generated(config, "llms-full.txt", content="\n\n---\n\n".join(whole)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page with the links that lead out of docs/ put right."""
+    here = page.file.src_uri
+    source = next((source for source, name in PAGES.items() if name == here), f"docs/{here}")
+    parts = FENCED.split(markdown)
+    parts[::2] = [LINK.sub(lambda link: _mended(link, source, here), part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _mended(link: re.Match[str], source: str, here: str) -> str:
+    text, href, anchor = link.group(1), link.group(2), link.group(3) or ""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), href))
+    if not (ROOT / target).is_file():
+        return link.group()
+    if not target.startswith("docs/") and target not in PICTURES and target not in PAGES:
+        return text
+    to = posixpath.relpath(_on_site(target), posixpath.dirname(here) or ".")
+    return f"[{text}]({to}{anchor})"
+
+
+def _on_site(path: str) -> str:
+    """Return where a file of the repository lies in the site."""
+    if path in PICTURES:
+        return posixpath.basename(path)
+    return PAGES.get(path, path.removeprefix("docs/"))

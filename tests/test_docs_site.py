@@ -1,0 +1,322 @@
+"""The documentation site builds, holds every public name and page, and fetches nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer.main
+
+import weakincentives
+from weakincentives.cli.main import app, main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+OUTSIDE = ["README.md", "CHANGELOG.md", "benchmarks/README.md"]
+
+PUBLIC = [
+    "weakincentives.adapters",
+    "weakincentives.budget",
+    "weakincentives.clock",
+    "weakincentives.contrib.tools",
+    "weakincentives.dbc",
+    "weakincentives.deadlines",
+    "weakincentives.errors",
+    "weakincentives.filesystem",
+    "weakincentives.mcp",
+    "weakincentives.prompt",
+    "weakincentives.resources",
+    "weakincentives.retry",
+    "weakincentives.runtime",
+    "weakincentives.serde",
+    "weakincentives.telemetry",
+    "weakincentives.testing",
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make lint` does it: a warning is an error."""
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(built)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return built
+
+
+def html(site: Path, page: str) -> str:
+    return (site / page).read_text()
+
+
+# The site
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_api_reference(site: Path, name: str):
+    module = importlib.import_module(name)
+    ids = {
+        found
+        for page in site.glob("api/*.html")
+        for found in re.findall(r'id="(weakincentives[^"]*)"', page.read_text())
+    }
+
+    missing = [each for each in module.__all__ if not _places(name, each) & ids]
+
+    assert missing == [], f"no docstring, or hidden by a module of the same name, in {name}"
+
+
+def _places(package: str, name: str) -> set[str]:
+    """Return where the reference may have a name: in its package, or where it is defined."""
+    defined = getattr(getattr(importlib.import_module(package), name), "__module__", package)
+    return {f"{package}.{name}", f"{defined}.{name}"}
+
+
+def test_the_names_of_the_root_lead_to_where_they_are_described(site: Path):
+    linked = re.findall(
+        r'href="[\w/.]*#weakincentives[\w.]*"><code>(\w+)<', html(site, "api/index.html")
+    )
+
+    assert set(linked) >= set(weakincentives.__all__)
+
+
+def test_every_package_has_a_page_in_the_api_reference():
+    packages = [
+        module.name
+        for module in pkgutil.walk_packages(weakincentives.__path__, "weakincentives.")
+        if module.ispkg
+    ]
+
+    assert {name for name in packages if importlib.import_module(name).__all__} <= set(PUBLIC)
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path):
+    fetched = [
+        (page.name, found)
+        for page in site.rglob("*.html")
+        for found in re.findall(
+            r'<(?:script|img|iframe|link|source)\b[^>]*(?:src|href)="((?:https?:)?//[^"]*)"',
+            page.read_text(),
+        )
+    ]
+    styled = [
+        path.name
+        for path in site.rglob("*.css")
+        if re.search(r"url\(['\"]?https?:", path.read_text())
+    ]
+
+    assert (fetched, styled) == ([], [])
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_the_search_works_on_pages_opened_from_the_disk(site: Path):
+    from playwright.sync_api import sync_playwright
+
+    asked: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((site / "api" / "prompt.html").as_uri())
+        page.click("input[name=query]")
+        page.keyboard.type("fencing")
+        page.wait_for_selector(".md-search-result__link")
+        found = page.inner_text(".md-search-result__list")
+        browser.close()
+
+    assert "Timeouts and fencing" in found
+    assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
+
+
+def test_pictures_fetch_nothing():
+    pictures = [*DOCS.rglob("*.svg"), *(ROOT / "benchmarks").glob("*.svg")]
+
+    assert pictures
+    for picture in pictures:
+        assert not re.search(r"(?:href=|url\()['\"]?https?:", picture.read_text()), picture.name
+
+
+# What was measured
+
+
+@pytest.fixture(scope="module")
+def results() -> dict:
+    return json.loads((ROOT / "benchmarks" / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def drawing() -> ModuleType:
+    """The script that draws the pictures of performance."""
+    spec = importlib.util.spec_from_file_location("draw_performance", DOCS / "draw_performance.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_and_table_of_performance_show_what_was_measured(drawing, results):
+    """Run `python docs/draw_performance.py` after a benchmark."""
+    page = (DOCS / "performance.md").read_text()
+
+    assert {path.name: path.read_text() for path in (DOCS / "plots").iterdir()} == drawing.plots(
+        results
+    )
+    assert page == drawing.with_table(page, results)
+
+
+def test_the_readme_compares_what_was_measured(drawing, results):
+    """After a benchmark, write the new figures into the table of README.md."""
+    table = (ROOT / "README.md").read_text().split("## What it does that others don't")[1]
+    calls, further = drawing.direct_calls(results), drawing.further_calls(results)
+    least, *_, most = (name for name in further if not name.startswith("WINK"))
+    named = {name: calls[name] for name in calls if f"({name})" in table and name != least}
+
+    def measured(value: float, name: str) -> bool:
+        return bool(re.search(rf"{drawing.number(value)} µs\*{{0,2}} \({name}\)", table))
+
+    undo = {
+        row["what"]: row["roll_back"]["wall_p10"] / 1000
+        for row in results["ours"]["disk"]["rows"]
+        if row["files"] == 50_000 and row.get("durability") != "safe" and "roll_back" in row
+    }
+
+    assert {"smolagents", "openai-agents", "mcp", "fastmcp"} <= set(named)
+    assert [name for name, value in named.items() if not measured(value, name)] == []
+    assert all(measured(further[name], name) for name in (least, most))
+    assert all(f"{further[f'WINK, {kind}']:.0f} " in table for kind in ("async", "sync"))
+    assert f"| {calls['WINK: transaction, two policies']:.0f} µs with policies" in table
+    assert f"| {undo['disk write']:.2f} ms |" in table
+    assert f"| {undo['disk git']:.0f} ms |" in table
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", [*OUTSIDE, "llms.txt", *PAGES])
+def test_links_lead_to_files_of_the_repository(page: str):
+    """On a page that shows the files as they are; that the site's links work, its build checks."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", re.sub(r"`[^`\n]*`", "", text))
+
+    broken = [
+        link
+        for link in links
+        if ":" not in link and not (ROOT / page).parent.joinpath(link).exists()
+    ]
+
+    assert broken == []
+
+
+# llms.txt
+
+
+def test_llms_txt_names_every_page_and_no_other():
+    named = re.findall(
+        r"^- \[[^\]]+\]\(([^)]+)\): \S", (ROOT / "llms.txt").read_text(), re.MULTILINE
+    )
+
+    assert sorted(named) == sorted([*PAGES, *OUTSIDE])
+
+
+def test_llms_txt_starts_as_the_home_page_does():
+    """The home page's example is run with the others."""
+    blocks = [
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+        for page in ("llms.txt", "docs/index.md")
+    ]
+
+    assert len(blocks[0]) == 1
+    assert blocks[0] == blocks[1]
+
+
+def test_the_site_serves_both_maps_with_links_that_work_there(site: Path):
+    named = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", html(site, "llms.txt"), re.MULTILINE)
+
+    assert len(named) == len(PAGES) + len(OUTSIDE)
+    assert [name for name in named if not (site / name).is_file()] == []
+    assert all((ROOT / page).read_text() in html(site, "llms-full.txt") for page in PAGES)
+
+
+# Commands
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Every `wink …` in a shell block of README.md, llms.txt and the pages."""
+    for page in ["README.md", "llms.txt", *PAGES]:
+        text = (ROOT / page).read_text()
+        for block in re.findall(
+            r"^```(?:sh|console|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+        ):
+            for line in block.replace("\\\n", " ").splitlines():
+                if found := re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*(wink\b.*)", line):
+                    yield page, found.group(1)
+
+
+@pytest.mark.parametrize(("page", "line"), list(commands()))
+def test_a_command_that_is_shown_can_be_given(page: str, line: str):
+    """Its name, its flags and their values are what the command line takes; nothing is run."""
+    words = shlex.split(re.split(r" [|>&]|;", line)[0], comments=True)[1:]
+    command = typer.main.get_command(app)
+    if {flag for option in command.params for flag in option.opts} & set(words):
+        return  # it acts while it is read: --install-completion would write to the user's files
+    context = command.make_context("wink", words)
+    while hasattr(command, "resolve_command"):
+        rest = [*context._protected_args, *context.args]
+        assert rest, f"{page}: {line} names no command"
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+
+
+def test_the_first_ten_minutes_go_as_the_readme_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its commands on a directory, one after the other, with a script in place of the model."""
+    project = tmp_path / "my-project"
+    project.mkdir()
+    (project / "app.py").write_text("port = 80\n")
+    edit = {"path": "app.py", "old_string": "80", "new_string": "8080"}
+    script = [{"call": [{"read_file": {"path": "app.py"}}]}, {"call": [{"edit_file": edit}]}]
+    (tmp_path / "script.json").write_text(json.dumps([*script, {"say": "Done."}]))
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WINK_SUITES", "files")
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## The first ten minutes")[1].split("\n## ")[0]
+
+    seen = []
+    for line in re.findall(r"^wink (?!demo|doctor|mcp).*", section, re.MULTILINE):
+        words = line.replace("openai:gpt-5-mini", f"scripted:{tmp_path / 'script.json'}")
+        with pytest.raises(SystemExit) as end:
+            main(shlex.split(words, comments=True)[1:])
+        shown = "+port = 8080" in capsys.readouterr().out
+        seen.append((line.split()[1], end.value.code, shown, (project / "app.py").read_text()))
+
+    before, after = "port = 80\n", "port = 8080\n"
+    assert seen == [
+        ("run", 0, True, before),  # --dry-run
+        ("run", 0, False, after),
+        ("log", 0, False, after),
+        ("diff", 0, True, after),
+        ("undo", 0, False, before),
+    ]
