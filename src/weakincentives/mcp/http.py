@@ -1,0 +1,130 @@
+"""MCP over streamable HTTP: on loopback unless told otherwise, and only with the token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket as sockets
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from weakincentives.errors import MissingExtra
+from weakincentives.mcp.stdio import MAX_MESSAGE
+
+try:
+    import uvicorn
+    from mcp.server.transport_security import TransportSecuritySettings
+    from starlette.datastructures import Headers
+    from starlette.responses import PlainTextResponse
+except ImportError as error:
+    raise MissingExtra("mcp", "mcp") from error
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from weakincentives.mcp.server import McpServer
+
+__all__ = ["PATH", "http_app", "listen", "serve"]
+
+PATH = "/mcp"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY = ("0.0.0.0", "::")
+_GRACE = 1
+"""Seconds that answers on their way have when the server is told to end."""
+
+
+@contextmanager
+def listen(host: str = "127.0.0.1", port: int = 0) -> Generator[sockets.socket]:
+    """Open a port, with 0 any free one, until the end of the block.
+
+    Raises:
+        OSError: The port is in use, or there is no such address here.
+    """
+    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+    with sockets.socket(family, sockets.SOCK_STREAM) as listening:
+        listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(128)
+        yield listening
+
+
+async def serve(server: McpServer, listening: sockets.socket, token: str) -> None:
+    """Serve on an open port until cancelled; calls under way are rolled back then."""
+    config = uvicorn.Config(
+        http_app(server, token, host=listening.getsockname()[0]),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE,
+    )
+    running = _Uvicorn(config)
+    task = asyncio.ensure_future(running.serve(sockets=[listening]))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        running.should_exit = True
+        await task
+        raise
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that leaves signals to whoever runs it."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:
+    """Return the server as an ASGI application that lets in who knows the token.
+
+    ``host`` is the address it is served at: clients must know it by that name. At an address that
+    stands for all of the machine's, they may know it by any.
+    """
+    if not token:
+        raise ValueError("a server over HTTP needs a token: whoever has it can change files")
+    app = server.protocol.streamable_http_app(
+        streamable_http_path=PATH,
+        max_request_body_size=MAX_MESSAGE,
+        # Looked at before anything else, by the guard.
+        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
+    )
+    return _Guard(app, token, _LOOPBACK if host in _LOOPBACK else (host,))
+
+
+class _Guard:
+    """Refuses who comes by a wrong name, from a page in a browser, or without the token."""
+
+    def __init__(self, app: ASGIApp, token: str, names: tuple[str, ...]) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> PlainTextResponse | None:
+        host = _name_in(f"//{headers.get('host', '')}")
+        # A page whose own name was made to lead here comes with that name.
+        if host is None or not (host in self._names or self._names[0] in _ANY):
+            return PlainTextResponse("This server is not known by that name\n", 403)
+        origin = headers.get("origin")
+        if origin is not None and _name_in(origin) not in (host, *self._names):
+            return PlainTextResponse("Pages of other sites are not served\n", 403)
+        given = headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, self._expected):
+            return PlainTextResponse(
+                "Send the header `Authorization: Bearer TOKEN` with the server's token\n",
+                401,
+                headers={"www-authenticate": "Bearer"},
+            )
+        return None
+
+
+def _name_in(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

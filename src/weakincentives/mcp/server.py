@@ -1,0 +1,454 @@
+"""An MCP server over a prompt, sections or a registry: each call of a client is a transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+from weakincentives.call import ToolCall
+from weakincentives.deadlines import Deadline, Heartbeat
+from weakincentives.errors import MissingExtra, PromptEvaluationError, VisibilityExpansionRequired
+from weakincentives.logs import get_logger
+from weakincentives.mcp.undo import UndoTools
+from weakincentives.prompt.policies import AttachedPolicy
+from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
+from weakincentives.prompt.section import Section
+from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.tool_result import ToolResult
+from weakincentives.prompt.visibility import expand
+from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.session import Session
+from weakincentives.runtime.tool_call import aexecute_tool
+from weakincentives.serde import dump, schema
+
+try:
+    import anyio
+    from mcp.server import Server
+    from mcp.server.lowlevel import NotificationOptions
+    from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler, ToolsListChanged
+    from mcp.types import CallToolRequestParams, ListToolsResult, ToolAnnotations
+    from mcp.types import Tool as McpTool
+except ImportError as error:
+    raise MissingExtra("mcp", "mcp") from error
+
+if TYPE_CHECKING:
+    from mcp.server.connection import Connection
+    from mcp.server.context import ServerRequestContext
+    from mcp.server.session import ServerSession
+
+    from weakincentives.mcp.wire import Wire
+
+__all__ = ["McpServer", "Served"]
+
+T = TypeVar("T")
+Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
+"""What can be served."""
+
+_logger = get_logger(__name__)
+
+_NEVER = Deadline(math.inf)
+
+CALL_ID = "weakincentives/callId"
+"""Where a result's ``_meta`` names the call: ``undo`` and ``history`` know it by that."""
+FAILURE = "weakincentives/failure"
+"""Where the ``_meta`` of a failed call says why, for programs."""
+
+
+class McpServer:
+    """Serves tools to MCP clients; every call goes through the pipeline.
+
+    What is served is a prompt, sections, or a registry, which brings a session of its own. One
+    session serves all clients: their calls run one after the other, in the order in which they
+    came. A call that fails or is cancelled is rolled back, and says so with ``isError``.
+
+    With ``undo``, clients are also offered ``undo``, ``history`` and ``checkpoint``. ``time_limit``
+    is how many seconds a call may take, so that a tool that hangs does not keep others waiting for
+    good.
+
+    Run it with ``await server.run_stdio()`` or ``await server.run_http(...)``, or hand
+    ``server.protocol`` to a transport of yours, in a ``with server:`` block.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        *,
+        session: Session | None = None,
+        name: str = "wink",
+        time_limit: float | None = None,
+        undo: bool = True,
+    ) -> None:
+        if isinstance(served, ToolRegistry):
+            if session is not None and session is not served.session:
+                raise TypeError("a registry has a session of its own: leave session= out")
+            self.session = served.session
+            self._resources = None
+            self._surroundings: Callable[[], ToolContext] = served.context
+            self._policies: tuple[AttachedPolicy, ...] = ()
+        else:
+            prompt = _as_prompt(served)
+            self.session = Session() if session is None else session
+            self._resources = prompt.resources
+            self._surroundings = lambda: self._rendered(prompt)
+            self._policies = prompt.policies
+        self._time_limit = time_limit
+        self._undo = UndoTools(self.session) if undo else None
+        self._offered: _Offered | None = None
+        self._line = _Line()
+        self._clients: WeakSet[Connection] = WeakSet()
+        self._bus = InMemorySubscriptionBus()
+        self._notices: set[asyncio.Task[None]] = set()
+        self.protocol: Server[Any] = _Protocol(
+            name,
+            version=_version(),
+            get_tool_input_schema=self._input_schema,
+            on_list_tools=self._list_tools,
+            on_subscriptions_listen=ListenHandler(self._bus),
+        )
+        """The server of the ``mcp`` package, for any transport."""
+        self.protocol.add_request_handler("tools/call", CallToolRequestParams, self._call_tool)
+        self._look()
+
+    def __enter__(self) -> McpServer:
+        if self._resources is not None:
+            self._resources.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._resources is not None:
+            self._resources.__exit__(exc_type, exc, traceback)
+
+    async def run_stdio(self, wire: Wire | None = None) -> None:
+        """Serve the client at standard input and output, or at another wire, until it leaves."""
+        from weakincentives.mcp.stdio import stdio_streams
+
+        with self:
+            async with stdio_streams(wire) as (incoming, outgoing):
+                options = self.protocol.create_initialization_options()
+                await self.protocol.run(incoming, outgoing, options)
+
+    async def run_http(self, *, host: str = "127.0.0.1", port: int = 0, token: str) -> None:
+        """Serve streamable HTTP at ``/mcp`` until cancelled, to clients that know the token."""
+        from weakincentives.mcp.http import listen, serve
+
+        with self, listen(host, port) as socket:
+            await serve(self, socket, token)
+
+    # What is offered
+
+    def _rendered(self, prompt: Prompt[Any]) -> ToolContext:
+        # With examples: a tool's definition has no place for all that they say.
+        rendered = prompt.render(self.session, examples=True)
+        offered = self._offered
+        if offered is not None and offered.rendered is rendered:
+            return offered.surroundings
+        return ToolContext(
+            session=self.session,
+            prompt=prompt,
+            rendered_prompt=rendered,
+            resources=prompt.resources,
+        )
+
+    def _look(self) -> _Offered:
+        """Return what is offered now; whoever was told something else before is told again."""
+        surroundings, before = self._surroundings(), self._offered
+        rendered = cast("RenderedPrompt", surroundings.rendering)
+        if before is not None and before.rendered is rendered:
+            return before
+        extra = () if self._undo is None else self._undo.tools
+        # A tool of the user's own goes before one of ours with the same name.
+        extra = tuple(tool for tool in extra if tool.name not in rendered.offers)
+        offers = {
+            tool.name: Offer.of(tool, self._policies, rendered.listeners) for tool in extra
+        } | dict(rendered.offers)
+        tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
+        whole = replace(rendered, tools=(*tools, *extra), offers=offers)
+        now = _Offered(rendered, surroundings, replace(surroundings, rendered_prompt=whole), whole)
+        self._offered = now
+        guide = () if self._undo is None else (self._undo.guide,)
+        self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
+        if before is not None and before.whole.tools != whole.tools:
+            self._say_that_tools_changed()
+        return now
+
+    def _say_that_tools_changed(self) -> None:
+        """Tell all clients, without waiting for one that does not listen."""
+
+        async def tell() -> None:
+            await self._bus.publish(ToolsListChanged())
+            for client in list(self._clients):
+                await client.send_tool_list_changed()
+
+        task = asyncio.ensure_future(tell())
+        self._notices.add(task)
+        task.add_done_callback(self._notices.discard)
+
+    async def _list_tools(self, request: ServerRequestContext, _: object) -> ListToolsResult:
+        # The one way to the connection: what can be told to a client outlives its requests.
+        self._clients.add(request.session._connection)  # pyright: ignore[reportPrivateUsage]
+        return ListToolsResult(tools=[_definition(tool) for tool in self._look().whole.tools])
+
+    def _input_schema(self, name: str) -> Mapping[str, Any] | None:
+        offer = self._look().whole.offers.get(name)
+        return None if offer is None else _definition(offer.tool).input_schema
+
+    # Calls
+
+    async def _call_tool(
+        self, request: ServerRequestContext, params: CallToolRequestParams
+    ) -> dict[str, Any]:
+        call = ToolCall(params.name, params.arguments or {})
+        return await _cancelled_once(self._take(call, _Beats(request.session)))
+
+    async def _take(self, call: ToolCall, beats: _Beats) -> dict[str, Any]:
+        async with self._line.turn():
+            offered = self._look()
+            offer = offered.whole.offers.get(call.name)
+            # A deadline also puts handlers that block into a thread: meanwhile the client can be
+            # told how it goes, and can cancel.
+            context = replace(offered.context, deadline=self._new_deadline(), heartbeat=beats.heart)
+            if self._undo is not None:
+                self._undo.before(call, offer, context)
+            result = await self._result(call, context)
+            # Before the next call, but the client need not wait for it.
+            asyncio.get_running_loop().call_soon(self._settle, call, result)
+        await beats.end()
+        return _answer(None if offer is None else offer.tool, result)
+
+    def _settle(self, call: ToolCall, result: ToolResult[Any]) -> None:
+        if self._undo is not None:
+            self._undo.after(call, result)
+        self._look()
+
+    def _new_deadline(self) -> Deadline:
+        if self._time_limit is None:
+            return _NEVER
+        return Deadline.after(self._time_limit, clock=self.session.clock)
+
+    async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
+        try:
+            return await aexecute_tool(call, context=context)
+        except VisibilityExpansionRequired as request:
+            expand(self.session, request)
+            opened = ", ".join(request.section_keys)
+            prompt = cast("Prompt[Any]", context.prompt)
+            texts = [prompt.section_text(key, self.session) for key in request.section_keys]
+            result = ToolResult.ok("\n\n".join(texts), f"Opened: {opened}.")
+            result.call_id = call.id
+            return result
+        except (PromptEvaluationError, KeyboardInterrupt, SystemExit):
+            # It would end a run; but here others may have calls to make. What is on record is that
+            # it failed, and was rolled back.
+            return cast("ToolInvoked", self.session[ToolInvoked].latest()).result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offered:
+    """What clients are offered at one moment."""
+
+    rendered: RenderedPrompt
+    """As it was rendered: what has not changed is the same object."""
+    surroundings: ToolContext
+    context: ToolContext
+    """What surrounds the next call."""
+    whole: RenderedPrompt
+    """With the tools that the server itself has."""
+
+
+class _Protocol(Server[Any]):
+    """The server of the ``mcp`` package, which says over every transport that tools may change."""
+
+    def create_initialization_options(
+        self, notification_options: NotificationOptions | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        options = notification_options or NotificationOptions(tools_changed=True)
+        return super().create_initialization_options(options, *args, **kwargs)
+
+
+def _as_prompt(served: Prompt[Any] | Section[Any] | Iterable[Section[Any]]) -> Prompt[Any]:
+    if isinstance(served, Prompt):
+        return served
+    sections = [served] if isinstance(served, Section) else list(served)
+    return Prompt(PromptTemplate(sections=sections))
+
+
+def _version() -> str:
+    from weakincentives import __version__
+
+    return __version__
+
+
+# What a client is told of a tool
+
+
+_definitions: WeakKeyDictionary[Tool[Any, Any], McpTool] = WeakKeyDictionary()
+
+
+def _definition(tool: Tool[Any, Any]) -> McpTool:
+    found = _definitions.get(tool)
+    if found is None:
+        found = _definitions[tool] = _make_definition(tool)
+    return found
+
+
+def _make_definition(tool: Tool[Any, Any]) -> McpTool:
+    parameters = tool.parameters
+    if tool.examples:
+        parameters["examples"] = [
+            {} if example.input is None else dump(example.input) for example in tool.examples
+        ]
+    return McpTool(
+        name=tool.name,
+        title=None if tool.title == tool.name else tool.title,
+        description=tool.description,
+        input_schema=parameters,
+        output_schema=_output_schema(tool),
+        annotations=_annotations(tool.reach),
+    )
+
+
+def _annotations(reach: Reach | None) -> ToolAnnotations:
+    """Return what the reach says. What is left out is what a client has to fear.
+
+    Whether a tool that only reads does so in this workspace or in the world is not stated.
+    """
+    if reach == "read":
+        return ToolAnnotations(
+            read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=None
+        )
+    return ToolAnnotations(
+        read_only_hint=False,
+        destructive_hint=reach != "reversible",
+        idempotent_hint=None,
+        open_world_hint=reach != "reversible",
+    )
+
+
+def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
+    """Return the schema of a tool's value, where that is a JSON object."""
+    if not isinstance(tool.result_type, type) or tool.result_type is type(None):
+        return None
+    try:
+        found = schema(tool.result_type)
+    except TypeError:
+        return None
+    if found.get("type") != "object":
+        return None
+    # A call may also succeed without a value, or with one that the model is not to see: then {}.
+    found.pop("required", None)
+    return found
+
+
+def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, Any]:
+    """Return a result as it goes over the wire; the ``mcp`` package checks it, so no model of it."""
+    meta: dict[str, Any] = {CALL_ID: result.call_id}
+    if result.failure is not None:
+        meta[FAILURE] = _failure(result)
+    text = result.render()
+    answer: dict[str, Any] = {
+        "content": [{"type": "text", "text": text}] if text else [],
+        "isError": not result.success,
+        "_meta": meta,
+    }
+    structured = None if tool is None else _structured(tool, result)
+    if structured is not None:
+        answer["structuredContent"] = structured
+    return answer
+
+
+def _structured(tool: Tool[Any, Any], result: ToolResult[Any]) -> Mapping[str, Any] | None:
+    if not result.success or _definition(tool).output_schema is None:
+        return None
+    value: object = result.value
+    # Exactly: what a subclass adds is not in the schema.
+    if result.exclude_value_from_context or type(value) is not tool.result_type:
+        return {}
+    return cast("Mapping[str, Any]", dump(value))
+
+
+def _failure(result: ToolResult[Any]) -> dict[str, Any]:
+    failure = result.failure
+    assert failure is not None
+    return {
+        "code": failure.code,
+        "recoverable": failure.recoverable,
+        "suggestions": list(failure.suggestions),
+        "undone": list(result.metadata.undone),
+        "notUndone": list(result.metadata.not_undone),
+    }
+
+
+# How calls run
+
+
+class _Line:
+    """Lets calls through one at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    def turn(self) -> asyncio.Lock:
+        """Return what to hold while it is one's turn."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a lock belongs to the loop that waited for it first
+            self._loop, self._lock = loop, asyncio.Lock()
+        return self._lock
+
+
+class _Beats:
+    """Passes a handler's beats on to the client as progress, from whatever thread they come."""
+
+    def __init__(self, client: ServerSession) -> None:
+        self.heart = Heartbeat(on_beat=self._beat)
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._told = 1  # the first beat is the runtime's own, and no news
+        self._telling: asyncio.Task[None] | None = None
+
+    def _beat(self) -> None:
+        if self.heart.beats > 1:
+            self._loop.call_soon_threadsafe(self._begin_to_tell)
+
+    def _begin_to_tell(self) -> None:
+        if self._telling is None or self._telling.done():
+            self._telling = self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        while self._told < self.heart.beats:  # those that came meanwhile are one notification
+            self._told = self.heart.beats
+            await self._client.report_progress(self._told - 1)
+
+    async def end(self) -> None:
+        """Wait until what was to be told is told: nothing may follow the answer."""
+        if self._telling is not None:
+            await self._telling
+
+
+async def _cancelled_once(work: Coroutine[Any, Any, T]) -> T:
+    """Run a call, and when it is cancelled, wait until it is rolled back.
+
+    A cancelled scope of anyio's cancels its task again and again: that would keep a handler from
+    cleaning up.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("a cancelled call ended with an error", exc_info=error)
+        raise

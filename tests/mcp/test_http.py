@@ -1,0 +1,245 @@
+"""The server over streamable HTTP, on a port of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+import weakincentives as wink
+from weakincentives.runtime import ToolInvoked, ToolRegistry
+
+pytest.importorskip("mcp")
+
+import httpx2
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+
+from weakincentives.mcp import McpServer
+from weakincentives.mcp.http import PATH, http_app, listen, serve
+
+TOKEN = "the token"
+SECONDS = 20
+ERAS = pytest.mark.parametrize("mode", ["auto", "legacy"])
+PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+
+
+@wink.tool(reach="reversible")
+def write(path: str, content: str, *, context: wink.ToolContext) -> str:
+    """Write a file."""
+    context.filesystem.write(path, content)
+    return f"Wrote {path}"
+
+
+@asynccontextmanager
+async def served(tools: ToolRegistry) -> AsyncGenerator[str]:
+    """Serve tools in the block; yields the address."""
+    with McpServer(tools) as server, listen() as port:
+        serving = asyncio.ensure_future(serve(server, port, TOKEN))
+        try:
+            async with asyncio.timeout(SECONDS):
+                yield f"http://127.0.0.1:{port.getsockname()[1]}{PATH}"
+        finally:
+            serving.cancel()
+            await asyncio.wait([serving])
+
+
+@asynccontextmanager
+async def client_of(url: str, mode: Literal["auto", "legacy"]) -> AsyncGenerator[Client]:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        httpx2.AsyncClient(headers=headers, timeout=SECONDS) as http,
+        Client(streamable_http_client(url, http_client=http), mode=mode) as client,
+    ):
+        yield client
+
+
+async def post(url: str, *, content: bytes | None = None, **headers: str) -> httpx2.Response:
+    sent = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+    async with httpx2.AsyncClient(timeout=SECONDS) as http:
+        if content is not None:
+            return await http.post(url, content=content, headers={**sent, **headers})
+        return await http.post(url, json=PING, headers={**sent, **headers})
+
+
+@ERAS
+def test_clients_that_come_and_go_work_on_one_session(tmp_path: Path, mode: Any):
+    async def work() -> list[str]:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools) as url:
+                async with client_of(url, mode) as client:
+                    await client.call_tool("write", {"path": "a.txt", "content": "a"})
+                async with client_of(url, mode) as first, client_of(url, mode) as second:
+                    await asyncio.gather(
+                        *(
+                            client.call_tool("write", {"path": f"{number}.txt", "content": ""})
+                            for number, client in enumerate((first, second) * 5)
+                        )
+                    )
+                    undone = await second.call_tool("undo")
+                    assert not undone.is_error
+            return [record.tool_name for record in tools.session[ToolInvoked]]
+
+    assert asyncio.run(work()) == ["write"] * 11 + ["undo"]
+    assert len(list(tmp_path.iterdir())) == 10
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({}, 401, "Authorization: Bearer TOKEN"),
+        ({"Authorization": "Bearer another"}, 401, "Authorization: Bearer TOKEN"),
+        ({"Authorization": TOKEN}, 401, "Authorization: Bearer TOKEN"),
+        ({"Authorization": f"Bearer {TOKEN}", "Host": "evil.example"}, 403, "by that name"),
+        (
+            {"Authorization": f"Bearer {TOKEN}", "Origin": "https://evil.example"},
+            403,
+            "other sites",
+        ),
+        ({"Authorization": f"Bearer {TOKEN}", "Origin": "null"}, 403, "other sites"),
+        ({"Authorization": f"Bearer {TOKEN}", "Origin": "http://localhost:1"}, 400, ""),
+    ],
+)
+def test_who_has_no_business_here_is_refused(headers: dict[str, str], status: int, said: str):
+    """The last one is let in, and told that a session has to begin with a handshake."""
+
+    async def work() -> httpx2.Response:
+        async with served(ToolRegistry([write])) as url:
+            return await post(url, **headers)
+
+    answer = asyncio.run(work())
+
+    assert answer.status_code == status
+    assert said in answer.text
+    assert status != 401 or answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_request_that_is_too_long_is_refused_unread(declared: bool):
+    async def much() -> AsyncGenerator[bytes]:
+        for _ in range(40):
+            yield b"x" * (1 << 20)
+
+    async def work() -> httpx2.Response:
+        content: Any = b"x" * (40 << 20) if declared else much()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with (
+            served(ToolRegistry([write])) as url,
+            httpx2.AsyncClient(timeout=SECONDS) as http,
+        ):
+            return await http.post(url, content=content, headers=headers)
+
+    assert asyncio.run(work()).status_code == 413
+
+
+@ERAS
+def test_what_is_not_json_is_an_error_and_the_server_goes_on(tmp_path: Path, mode: Any):
+    async def work() -> bool:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools) as url:
+                for garbage in (b"", b"{", b"[" * 100_000, b"\xff\xfe", b'{"jsonrpc": "1.0"}'):
+                    answer = await post(url, content=garbage, Authorization=f"Bearer {TOKEN}")
+                    assert answer.status_code == 400
+                async with client_of(url, mode) as client:
+                    done = await client.call_tool("write", {"path": "a.txt", "content": "a"})
+                    return done.is_error
+
+    assert asyncio.run(work()) is False
+
+
+class Waiting:
+    """A tool that waits in the middle of its work."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go_on = threading.Event()
+
+    def tool(self) -> Any:
+        @wink.tool(reach="reversible")
+        def wait(*, context: wink.ToolContext) -> str:
+            """Wait."""
+            context.filesystem.write("half.txt", "half done")
+            self.reached.set()
+            self.go_on.wait(SECONDS)
+            return "Done"
+
+        return wait
+
+
+def test_a_call_whose_client_hangs_up_is_rolled_back(tmp_path: Path):
+    """In the protocol of 2026 the end of the connection is the end of the request."""
+    waiting = Waiting()
+
+    async def work() -> None:
+        with ToolRegistry([waiting.tool(), write], workspace=tmp_path) as tools:
+            async with served(tools) as url:
+                async with client_of(url, "auto") as client:
+                    asking = asyncio.ensure_future(client.call_tool("wait"))
+                    await asyncio.to_thread(waiting.reached.wait, SECONDS)
+                    asking.cancel()
+                    await asyncio.wait([asking])
+                async with client_of(url, "auto") as client:  # waits until the other is undone
+                    await client.call_tool("write", {"path": "a.txt", "content": "a"})
+                assert [record.success for record in tools.session[ToolInvoked]] == [False, True]
+            waiting.go_on.set()
+
+    asyncio.run(work())
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@ERAS
+def test_a_server_that_is_told_to_end_rolls_back_what_is_under_way(tmp_path: Path, mode: Any):
+    waiting = Waiting()
+
+    async def work() -> None:
+        with ToolRegistry([waiting.tool()], workspace=tmp_path) as tools:
+            async with served(tools) as url:
+                holding = asyncio.ensure_future(_call(url, mode))
+                await asyncio.to_thread(waiting.reached.wait, SECONDS)
+            holding.cancel()
+            await asyncio.wait([holding])
+            assert [record.success for record in tools.session[ToolInvoked]] == [False]
+            waiting.go_on.set()
+
+    async def _call(url: str, mode: Any) -> None:
+        async with client_of(url, mode) as client:
+            await client.call_tool("wait")
+
+    asyncio.run(work())
+    assert list(tmp_path.iterdir()) == []
+
+
+@ERAS
+def test_progress_comes_while_the_call_is_under_way(mode: Any):
+    heard = asyncio.Event()
+
+    @wink.tool
+    async def work(*, context: wink.ToolContext) -> str:
+        """Work until somebody has heard of it."""
+        context.beat()
+        await asyncio.wait_for(heard.wait(), SECONDS)
+        return "Done"
+
+    async def hear(progress: float, total: float | None, message: str | None) -> None:
+        heard.set()
+
+    async def run() -> bool:
+        async with served(ToolRegistry([work])) as url, client_of(url, mode) as client:
+            return (await client.call_tool("work", progress_callback=hear)).is_error
+
+    assert asyncio.run(run()) is False
+
+
+def test_no_server_without_a_token():
+    with pytest.raises(ValueError, match="needs a token"):
+        http_app(McpServer(ToolRegistry([write])), "", host="127.0.0.1")
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with listen() as taken, pytest.raises(OSError), listen(port=taken.getsockname()[1]):  # noqa: PT011
+        pass
