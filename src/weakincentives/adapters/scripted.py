@@ -67,13 +67,14 @@ class ScriptedAdapter(Adapter):
         """What the model was last asked."""
 
     @classmethod
-    def from_file(cls, path: str | Path) -> ScriptedAdapter:
+    def from_file(cls, path: str | Path, *, skip: int = 0) -> ScriptedAdapter:
         """Return an adapter that plays a file: a list of turns, in YAML or JSON.
 
         A turn has ``say`` (a text), ``call`` (a list of ``{tool: parameters}``), or both;
-        ``usage`` with ``input_tokens`` and ``output_tokens`` may stand beside them.
+        ``usage`` with ``input_tokens`` and ``output_tokens`` may stand beside them. ``skip`` turns
+        are left out: those that a run had which is taken up.
         """
-        return cls(_read(Path(path)))
+        return cls(_read(Path(path))[skip:])
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         turn = self._next(request)

@@ -1,6 +1,6 @@
 """`python -m weakincentives.cli` is `wink`."""
 
-from weakincentives.cli.main import main
+from weakincentives.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn, cast
 
-try:
-    import typer
-except ModuleNotFoundError as error:
-    sys.exit(f"wink: {error.name} is missing; run: pip install 'wink-runtime[cli]'")
+import typer
 
+from weakincentives.cli import demo, doctor, history, mcp, run, tools
 from weakincentives.cli.misuse import Misuse
 from weakincentives.errors import WinkError
 
@@ -45,8 +44,19 @@ def _wink(  # pyright: ignore[reportUnusedFunction]  # typer keeps it
     pass
 
 
+demo.register(app)
+run.register(app)
+history.register(app)
+tools.register(app)
+doctor.register(app)
+mcp.register(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `wink` and exit: 0 when it went well, 1 when it failed, 2 for wrong use."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # a stream of somebody's own
+            cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
         # Typer's own way of ending would print boxes and tracebacks.
         sys.exit(app(arguments, standalone_mode=False) or 0)
@@ -66,5 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _fail(message: str, code: int) -> NoReturn:
     if message:  # none where typer has shown the help already
-        typer.echo(f"wink: {' '.join(message.split())}", err=True)
+        from weakincentives.cli.view import harmless
+
+        typer.echo(f"wink: {harmless(message)}", err=True)
     sys.exit(code)

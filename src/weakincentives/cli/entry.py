@@ -1,0 +1,20 @@
+"""Where `wink` begins: says what to install where the extra is missing."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run `wink` with the arguments of this process, and exit."""
+    try:
+        import rich  # noqa: F401  # pyright: ignore[reportUnusedImport]  # only whether it is there
+        import typer  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"wink: {error.name} is missing; run: pip install 'wink-runtime[cli]'\n")
+        sys.exit(2)
+    from weakincentives.cli.main import main as wink
+
+    wink()

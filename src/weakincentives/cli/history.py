@@ -1,0 +1,513 @@
+"""`wink log`, `show`, `diff` and `undo`: what the calls on a workspace did, and how to go back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from weakincentives.cli.completion import complete_calls, complete_runs
+from weakincentives.cli.config import existing_directory
+from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.runs import RunFile, find_run, new_run, runs_of
+
+if TYPE_CHECKING:
+    from weakincentives.cli.calls import Call, Calls
+    from weakincentives.cli.calls import Run as RunOnRecord
+    from weakincentives.filesystem import FileChange
+
+__all__ = ["RunFile", "find_run", "new_run", "register", "runs_of"]
+
+_LOG_EXAMPLES = """
+Examples:
+
+  wink log                      # the last calls, with what each changed
+
+  wink log --run k3f -n 0       # all calls of one run
+
+  wink log --json | jq .tool
+
+Works while an agent does. Read on: docs/history.md
+"""
+_SHOW_EXAMPLES = """
+Examples:
+
+  wink show k3f/2               # the second call of the run that ends so
+
+  wink show 2                   # the second call of the last run
+
+Read on: docs/history.md
+"""
+_DIFF_EXAMPLES = """
+Examples:
+
+  wink diff                     # what the last call that changed files did
+
+  wink diff k3f/2
+
+  wink diff --run k3f | git apply --reverse
+
+Read on: docs/history.md
+"""
+_UNDO_EXAMPLES = """
+Examples:
+
+  wink undo                     # the last change; again: the one before
+
+  wink undo k3f/2               # just this call
+
+  wink undo --to k3f/2          # this call and everything after it
+
+  wink undo --run k3f --dry-run
+
+  wink undo undo_7              # take an undo back
+
+Only files are undone. What a session knows is not touched. Read on: docs/history.md
+"""
+
+Workspace = Annotated[
+    Path, typer.Option("--workspace", "-w", help="The directory.", show_default=".")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+RunOption = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        help="A run: the beginning of its id, or the letters at its end.",
+        autocompletion=complete_runs,
+    ),
+]
+CallName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CALL",
+        help="RUN/N, N of the last run, or the id of a call.",
+        autocompletion=complete_calls,
+        show_default=False,
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("log", epilog=_LOG_EXAMPLES)(log)
+    app.command("show", epilog=_SHOW_EXAMPLES)(show)
+    app.command("diff", epilog=_DIFF_EXAMPLES)(diff)
+    app.command("undo", epilog=_UNDO_EXAMPLES)(undo)
+
+
+def log(
+    workspace: Workspace = Path(),
+    run: RunOption = None,
+    count: Annotated[int, typer.Option("-n", min=0, help="How many calls; 0 is all.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the calls that were made on a directory: what came of each, and what it changed."""
+    calls = _calls(workspace)
+    only = None if run is None else find_run(calls.workspace, run)
+    found = calls.latest(count or None, only)
+    if as_json:
+        for call in found:
+            typer.echo(json.dumps(_summary(call)))
+        return
+    if not found:
+        typer.echo(f"No calls yet in {calls.workspace}. Begin with: wink run ...", err=True)
+    _print(_log_lines(found, calls.names()))
+
+
+def show(
+    call: Annotated[
+        str,
+        typer.Argument(
+            metavar="CALL",
+            help="RUN/N, N of the last run, or the id of a call.",
+            autocompletion=complete_calls,
+        ),
+    ],
+    workspace: Workspace = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Show all that is known of one call: arguments, result, why it was denied, what it changed."""
+    found = _calls(workspace).find(call)
+    if as_json:
+        typer.echo(json.dumps({**_summary(found), **_details(found)}))
+        return
+    _print(_detail_lines(found))
+
+
+def diff(
+    call: CallName = None,
+    workspace: Workspace = Path(),
+    run: RunOption = None,
+) -> int:
+    """Show what a call, or a run, did to files: a diff, which `git apply` takes."""
+    calls = _calls(workspace)
+    chosen = _chosen(calls, call, run)
+    committed = [each.committed for each in chosen if each.committed is not None]
+    if not committed:
+        _say(f"{_named(chosen, call, run)} changed no files, or what it changed is not kept")
+        return 1
+    _print_diff(calls.history.diff(committed))
+    later = [path for path, by in calls.history.changed_since(committed).items() if not by]
+    if later:
+        _say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
+    return 0
+
+
+def undo(
+    call: CallName = None,
+    workspace: Workspace = Path(),
+    run: RunOption = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="CALL",
+            help="Go back to before this call: it and all that came after it is undone.",
+            autocompletion=complete_calls,
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also replace what others have changed since; it is kept."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be changed, and change nothing.")
+    ] = False,
+) -> int:
+    """Take back what a call, or a run, did to files. That can be undone, too."""
+    if sum(each is not None for each in (call, run, to)) > 1:
+        raise Misuse("name one of CALL, --run and --to")
+    calls = _calls(workspace)
+    chosen = _from(calls, to) if to is not None else _chosen(calls, call, run)
+    found = [each for each in chosen if each.committed is not None]
+    left = [each for each in found if to is not None or not each.is_undone]
+    if not left:
+        _say(_nothing_to_undo(calls, _named(chosen, call, run), found))
+        return 1
+    committed = [each.committed for each in left if each.committed is not None]
+    in_the_way = calls.history.changed_since(committed)
+    if in_the_way and not force:
+        _refuse(calls, in_the_way, left)
+        return 1
+    if dry_run:
+        _print_diff(calls.history.diff(committed, reverse=True))
+        return 0
+    return _undone(calls, left, force=force)
+
+
+# Which calls are meant
+
+
+def _calls(workspace: Path) -> Calls:
+    from weakincentives.cli.calls import Calls
+
+    return Calls(existing_directory(workspace))
+
+
+def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
+    """Return a call, those of a run, or the last one that changed files and is not undone."""
+    if call is not None and run is not None:
+        raise Misuse("name a call or a run, not both")
+    if call is not None:
+        return [calls.find(call)]
+    if run is not None:
+        return calls.latest(None, find_run(calls.workspace, run))
+    found = [
+        c for c in calls.changed() if not c.is_undone and c.committed and not c.committed.undoes
+    ]
+    return found[-1:]
+
+
+def _from(calls: Calls, first: str) -> list[Call]:
+    """Return a call with all that came after it, undone or not: it is gone back step by step."""
+    committed = calls.find(first).committed
+    if committed is None:
+        raise Misuse(f"{first} changed no files; `wink log` shows which calls did")
+    return [
+        call
+        for call in calls.changed()
+        if call.committed is not None and call.committed.serial >= committed.serial
+    ]
+
+
+def _named(chosen: Sequence[Call], call: str | None, run: str | None) -> str:
+    if call is None and run is None and not chosen:
+        return "Nothing there is"
+    return f"the run {run}" if run is not None else " ".join(each.name for each in chosen)
+
+
+def _nothing_to_undo(calls: Calls, name: str, found: Sequence[Call]) -> str:
+    if not name.strip() or name == "Nothing there is":
+        return "there is nothing to undo"
+    if not found:
+        return f"{name} changed no files, or what it changed is not kept: there is nothing to undo"
+    undo = next(
+        each.call_id
+        for each in reversed(calls.committed.values())
+        if found[-1].call_id in each.undoes
+    )
+    return f"{name} was undone already; to have it back: wink undo {undo}"
+
+
+# Undoing
+
+
+def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
+    from weakincentives.cli.workbench import open_workspace
+    from weakincentives.errors import UndoRefused
+
+    committed = [each.committed for each in chosen if each.committed is not None]
+    changes = calls.history.diff(committed, reverse=True)
+    with open_workspace(calls.workspace) as files:
+        try:
+            told = files.undo(*(each.call_id for each in chosen), force=force)
+        except UndoRefused as error:  # it was changed at this very moment
+            _refuse(calls, error.paths, chosen)
+            return 1
+        newest = files.history()[-1].call_id
+    names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
+    _print([[(f"Undone: {names}", "bold")], *map(_changed, changes)])
+    for sentence in told:
+        _say(sentence)
+    typer.echo(f"To have it back: wink undo {newest}")
+    if any(each.run is not None for each in chosen):
+        typer.echo("Only files were undone: what the session of the run knows is as it was.")
+    return 0
+
+
+def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> None:
+    """Say what is in the way, and the ways out."""
+    names = calls.names()
+    _say("nothing was undone: this was changed since")
+    for path, by in paths.items():
+        who = ", ".join(names.get(each, each) for each in by) or "somebody else, not by a call"
+        typer.echo(f"  {_harmless(path)}: by {who}", err=True)
+    if any(paths.values()):
+        typer.echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
+    typer.echo("Or replace it with --force; what is there now is kept in the history.", err=True)
+
+
+# What is shown
+
+
+def _summary(call: Call) -> dict[str, object]:
+    return {
+        "call": call.name,
+        "call_id": call.call_id,
+        "run": None if call.run is None else call.run.file.id,
+        "time": call.time,
+        "tool": call.tool,
+        "arguments": call.arguments,
+        "outcome": call.outcome,
+        "files": [
+            {"path": f.path, "origin": f.origin, "added": f.added, "removed": f.removed}
+            for f in call.files or ()
+        ],
+        "undoes": [] if call.committed is None else list(call.committed.undoes),
+    }
+
+
+def _details(call: Call) -> dict[str, object]:
+    from weakincentives.cli.calls import plain
+
+    if call.record is None:
+        return {}
+    record, metadata = call.record, call.result["metadata"]["fields"]
+    return {
+        "result": call.shown,
+        "duration": record["duration"],
+        "attempts": max(record["attempts"], metadata["attempts"]),
+        "denied_by": record["denied_by"],
+        "notes": plain(record["notes"]),
+        "conflicts": plain(record["conflicts"]),
+        "failure": plain(call.result["failure"]),
+        "rolled_back": plain(metadata["undone"]),
+        "not_rolled_back": plain(metadata["not_undone"]),
+        "degraded": plain(metadata["degraded"]),
+    }
+
+
+_STYLES = {
+    "committed": "green",
+    "ok": "",
+    "undo": "cyan",
+    "undone": "dim",
+    "dry run": "dim",
+    "denied": "yellow",
+    "refused": "yellow",
+    "rolled back": "red",
+}
+
+Line = Sequence[tuple[str, str]]
+"""Pieces of text, each with its style."""
+
+
+def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line]:
+    from weakincentives.cli.view import summary_of
+
+    name = max((len(call.name) for call in calls), default=0)
+    tool = max((len(_tool(call)) for call in calls), default=0)
+    run: object = None
+    for call in calls:
+        if call.run is not run and call.run is not None:
+            yield from _run_lines(call.run)
+        run = call.run
+        moment = time.strftime("%H:%M:%S" if call.run else "%Y-%m-%d %H:%M:%S", _local(call.time))
+        yield [
+            (f"{call.name:>{name}}  ", "bold"),
+            (f"{moment}  ", "dim"),
+            (f"{_tool(call):<{tool}}  ", ""),
+            (f"{call.outcome:<11}  ", _STYLES[call.outcome]),
+            (summary_of(call.arguments, 50) or _taken_back(call, names), ""),
+        ]
+        for change in call.files or ():
+            yield [(" " * (name + 2), ""), *_changed(change)]
+        reason = _reason(call)
+        if reason:
+            yield [(" " * (name + 2) + reason, "dim")]
+
+
+def _run_lines(run: RunOnRecord) -> Iterable[Line]:
+    from weakincentives.cli.view import shortened
+
+    moment = time.strftime("%Y-%m-%d %H:%M", _local(run.data.began))
+    title = shortened(run.title, 60)
+    yield [(f"{run.file.id}", "bold cyan"), (f"  {moment}  ", "dim"), (title, "italic")]
+
+
+def _changed(change: FileChange) -> Line:
+    origin = f"{_harmless(change.origin)} -> " if change.origin else ""
+    return [
+        (f"  {origin}{_harmless(change.path)} ", ""),
+        (f"+{change.added}", "green" if change.added else "dim"),
+        (" ", ""),
+        (f"-{change.removed}", "red" if change.removed else "dim"),
+    ]
+
+
+def _taken_back(call: Call, names: Mapping[str, str]) -> str:
+    undoes = () if call.committed is None else call.committed.undoes
+    return "of " + ", ".join(names.get(each, each) for each in undoes) if undoes else ""
+
+
+def _tool(call: Call) -> str:
+    if call.tool:
+        return _harmless(call.tool)
+    return "undo" if call.committed is not None and call.committed.undoes else "(no tool)"
+
+
+def _reason(call: Call) -> str:
+    from weakincentives.cli.view import shortened
+
+    if call.outcome not in ("denied", "refused", "rolled back"):
+        return ""
+    from weakincentives.cli.calls import plain
+
+    return "  " + shortened(str(plain(call.result["message"])), 90)
+
+
+def _detail_lines(call: Call) -> Iterable[Line]:
+    details = _details(call)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", _local(call.time))
+    took = f", took {details['duration']:.3f} s" if details else ""
+    yield _field("call", f"{call.name}  ({call.call_id})")
+    if call.run is not None:
+        yield _field("run", f"{call.run.file.id}  {_harmless(call.run.title)}")
+    yield _field("tool", _tool(call))
+    yield _field("when", when + took)
+    yield [("outcome      ", "bold"), (call.outcome, _STYLES[call.outcome])]
+    for key, label in (
+        ("denied_by", "denied by"),
+        ("attempts", "attempts"),
+        ("notes", "notes"),
+        ("conflicts", "conflicts"),
+        ("rolled_back", "rolled back"),
+        ("not_rolled_back", "not undone"),
+        ("degraded", "degraded"),
+    ):
+        value = details.get(key)
+        if value and value != 1:
+            several = cast("list[object]", value) if isinstance(value, list) else [value]
+            words = ", ".join(map(str, several))
+            yield _field(label, _harmless(words))
+    if call.committed is not None and call.committed.undoes:
+        yield _field("undoes", ", ".join(call.committed.undoes))
+    if call.arguments not in (None, {}):
+        yield from _block("arguments", json.dumps(call.arguments, indent=2, ensure_ascii=False))
+    if call.record is not None:
+        yield from _block("what the model saw", call.shown)
+    if call.files:
+        yield [("files", "bold")]
+        for change in call.files:
+            yield [*_changed(change)]
+        yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
+    elif call.committed is None and call.outcome == "ok":
+        yield _field("files", "none changed, or what it changed is not kept any more")
+
+
+def _field(label: str, text: str) -> Line:
+    return [(f"{label:<13}", "bold"), (text, "")]
+
+
+def _block(label: str, text: str) -> Iterable[Line]:
+    yield [(label, "bold")]
+    for line in _harmless(text, lines=True).split("\n"):
+        yield [(f"  {line}", "")]
+
+
+# Where it is shown
+
+
+def _print(lines: Iterable[Line]) -> None:
+    """Print lines: in colours on a terminal that takes them, else as they are."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(Text.assemble(*((text, style) for text, style in line)))
+
+
+_DIFF_STYLES = (
+    ("diff --git", "bold"),
+    ("+++", "bold"),
+    ("---", "bold"),
+    ("@@", "cyan"),
+    ("+", "green"),
+    ("-", "red"),
+)
+
+
+def _print_diff(changes: Iterable[FileChange]) -> None:
+    if not sys.stdout.isatty():
+        # As it is, byte for byte: it may be a patch for somebody.
+        text = "".join(change.text for change in changes)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        return
+    lines = (line for change in changes for line in change.text.split("\n")[:-1])
+    _print([(_harmless(line, lines=True), _diff_style(line))] for line in lines)
+
+
+def _diff_style(line: str) -> str:
+    return next((style for start, style in _DIFF_STYLES if line.startswith(start)), "")
+
+
+def _say(text: str) -> None:
+    typer.echo(f"wink: {_harmless(text)}", err=True)
+
+
+def _harmless(text: str, *, lines: bool = False) -> str:
+    from weakincentives.cli.view import harmless
+
+    return harmless(text, lines=lines)
+
+
+def _local(moment: float) -> time.struct_time:
+    return time.localtime(moment)

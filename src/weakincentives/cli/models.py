@@ -1,0 +1,165 @@
+"""From the name of a model to the adapter that asks it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weakincentives.cli.misuse import Misuse
+from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
+
+if TYPE_CHECKING:
+    from weakincentives.adapters import Adapter
+    from weakincentives.budget import TokenUsage
+
+__all__ = ["PROVIDERS", "OpenedModel", "Provider", "open_model"]
+
+Price = Callable[["TokenUsage"], "float | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model that can be asked."""
+
+    name: str
+    adapter: Adapter
+    price: Price | None = None
+    """What so many tokens cost, in US dollars; None where nobody here knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A kind of model: how it is written, and who makes its adapter."""
+
+    form: str
+    needs: str
+    """What must be there to use it, in words."""
+    open: Callable[[str, int, ExitStack], tuple[Adapter, Price | None]]
+    """Of the rest of the name, how many turns the model had before, and what is closed at the
+    end."""
+    needs_name: bool = True
+
+
+@contextmanager
+def open_model(name: str | None, *, turns: int = 0) -> Generator[OpenedModel]:
+    """Yield the model of this name; what is wrong with it, or missing for it, raises Misuse.
+
+    ``turns`` is how many the model had in a run that is taken up: a script goes on after them.
+    """
+    if name is None:
+        raise Misuse(
+            "which model? Give --model, set WINK_MODEL, or put model = ... into wink.toml: "
+            f"{_forms()}"
+        )
+    kind, _, rest = name.partition(":")
+    provider = PROVIDERS.get(kind)
+    if provider is None:
+        near = get_close_matches(kind, PROVIDERS, n=1)
+        hint = f"did you mean {PROVIDERS[near[0]].form}?" if near else f"there are {_forms()}"
+        raise Misuse(f"there is no model {name!r}; {hint}")
+    if provider.needs_name and not rest:
+        raise Misuse(f"the model {name!r} lacks a part; write {provider.form}")
+    with ExitStack() as stack:
+        try:
+            adapter, price = provider.open(rest, turns, stack)
+        except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
+            # What a program can do besides is nothing that can be done here.
+            problem = str(error).partition(" or give api_key=")[0]
+            raise Misuse(f"the model {name!r} cannot be used: {problem}") from error
+        yield OpenedModel(name, adapter, price)
+
+
+def _forms() -> str:
+    return ", ".join(provider.form for provider in PROVIDERS.values())
+
+
+# The providers
+
+
+def _openai(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import OpenAIAdapter
+
+    return OpenAIAdapter(name), None
+
+
+def _openai_responses(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import OpenAIAdapter
+
+    return OpenAIAdapter(name, api="responses"), None
+
+
+def _litellm(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import LiteLLMAdapter
+
+    return LiteLLMAdapter(name), lambda usage: _litellm_price(name, usage)
+
+
+def _litellm_price(name: str, usage: TokenUsage) -> float | None:
+    litellm: Any = import_module("litellm")
+    tokens = {"prompt_tokens": usage.input_tokens, "completion_tokens": usage.output_tokens}
+    try:
+        price: float = sum(litellm.cost_per_token(model=name, **tokens))
+    except Exception:  # it knows prices of some models; which ones, only trying tells
+        return None
+    return price or None
+
+
+_CLAUDE_KEYS = (
+    "ANTHROPIC_API_KEY",
+    "ANTHROPIC_AUTH_TOKEN",
+    "CLAUDE_CODE_OAUTH_TOKEN",
+    "CLAUDE_CODE_USE_BEDROCK",
+    "CLAUDE_CODE_USE_VERTEX",
+)
+
+
+def _claude(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import ClaudeAgentSDKAdapter
+
+    if find_spec("claude_agent_sdk") is None:
+        raise MissingExtra("claude-agent-sdk", "claude-agent-sdk")
+    if not any(os.environ.get(key) for key in _CLAUDE_KEYS):
+        raise ProviderRejected("There is no key for Claude: set ANTHROPIC_API_KEY")
+    return ClaudeAgentSDKAdapter(model=name or None), None
+
+
+def _local(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import LocalAdapter, LocalModel
+
+    served = stack.enter_context(LocalModel(Path(name).expanduser() if name else None))
+    # Small models repeat themselves without end when nothing keeps them from it.
+    return LocalAdapter(served, options={"frequency_penalty": 0.4}), None
+
+
+def _scripted(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+    from weakincentives.adapters import ScriptedAdapter
+
+    path = Path(name).expanduser()
+    try:
+        return ScriptedAdapter.from_file(path, skip=turns), None
+    except FileNotFoundError:
+        raise Misuse(f"there is no script {name}; write scripted:FILE") from None
+    except OSError as error:
+        raise Misuse(f"the script {name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Misuse(f"the script {name} is wrong: {error}") from error
+
+
+PROVIDERS = {
+    "openai": Provider("openai:NAME", "OPENAI_API_KEY, or OPENAI_BASE_URL", _openai),
+    "openai-responses": Provider(
+        "openai-responses:NAME", "OPENAI_API_KEY, or OPENAI_BASE_URL", _openai_responses
+    ),
+    "litellm": Provider("litellm:PROVIDER/NAME", "the provider's key", _litellm),
+    "claude": Provider("claude[:NAME]", "ANTHROPIC_API_KEY", _claude, needs_name=False),
+    "local": Provider("local[:FILE.gguf]", "a model in a file", _local, needs_name=False),
+    "scripted": Provider("scripted:FILE", "a script", _scripted),
+}
+"""Every kind of model, by the first part of its name."""

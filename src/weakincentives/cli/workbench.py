@@ -1,0 +1,448 @@
+"""What an agent gets on a directory: its files, tools, rules, and the prompt that offers them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from weakincentives.cli.config import FILE_NAME, PolicySettings, Settings
+from weakincentives.cli.misuse import Misuse
+from weakincentives.errors import (
+    FilesystemError,
+    MissingExtra,
+    PromptValidationError,
+    SandboxUnavailable,
+    WorkspaceLocked,
+)
+
+if TYPE_CHECKING:
+    from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
+    from weakincentives.filesystem import HostFilesystem
+    from weakincentives.prompt import Prompt, Section, Tool
+    from weakincentives.prompt.approval import Approval, ApprovalRequest, Ask
+    from weakincentives.prompt.completion import TaskCompletionChecker
+    from weakincentives.prompt.tool import Reach
+    from weakincentives.runtime import Session
+
+__all__ = ["Workbench", "load_types", "open_workbench", "open_workspace", "suite_tools"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workbench:
+    """An agent's place of work, open until the end of its ``with`` block."""
+
+    settings: Settings
+    session: Session
+    prompt: Prompt[Any]
+    """What the model is told and offered; its resources are open."""
+    filesystem: HostFilesystem
+    shell: PodmanSandboxSection | None
+    """Has the sandbox that commands run in; None where no commands are offered."""
+    completion: TaskCompletionChecker | None
+    """Says whether a plan is done; None where there is none."""
+
+    @property
+    def sandbox(self) -> str:
+        """What commands run in, in words; found by trying, which takes a moment."""
+        if self.shell is None:
+            return "no commands"
+        try:
+            return self.shell.sandbox.name
+        except SandboxUnavailable:
+            return "no commands: no sandbox works here"
+
+    @property
+    def tools(self) -> tuple[Tool[Any, Any], ...]:
+        """Every tool of the prompt, those of closed sections included."""
+        return tuple(tool for each in self.sections for tool in each.tools)
+
+    @property
+    def sections(self) -> tuple[Section[Any], ...]:
+        return tuple(_with_children(self.prompt.template.sections))
+
+
+@contextmanager
+def open_workbench(
+    settings: Settings,
+    session: Session | None = None,
+    *,
+    ask: Ask | None = None,
+    files: HostFilesystem | None = None,
+    policies: Sequence[object] = (),
+) -> Generator[Workbench]:
+    """Open the workspace and yield all that an agent needs on it.
+
+    Args:
+        ask: Asked about the calls that need approval; without it they are denied.
+        files: The workspace, where it is open already; else it is opened here, and closed.
+        policies: More rules for all tools.
+    """
+    from weakincentives.prompt import Prompt, PromptTemplate
+    from weakincentives.runtime import Session
+
+    session = Session() if session is None else session
+    with open_workspace(settings.workspace) if files is None else nullcontext(files) as files:
+        sections, shell, planning = _sections(settings, session, files)
+        try:
+            template = PromptTemplate(
+                ns="wink",
+                key="workbench",
+                name="Workbench",
+                sections=sections,
+                policies=[*policies, *_policies(settings, ask or _nobody)],
+                resources=_resources(files),
+            )
+            prompt = Prompt(template)
+        except PromptValidationError as error:
+            raise Misuse(f"these tools and rules do not go together: {error}") from error
+        workbench = Workbench(
+            settings=settings,
+            session=session,
+            prompt=prompt,
+            filesystem=files,
+            shell=shell,
+            completion=None if planning is None else planning.completion,
+        )
+        _check_names(settings, workbench.tools)
+        with prompt.resources:
+            yield workbench
+
+
+@contextmanager
+def open_workspace(directory: Path) -> Generator[HostFilesystem]:
+    """Open a directory until the end of the block; one that is in use raises Misuse."""
+    from weakincentives.filesystem import HostFilesystem
+
+    try:
+        files = HostFilesystem(directory)
+    except WorkspaceLocked as error:
+        who = "another process" if error.pid is None else f"process {error.pid}"
+        raise Misuse(
+            f"{directory} is in use by {who}: one agent at a time works on a directory. "
+            "Wait until that has ended, or end it"
+        ) from error
+    except NotImplementedError as error:
+        raise Misuse(str(error)) from error
+    with files:
+        yield files
+
+
+def _resources(files: HostFilesystem) -> dict[type[Any], Any]:
+    from weakincentives.filesystem import Filesystem
+
+    return {Filesystem: files}
+
+
+# What is offered
+
+
+def _sections(
+    settings: Settings, session: Session, files: HostFilesystem
+) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
+    from weakincentives.contrib.tools import PlanningToolsSection, WorkspaceDigestSection
+    from weakincentives.prompt import MarkdownSection
+
+    sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
+    planning = shell = None
+    if "planning" in settings.suites:
+        planning = PlanningToolsSection(session=session)
+        sections.append(planning)
+    if "shell" in settings.suites:
+        shell = _shell(settings, files)
+        sections.append(shell)
+    elif "files" in settings.suites:
+        sections.append(_files(settings, files))
+    if "python" in settings.suites:
+        sections.append(_python(beside_shell=shell is not None))
+    if "digest" in settings.suites:
+        sections.append(WorkspaceDigestSection(filesystem=files))
+    for spec in settings.sections:
+        sections += _as_sections(spec, _loaded("sections", spec, settings.workspace), session)
+    return sections, shell, planning
+
+
+def _shell(settings: Settings, files: HostFilesystem) -> PodmanSandboxSection:
+    from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection
+
+    config = PodmanSandboxConfig(filesystem=files, sandbox=cast("Any", settings.sandbox))
+    section = PodmanSandboxSection(config=config, policies=_section_policies(settings.policy))
+    if settings.sandbox != "auto":  # one that was chosen is used, or nothing is begun
+        try:
+            _ = section.sandbox
+        except SandboxUnavailable as error:
+            raise Misuse(f"sandbox {settings.sandbox}: {error}") from error
+    return section
+
+
+def _files(settings: Settings, files: HostFilesystem) -> Section[Any]:
+    from weakincentives.contrib.tools import VfsConfig, VfsToolsSection
+
+    config = VfsConfig(filesystem=files)
+    return VfsToolsSection(config=config, policies=_section_policies(settings.policy))
+
+
+def _python(*, beside_shell: bool) -> Section[Any]:
+    from weakincentives.contrib.tools import AstevalConfig, AstevalSection
+
+    # The shell's section has a tool called evaluate_python.
+    name = "evaluate_script" if beside_shell else "evaluate_python"
+    try:
+        return AstevalSection(config=AstevalConfig(tool_name=name))
+    except MissingExtra as error:
+        raise Misuse(f'the suite "python" cannot be used: {error}') from error
+
+
+def _as_sections(spec: str, found: object, session: Session) -> list[Section[Any]]:
+    """Return what was named in any of the forms that can be offered, as sections."""
+    from weakincentives.prompt import MarkdownSection, Section, Tool
+    from weakincentives.runtime import ToolRegistry
+
+    title = spec.rpartition(":")[2].replace("_", " ").capitalize()
+    if not isinstance(found, Tool) and callable(found):
+        return _as_sections(spec, _made(spec, found, session), session)
+    if isinstance(found, ToolRegistry):
+        return [found.as_section(title=title)]
+    several = _several(cast("object", found))
+    if several and all(isinstance(each, Tool) for each in several):
+        return [MarkdownSection(title=title, tools=cast("Sequence[Tool[Any, Any]]", several))]
+    if several and all(isinstance(each, Section) for each in several):
+        return list(cast("Sequence[Section[Any]]", several))
+    raise Misuse(
+        f"sections: {spec} is a {type(cast('object', found)).__name__}; it must be a section, a "
+        "ToolRegistry, a tool, a list of tools, or a function that returns one of these"
+    )
+
+
+def _several(found: object) -> Sequence[object]:
+    return cast("Sequence[object]", found) if isinstance(found, (list, tuple)) else (found,)
+
+
+def _made(spec: str, make: Callable[..., object], session: Session | None = None) -> object:
+    """Return what a function makes: without arguments, or of the session."""
+    try:
+        takes_session = "session" in inspect.signature(make).parameters
+        return make(session=session) if takes_session else make()
+    except Exception as error:
+        raise Misuse(f"{spec} cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _with_children(sections: Iterable[Section[Any]]) -> Iterable[Section[Any]]:
+    for each in sections:
+        yield each
+        yield from _with_children(each.children)
+
+
+_WORK = """
+You work on the directory that your tools show you, for the person whose words come next. Do what
+they ask for: all of it, and nothing beside it.
+
+- Look before you change anything: read the files that matter, and how the project does such things.
+- Make small changes, in the style of what is there. Run the project's tests after a change where
+  commands can be run; a change that is not checked is not finished.
+- Every call is a transaction. One that fails has changed nothing: read why, and try another way.
+  A call that is denied is denied by a rule of the person's: do not look for a way around it.
+- Say in the end, in a few plain sentences, what you did, how you checked it, and what is left.
+"""
+
+
+# What is refused
+
+
+def _section_policies(policy: PolicySettings) -> tuple[object, ...]:
+    from weakincentives.prompt import ReadBeforeWritePolicy
+
+    return (ReadBeforeWritePolicy(),) if policy.read_before_write else ()
+
+
+def _policies(settings: Settings, ask: Ask) -> list[object]:
+    """Return the rules for all tools; a person is asked last, about what the others allow."""
+    from weakincentives.prompt import (
+        ApprovalPolicy,
+        ProtectedPathsPolicy,
+        QuotaPolicy,
+        RateLimitPolicy,
+        SequentialDependencyPolicy,
+    )
+
+    rules = settings.policy
+    try:
+        policies: list[object] = [ProtectedPathsPolicy(_protected(settings))]
+    except FilesystemError as error:
+        raise Misuse(f"policy.protect: {error}") from error
+    if rules.deny:
+        policies.append(_DenyPolicy(rules.deny))
+    if rules.after:
+        after = {tool: frozenset(needed) for tool, needed in rules.after.items()}
+        policies.append(SequentialDependencyPolicy(dependencies=after))
+    for tool, most in rules.quota.items():
+        tools = frozenset[str]() if tool == "*" else frozenset({tool})
+        policies.append(QuotaPolicy(most, tools=tools, name=f"quota of {tool}"))
+    for tool, rate in rules.rate.items():
+        tools = frozenset[str]() if tool == "*" else frozenset({tool})
+        most = int(rate.partition("/")[0])
+        policies.append(RateLimitPolicy(most, tools=tools, name=f"rate of {tool}"))
+    for spec in rules.use:
+        policies += _own_policies(spec, settings.workspace)
+    if settings.ask:
+        known = _reaches()
+        reaches = frozenset[Any](known[name] for name in settings.ask if name in known)
+        tools = frozenset(name for name in settings.ask if name not in known)
+        # A person may be away for a while, and Ctrl-C ends the wait.
+        policies.append(ApprovalPolicy(ask=ask, tools=tools, reaches=reaches, timeout=None))
+    return policies
+
+
+def _protected(settings: Settings) -> tuple[str, ...]:
+    """Return what must stay as it is: also what says so, and code that runs outside of calls."""
+    own = [f"/{FILE_NAME}"]
+    for spec in (*settings.sections, *settings.policy.use):
+        path = _file_of(spec, settings.workspace)
+        if path is not None and path.is_relative_to(settings.workspace):
+            own.append(f"/{path.relative_to(settings.workspace)}")
+    return (*own, *settings.policy.protect)
+
+
+@dataclass(frozen=True, slots=True)
+class _DenyPolicy:
+    """Refuses calls of the named tools."""
+
+    tools: tuple[str, ...]
+    name: str = "deny"
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return any(fnmatchcase(tool.name, pattern) for pattern in self.tools)
+
+    def check(self, tool_name: str, params: object, context: object) -> str | None:
+        return f"'{tool_name}' is not allowed here. Do without it, or say why you need it"
+
+
+def _own_policies(spec: str, workspace: Path) -> Sequence[object]:
+    found = _loaded("policy.use", spec, workspace)
+    if callable(found) and (isinstance(found, type) or not hasattr(found, "check")):
+        found = _made(spec, found)
+    several = _several(found)
+    for each in several:
+        if not callable(getattr(each, "check", None)):
+            raise Misuse(
+                f"policy.use: {spec} is a {type(each).__name__}; it must be a policy (it has a "
+                "method check), a list of policies, or a function that returns one of these"
+            )
+    return several
+
+
+def _nobody(request: ApprovalRequest) -> Approval:
+    from weakincentives.prompt import Approval
+
+    return Approval(False, reason="nobody is here to be asked")
+
+
+def _reaches() -> Mapping[str, Reach | None]:
+    """Return the reaches by how they are written; None is that of tools which state none."""
+    from weakincentives.prompt.tool import Reach
+
+    stated: tuple[Reach, ...] = get_args(Reach)
+    return {**{str(reach): reach for reach in stated}, "unstated": None}
+
+
+def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
+    """Refuse a rule about a tool that there is not: it would hold for nothing, and nobody knew."""
+    rules = settings.policy
+    known = suite_tools() | {tool.name for tool in offered}
+    named = {
+        "ask": [name for name in settings.ask if name not in _reaches()],
+        "policy.deny": list(rules.deny),
+        "policy.quota": list(rules.quota),
+        "policy.rate": list(rules.rate),
+        "policy.after": [*rules.after, *(tool for each in rules.after.values() for tool in each)],
+    }
+    for key, names in named.items():
+        for name in names:
+            if name in known or (name == "*" and key in ("policy.quota", "policy.rate")):
+                continue
+            if key == "policy.deny" and any(fnmatchcase(tool, name) for tool in known):
+                continue
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+            raise Misuse(f"{key}: there is no tool {name!r}; {hint}")
+
+
+def suite_tools() -> set[str]:
+    """Return the tools of all suites: a rule may be about one that is switched off."""
+    from weakincentives.contrib.tools import file_tools, planning_tools
+
+    tools = {tool.name for tool in (*file_tools(), *planning_tools())}
+    commands = {"shell_execute", "evaluate_python", "evaluate_script"}
+    return tools | commands | {"update_digest", "open_sections", "read_section"}
+
+
+# Code of the user's
+
+
+def load_types(settings: Settings) -> None:
+    """Load what defines the values that a session may hold: one that is taken up needs them."""
+    for name in ("asteval", "digest", "planning", "podman", "vfs_tools", "vfs_values"):
+        importlib.import_module(f"weakincentives.contrib.tools.{name}")
+    for spec in settings.sections:
+        _loaded("sections", spec, settings.workspace)
+    for spec in settings.policy.use:
+        _loaded("policy.use", spec, settings.workspace)
+
+
+def _loaded(key: str, spec: str, workspace: Path) -> object:
+    """Return the object that ``module:object`` or ``file.py:object`` names."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise Misuse(f"{key}: {spec!r} is not module:object or file.py:object")
+    file = _file_of(spec, workspace)
+    if file is not None and not file.is_file():
+        raise Misuse(f"{key}: there is no file {file}")
+    try:
+        module = importlib.import_module(place) if file is None else _module_of(file)
+    except Exception as error:
+        raise Misuse(f"{key}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
+    found: object = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise Misuse(f"{key}: {place} has no {name}{hint}") from None
+    return found
+
+
+def _file_of(spec: str, workspace: Path) -> Path | None:
+    """Return the file of ``file.py:object``, which is meant from the workspace on."""
+    place = spec.rpartition(":")[0]
+    return (workspace / Path(place).expanduser()).resolve() if place.endswith(".py") else None
+
+
+def _module_of(file: Path) -> object:
+    """Return the module that a file is: loaded once, under a name of its own.
+
+    A session that is taken up finds the types of its values by that name.
+    """
+    mark = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
+    name = f"wink_file_{mark}_{file.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

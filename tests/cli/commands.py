@@ -1,0 +1,59 @@
+"""Runs `wink` in this process, and makes runs to look at, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from weakincentives.adapters import ScriptedAdapter
+from weakincentives.adapters.scripted import Turn
+from weakincentives.cli.config import load_settings
+from weakincentives.cli.main import main
+from weakincentives.cli.runs import RunFile, new_run
+from weakincentives.cli.workbench import open_workbench
+from weakincentives.runtime import SavedSession, Session
+
+
+class Done(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Wink:
+    """``wink("log", "-n", "3")`` in a directory."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], directory: Path) -> None:
+        self._capfd = capfd
+        self.directory = directory
+
+    def __call__(self, *arguments: str) -> Done:
+        self._capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        out, err = self._capfd.readouterr()
+        return Done(int(ended.value.code or 0), out, err)
+
+
+def make_run(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> RunFile:
+    """Run a script on a workspace, as `wink run` does, and return its file."""
+    with run_open(workspace, turns, task) as run:
+        return run
+
+
+@contextmanager
+def run_open(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Iterator[RunFile]:
+    """The same, with the workspace still in use in the block."""
+    settings = load_settings(workspace, suites=["files"])
+    with open_workbench(settings, Session()) as workbench:
+        run = new_run(workbench.filesystem.store)
+        about = {"kind": "run", "task": task}
+        with SavedSession.create(run.path, workbench.session, about=about):
+            ScriptedAdapter(turns).evaluate(workbench.prompt, workbench.session, message=task)
+            yield run

@@ -1,0 +1,150 @@
+"""A terminal for tests: a program runs in it, and what a person would see can be asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyte
+
+WINK = (sys.executable, "-m", "weakincentives.cli")
+
+# Makes the terminal that of the program: Ctrl-C reaches nobody else.
+_WITH_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Terminal:
+    """Runs a program in a pseudo-terminal until the end of the ``with`` block."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        columns: int = 100,
+        rows: int = 30,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.screen = pyte.HistoryScreen(columns, rows, history=5000, ratio=1)
+        self.raw = b""
+        """All that the program wrote."""
+        self._stream = pyte.ByteStream(self.screen)
+        self._changed = threading.Condition()
+        self._is_open = True
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _WITH_TERMINAL, *argv],
+            cwd=cwd,
+            env=environment(env),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(timeout=30)
+        os.close(self._master)
+
+    @property
+    def text(self) -> str:
+        """What is on the screen, and what has scrolled off it."""
+        with self._changed:
+            above = [_line(row, self.screen.columns) for row in self.screen.history.top]
+            return "\n".join([*above, *(line.rstrip() for line in self.screen.display)]).rstrip()
+
+    def wait_for(self, wanted: str, timeout: float = 60) -> str:
+        """Return the text once something stands in it; that it does not come is a failure."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: wanted in self.text or not self._is_open, timeout=timeout
+            )
+        assert wanted in self.text, f"{wanted!r} did not come; on the screen is:\n{self.text}"
+        return self.text
+
+    def send(self, keys: str) -> None:
+        """Type."""
+        os.write(self._master, keys.encode())
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self.send("\x03")
+
+    def end(self, timeout: float = 60) -> int:
+        """Return the exit code once the program has ended, and all that it wrote is shown."""
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:  # nobody has the other end any more
+                data = b""
+            with self._changed:
+                if data:
+                    self.raw += data
+                    self._stream.feed(data)
+                else:
+                    self._is_open = False
+                self._changed.notify_all()
+            if not data:
+                return
+
+
+def wink(
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    timeout: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run `wink` without a terminal and return what it wrote."""
+    return subprocess.run(
+        [*WINK, *arguments],
+        cwd=cwd,
+        env=environment(env),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=timeout,
+        check=False,
+    )
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a program of a person's finds around it, without keys and settings."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WINK_", "OPENAI_", "ANTHROPIC_", "CLAUDE_", "LC_", "PYTEST_"))
+    }
+    kept |= {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    return {**kept, **(more or {})}
+
+
+def _line(row: Mapping[int, pyte.screens.Char], columns: int) -> str:
+    return "".join(row[column].data for column in range(columns)).rstrip()

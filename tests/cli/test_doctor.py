@@ -1,0 +1,138 @@
+"""`wink doctor` finds what is there, says what to do, and never fails or tells a secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Wink, make_run, run_open
+from terminal import WINK
+from test_history import TURNS, project, wink  # noqa: F401  # fixtures
+
+LEVELS = {"ok", "better", "broken"}
+MODEL = 'model = "%s"\nsuites = ["files"]\n'
+
+
+def findings(wink: Wink, *arguments: str) -> tuple[int, list[dict[str, Any]]]:  # noqa: F811
+    done = wink("doctor", "--json", *arguments)
+    assert done.err == ""
+    return done.code, [json.loads(line) for line in done.out.splitlines()]
+
+
+def broken(found: list[dict[str, Any]]) -> list[str]:
+    return [each["what"] for each in found if each["level"] == "broken"]
+
+
+def test_a_plain_directory_is_usable_and_what_is_missing_comes_with_a_way(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+):
+    code, found = findings(wink)
+
+    assert code == 0
+    assert {each["area"] for each in found} == {
+        "Python", "Extras", "Workspace", "Models", "Programs", "Commands", "Files", "Store"
+    }  # fmt: skip
+    assert {each["level"] for each in found} <= LEVELS
+    extras = [each for each in found if each["area"] == "Extras" and each["level"] == "better"]
+    assert all(each["do"].startswith("pip install 'wink-runtime[") for each in extras)
+    assert sorted(os.listdir(project.parent)) == ["project"]
+
+
+def test_it_is_told_in_words(wink: Wink, project: Path):  # noqa: F811
+    make_run(project, TURNS)
+
+    shown = wink("doctor").out
+
+    assert "Extras\n" in shown
+    assert "  ok      no wink.toml: the defaults hold\n" in shown
+    assert "1 run\n" in shown
+    assert shown.splitlines()[-1].startswith("0 broken, ")
+
+
+def test_keys_are_named_and_never_shown(
+    wink: Wink,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name in ("OPENAI_API_KEY", "MISTRAL_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "s3cret-value")
+    monkeypatch.setenv("OPENAI_BASE_URL", "https://user:s3cret-value@localhost/")
+
+    for command in (["doctor"], ["doctor", "--json"]):
+        done = wink(*command)
+        assert "s3cret-value" not in done.out + done.err
+        assert "ANTHROPIC_AUTH_TOKEN, MISTRAL_API_KEY, OPENAI_API_KEY" in done.out
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("modle = 'x'\n", "did you mean model?"),
+        ("model = [", "wink.toml is not TOML"),
+        (MODEL % "openai:x", "needs OPENAI_API_KEY or OPENAI_BASE_URL"),
+        (MODEL % "gpt:x", "of no known kind"),
+        ('suites = ["files"]\nsections = ["nosuch.py:x"]\n', "there is no file"),
+        ('suites = ["files"]\n[policy]\ndeny = ["nosuch_tool"]\n', "there is no tool"),
+    ],
+)
+def test_what_is_configured_and_cannot_work_is_broken(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    said: str,
+):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    (project / "wink.toml").write_text(config)
+
+    code, found = findings(wink)
+
+    assert code == 1
+    assert any(said in what for what in broken(found)), found
+
+
+def test_a_directory_that_is_not_there_is_broken_and_the_rest_is_looked_at(wink: Wink):  # noqa: F811
+    code, found = findings(wink, "-w", "nosuch")
+
+    assert code == 1
+    assert broken(found) == ["there is no directory nosuch; make it, or name another one"]
+    assert any(each["area"] == "Extras" for each in found)
+
+
+def test_who_has_the_directory_is_told_without_taking_it(project: Path):  # noqa: F811
+    with run_open(project, ["Done."]):
+        done = subprocess.run(
+            [*WINK, "doctor"], cwd=project, capture_output=True, text=True, check=False
+        )
+        assert f"process {os.getpid()} works on the directory now" in done.stdout
+
+
+def test_without_programs_and_packages_it_still_answers(project: Path, tmp_path: Path):  # noqa: F811
+    """No program is found, no extra but its own can be loaded, and the home is not there."""
+    blocker = tmp_path / "blocked" / "sitecustomize.py"
+    blocker.parent.mkdir()
+    blocker.write_text(
+        "import importlib.metadata as m\n"
+        "found = m.version\n"
+        "def version(name):\n"
+        "    if name in ('typer', 'rich', 'wink-runtime'):\n"
+        "        return found(name)\n"
+        "    raise m.PackageNotFoundError(name)\n"
+        "m.version = version\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "weakincentives.cli", "doctor"],
+        cwd=project, capture_output=True, text=True, check=False,
+        env={"PATH": str(tmp_path), "HOME": "/nonexistent", "PYTHONPATH": str(blocker.parent)},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "mcp is not installed; it gives `wink mcp`" in done.stdout
+    assert "git is not installed" in done.stdout

@@ -1,0 +1,379 @@
+"""`wink log`, `show`, `diff` and `undo`, as a person uses them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Wink, make_run, run_open
+from terminal import WINK, Terminal
+
+import weakincentives as wink_library
+from weakincentives.adapters import calls
+from weakincentives.cli.runs import find_run, new_run, runs_of
+from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHistory
+from weakincentives.runtime import SavedSession, Session
+
+TURNS = [
+    calls(("read_file", {"path": "src/calc.py"}), ("read_file", {"path": "notes.txt"})),
+    calls(
+        ("write_file", {"path": "wink.toml", "content": "x"}),
+        ("edit_file", {"path": "src/calc.py", "old_string": "-", "new_string": "+"}),
+        ("edit_file", {"path": "src/calc.py", "old_string": "no such", "new_string": "x"}),
+    ),
+    calls(("write_file", {"path": "new.txt", "content": "new\n"}), ("nosuch", {})),
+    "Done.",
+]
+# The calls: 1 and 2 read, 3 is denied, 4 edits, 5 fails, 6 makes a file, 7 is of no tool.
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project = tmp_path / "project"
+    (project / "src").mkdir(parents=True)
+    (project / "src/calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (project / "notes.txt").write_text("hello\n")
+    return project
+
+
+@pytest.fixture
+def wink(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Wink:
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("NO_COLOR", "1")
+    return Wink(capfd, project)
+
+
+# log
+
+
+def test_the_log_has_every_call_with_what_came_of_it(wink: Wink, project: Path):
+    run = make_run(project, TURNS, "fix the sum")
+
+    shown = wink("log").out.splitlines()
+
+    assert shown[0].startswith(run.id)
+    assert shown[0].endswith("fix the sum")
+    outcomes = [line.split() for line in shown if line.strip().startswith(f"{run.mark}/")]
+    assert [line[3] for line in outcomes] == [
+        "ok", "ok", "denied", "committed", "rolled", "committed", "refused"
+    ]  # fmt: skip
+    assert "src/calc.py +1 -1" in "\n".join(shown)
+    assert "Cannot change wink.toml: it is protected" in "\n".join(shown)
+
+
+def test_the_log_for_machines_is_one_object_a_line(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    lines = [json.loads(line) for line in wink("log", "--json", "-n", "0").out.splitlines()]
+
+    assert [line["call"] for line in lines] == [f"{run.mark}/{n}" for n in range(1, 8)]
+    assert lines[3]["arguments"]["path"] == "src/calc.py"
+    assert lines[3]["files"] == [{"path": "src/calc.py", "origin": "", "added": 1, "removed": 1}]
+
+
+def test_the_log_is_cut_to_the_newest_and_to_one_run(wink: Wink, project: Path):
+    first, second = make_run(project, [*TURNS[:1], "Done."]), make_run(project, TURNS)
+
+    names = [json.loads(line)["call"] for line in wink("log", "--json", "-n", "8").out.splitlines()]
+    assert names == [f"{first.mark}/2", *(f"{second.mark}/{n}" for n in range(1, 8))]
+
+    shown = wink("log", "--json", "--run", first.id).out.splitlines()
+    assert [json.loads(line)["call"] for line in shown] == [f"{first.mark}/1", f"{first.mark}/2"]
+
+
+def test_calls_of_programs_that_keep_no_run_are_in_the_log(wink: Wink, project: Path):
+    with HostFilesystem(project) as files:
+        files.write("direct.txt", "x\n")
+
+        @wink_library.tool
+        def note(*, context: wink_library.ToolContext) -> str:
+            """Note something."""
+            context.filesystem.append("notes.txt", "noted\n")
+            return "noted"
+
+        context = wink_library.ToolContext(session=Session(), resources={Filesystem: files})
+        note(context=context)
+
+    lines = [json.loads(line) for line in wink("log", "--json").out.splitlines()]
+
+    assert [(line["tool"], line["run"]) for line in lines] == [("", None), ("note", None)]
+    assert wink("diff", lines[1]["call"]).out.endswith(" hello\n+noted\n")
+
+
+def test_everything_can_be_looked_at_while_a_run_is_under_way(wink: Wink, project: Path):
+    with run_open(project, TURNS) as run:
+        assert len(wink("log", "--json").out.splitlines()) == 7
+        assert "a + b" in wink("diff", f"{run.mark}/4").out
+        assert wink("show", f"{run.mark}/4").code == 0
+        assert wink("undo", "--dry-run").code == 0
+
+        locked = wink("undo")
+        assert (locked.code, locked.out) == (2, "")
+        assert "is in use by" in locked.err
+
+
+def test_an_empty_log_says_how_to_begin(wink: Wink):
+    done = wink("log")
+
+    assert (done.code, done.out) == (0, "")
+    assert "wink run" in done.err
+
+
+def test_a_run_whose_file_is_torn_or_foreign_does_not_hide_the_others(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+    (run.path.parent / "20990101-000000-xxx.jsonl").write_text('{"wink_sess')
+    (run.path.parent / "20990101-000001-yyy.jsonl").write_text('{"hello": 1}\n')
+
+    assert len(wink("log", "--json").out.splitlines()) == 7
+    assert wink("show", f"{run.mark}/4").code == 0
+
+
+def test_a_damaged_history_does_not_hide_what_is_on_record(wink: Wink, project: Path):
+    make_run(project, TURNS)
+    for path in (WorkspaceHistory(project).store / "history").iterdir():
+        path.write_bytes(path.read_bytes()[:50])
+
+    lines = [json.loads(line) for line in wink("log", "--json").out.splitlines()]
+
+    assert len(lines) == 7
+    assert all(line["files"] == [] for line in lines)
+    assert wink("undo").err == "wink: there is nothing to undo\n"
+
+
+# show
+
+
+def test_all_that_is_known_of_a_call_is_shown(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    denied = wink("show", f"{run.mark}/3").out
+    assert "denied by    protected_paths" in denied
+    assert "Cannot change wink.toml" in denied
+    edited = wink("show", run.id[:15] + "/4").out
+    assert '"old_string": "-"' in edited
+    assert "Edited src/calc.py: 1 replacement" in edited
+    assert f"wink undo {run.mark}/4" in edited
+    failed = json.loads(wink("show", "5", "--json").out)
+    assert failed["outcome"] == "rolled back"
+    assert failed["rolled_back"] == ["session", "Filesystem"]
+
+
+def test_the_result_of_a_call_without_a_model_is_shown_as_it_would_see_it(
+    wink: Wink, project: Path
+):
+    run = new_run(WorkspaceHistory(project).store)
+
+    @wink_library.tool
+    def count() -> list[str]:
+        """Count."""
+        return ["one", "two"]
+
+    with SavedSession.create(run.path, Session()) as saved:
+        count(context=wink_library.ToolContext(session=saved.session))
+
+    assert "  one\n  two\n" in wink("show", "1").out
+
+
+def test_text_of_a_model_cannot_act_on_the_terminal(wink: Wink, project: Path):
+    make_run(
+        project, [calls(("read_file", {"path": "\x1b[2J\x1b]0;title\x07x"})), "Done."], "\x1b[31m"
+    )
+
+    for command in (["log"], ["show", "1"]):
+        assert "\x1b" not in wink(*command).out
+
+
+def test_what_the_terminal_has_no_letters_for_is_spelled_out(project: Path):
+    make_run(project, TURNS, "größer")
+
+    done = subprocess.run(
+        [*WINK, "log"], cwd=project, capture_output=True, check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+
+    assert b"gr\\xf6\\xdfer" in done.stdout
+
+
+# diff
+
+
+def test_the_diff_of_a_run_is_a_patch_for_git(wink: Wink, project: Path, tmp_path: Path):
+    run = make_run(project, TURNS)
+
+    patch = wink("diff", "--run", run.id).out
+
+    assert patch == wink("diff", "--run", run.mark).out
+    subprocess.run(
+        ["git", "apply", "--reverse", "--unsafe-paths", "-"],
+        input=patch.encode(), cwd=project, check=True,
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)},
+    )  # fmt: skip
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert not (project / "new.txt").exists()
+
+
+def test_without_a_name_the_last_change_is_meant(wink: Wink, project: Path):
+    make_run(project, TURNS)
+
+    assert "+++ b/new.txt" in wink("diff").out
+
+
+def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+    (project / "new.txt").write_text("mine\n")
+
+    done = wink("diff", f"{run.mark}/6")
+
+    assert "+mine" in done.out
+    assert "changed since by somebody else, and shown as it is now: new.txt" in done.err
+
+
+def test_a_call_that_changed_nothing_has_no_diff(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    done = wink("diff", f"{run.mark}/1")
+
+    assert (done.code, done.out) == (1, "")
+    assert "changed no files" in done.err
+
+
+def test_a_diff_is_coloured_on_a_terminal(project: Path):
+    run = make_run(project, TURNS)
+
+    with Terminal([*WINK, "diff", f"{run.mark}/4"], cwd=project) as terminal:
+        terminal.process.wait(timeout=60)
+        terminal.wait_for("return a + b")
+        assert b"\x1b[32m+    return a + b" in terminal.raw
+        assert b"\x1b[31m-    return a - b" in terminal.raw
+
+
+# undo
+
+
+def test_undo_goes_back_one_change_after_the_other(wink: Wink, project: Path):
+    make_run(project, TURNS)
+
+    first = wink("undo")
+    assert first.code == 0
+    assert "new.txt +0 -1" in first.out
+    assert "what the session of the run knows is as it was" in first.out
+    assert not (project / "new.txt").exists()
+    assert wink("undo").code == 0
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert wink("undo").err == "wink: there is nothing to undo\n"
+
+
+def test_one_call_is_undone_by_name_and_had_back_again(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    undone = wink("undo", f"{run.mark}/4")
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert (project / "new.txt").exists()
+    again = undone.out.split("wink undo ")[1].split()[0]
+    twice = wink("undo", f"{run.mark}/4")
+    assert (twice.code, twice.err) == (
+        1, f"wink: {run.mark}/4 was undone already; to have it back: wink undo {again}\n"
+    )  # fmt: skip
+
+    assert wink("undo", again).code == 0
+    assert "a + b" in (project / "src/calc.py").read_text()
+    assert "undone" not in wink("log", "--run", run.id).out
+
+
+def test_what_a_person_changed_since_is_kept_unless_forced_and_then_too(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+    (project / "src/calc.py").write_text("mine\n")
+
+    refused = wink("undo", f"{run.mark}/4")
+    assert (refused.code, refused.out) == (1, "")
+    assert "src/calc.py: by somebody else, not by a call" in refused.err
+    assert (project / "src/calc.py").read_text() == "mine\n"
+
+    forced = wink("undo", f"{run.mark}/4", "--force")
+    assert forced.code == 0
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert wink("undo", forced.out.split("wink undo ")[1].split()[0]).code == 0
+    assert (project / "src/calc.py").read_text() == "mine\n"
+
+
+def test_a_call_under_a_later_one_is_refused_with_the_way_to_go_back_over_both(
+    wink: Wink, project: Path
+):
+    edit = ("edit_file", {"path": "src/calc.py", "old_string": "a + b", "new_string": "b + a"})
+    run = make_run(project, [*TURNS[:2], calls(edit), "Done."])
+
+    refused = wink("undo", f"{run.mark}/4")
+    assert refused.code == 1
+    assert f"src/calc.py: by {run.mark}/6" in refused.err
+    assert f"wink undo --to {run.mark}/4" in refused.err
+
+    assert wink("undo", "--to", f"{run.mark}/4").code == 0
+    assert "a - b" in (project / "src/calc.py").read_text()
+
+
+def test_a_whole_run_is_undone_and_a_dry_run_only_shows_it(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    shown = wink("undo", "--run", run.mark, "--dry-run")
+    assert "+    return a - b" in shown.out
+    assert "deleted file mode" in shown.out
+    assert (project / "new.txt").exists()
+
+    assert wink("undo", "--run", run.mark).code == 0
+    assert not (project / "new.txt").exists()
+    assert "a - b" in (project / "src/calc.py").read_text()
+
+
+# Wrong use
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["show", "nope"], "there is no call 'nope'"),
+        (["show", "99"], "has 7 calls; there is no call 99"),
+        (["show", "zzz/1"], "there is no run 'zzz'"),
+        (["log", "--run", "zzz"], "there is no run 'zzz'"),
+        (["log", "--run", ""], "is the name of 2 runs"),
+        (["log", "-w", "nosuch"], "there is no directory nosuch"),
+        (["log", "-w", "notes.txt"], "notes.txt is a file"),
+        (["log", "-n", "-1"], "greater than or equal to 0"),
+        (["undo", "1", "--run", "x"], "name one of"),
+        (["diff", "1", "--run", "x"], "not both"),
+        (["undo", "--to", "1"], "changed no files"),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2(wink: Wink, project: Path, command: list[str], said: str):
+    make_run(project, ["Done."])
+    make_run(project, TURNS)
+
+    done = wink(*command)
+
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+    assert done.err.startswith("wink: ")
+    assert done.err.count("\n") == 1
+
+
+def test_runs_are_named_by_a_beginning_or_by_the_letters_at_the_end(project: Path):
+    run = make_run(project, ["Done."])
+
+    assert find_run(project, run.id[:6]) == find_run(project, run.mark) == run
+    assert runs_of(project) == (run,)
+
+
+def test_looking_needs_no_model_and_is_quick_to_load():
+    """What takes long to load is loaded by the commands that need it."""
+    program = (
+        "import sys, weakincentives.cli.main\n"
+        "print([m for m in ('pydantic', 'rich', 'mcp', 'openai', 'asyncio') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "[]\n"

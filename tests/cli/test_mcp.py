@@ -1,0 +1,277 @@
+"""`wink mcp` as its users run it: a program that the official client talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("mcp")
+
+import httpx2
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import CallToolResult
+
+TOOLS = f"{Path(__file__).parents[1] / 'mcp' / 'served_tools.py'}:tools"
+SECONDS = 120
+"""How long anything may take before a test gives up: the machine may be busy."""
+SUITES = ("--suites", "files,shell,planning,digest", "--sandbox", "none")
+
+# Every tool, in an order in which each has something to do.
+CALLS: list[tuple[str, dict[str, Any], str]] = [
+    ("setup_plan", {"objective": "Tidy up", "steps": ["Look", "Move"]}, "Tidy up"),
+    ("add_steps", {"steps": ["Check"]}, "Check"),
+    ("update_step", {"step": 1, "status": "done"}, "Look"),
+    ("read_plan", {}, "1 of 3"),
+    ("list_directory", {}, "notes.txt"),
+    ("read_file", {"path": "notes.txt"}, "first line"),
+    ("glob_files", {"pattern": "*.txt"}, "notes.txt"),
+    ("grep_files", {"pattern": "first"}, "notes.txt"),
+    ("search_files", {"query": "NOTES"}, "notes.txt"),
+    ("write_file", {"path": "new.txt", "content": "new"}, "new.txt"),
+    ("edit_file", {"path": "notes.txt", "old_string": "first", "new_string": "1st"}, "notes.txt"),
+    ("move_file", {"source": "new.txt", "destination": "moved.txt"}, "moved.txt"),
+    ("copy_file", {"source": "moved.txt", "destination": "copy.txt"}, "copy.txt"),
+    ("delete_file", {"path": "moved.txt"}, "moved.txt"),
+    ("shell_execute", {"command": "cat notes.txt"}, "1st line"),
+    ("evaluate_python", {"code": "6 * 7"}, "42"),
+    ("checkpoint", {"name": "here"}, "here"),
+    ("write_file", {"path": "later.txt", "content": ""}, "later.txt"),
+    ("undo", {"checkpoint": "here"}, "1 call (write_file)"),
+    ("history", {}, "delete_file"),
+    ("read_section", {"section_key": "workspace"}, "notes.txt"),
+    ("open_sections", {"section_keys": ["workspace"], "reason": "to see"}, "Opened"),
+    ("update_digest", {"topic": "Size", "text": "Few.", "rests_on": ["notes.txt"]}, "Size"),
+]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("first line\n")
+    return folder
+
+
+def command(workspace: Path, *options: str) -> list[str]:
+    return ["-m", "weakincentives.cli", "mcp", "--workspace", str(workspace), *options]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("WINK_")}
+
+
+@asynccontextmanager
+async def over_stdio(workspace: Path, *options: str, mode: Any = "auto") -> AsyncGenerator[Client]:
+    server = StdioServerParameters(
+        command=sys.executable, args=command(workspace, *options), env=environment()
+    )
+    async with asyncio.timeout(SECONDS), Client(server, mode=mode) as client:
+        yield client
+
+
+@contextmanager
+def program(workspace: Path, *options: str) -> Generator[subprocess.Popen[str]]:
+    """A server of its own; ended when the block is."""
+    with subprocess.Popen(
+        [sys.executable, *command(workspace, *options)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+@asynccontextmanager
+async def over_http(url: str, token: str, mode: Any = "auto") -> AsyncGenerator[Client]:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with (
+        asyncio.timeout(SECONDS),
+        httpx2.AsyncClient(headers=headers, timeout=SECONDS) as http,
+        Client(streamable_http_client(url, http_client=http), mode=mode) as client,
+    ):
+        yield client
+
+
+def where(running: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return the address and the token that a server says when it is there."""
+    assert running.stderr is not None
+    address, token = running.stderr.readline(), running.stderr.readline()
+    return address.split()[-1], token.split()[-1]
+
+
+def text(result: CallToolResult) -> str:
+    return "".join(part.text for part in result.content)  # type: ignore[union-attr]
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Run the program to its end; return its code and what it said, which is not much."""
+    done = subprocess.run(
+        [sys.executable, "-m", "weakincentives.cli", "mcp", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**environment(), **(env or {})},
+    )
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+async def drive_every_tool(client: Client) -> None:
+    """Call every tool there is, and hold its answer against what it should say."""
+    offered = {tool.name for tool in (await client.list_tools()).tools}
+    for name, arguments, said in CALLS:
+        result = await client.call_tool(name, arguments)
+        assert not result.is_error, (name, text(result))
+        assert said in text(result), name
+        offered |= {tool.name for tool in (await client.list_tools()).tools}
+    assert offered == {name for name, _, _ in CALLS}
+
+
+def as_it_should_be(workspace: Path) -> None:
+    found = {path.name: path.read_text() for path in workspace.iterdir()}
+    assert found == {"notes.txt": "1st line\n", "copy.txt": "new"}
+
+
+@pytest.mark.parametrize("mode", ["auto", pytest.param("legacy", marks=pytest.mark.heavy)])
+def test_the_official_client_drives_every_tool_over_stdio(workspace: Path, mode: str):
+    async def work() -> None:
+        async with over_stdio(workspace, *SUITES, mode=mode) as client:
+            await drive_every_tool(client)
+
+    asyncio.run(work())
+    as_it_should_be(workspace)
+
+
+@pytest.mark.parametrize("mode", ["auto", pytest.param("legacy", marks=pytest.mark.heavy)])
+def test_the_official_client_drives_every_tool_over_http(workspace: Path, mode: str):
+    async def work() -> None:
+        async with over_http(*where(running), mode=mode) as client:
+            await drive_every_tool(client)
+
+    with program(workspace, *SUITES, "--http") as running:
+        asyncio.run(work())
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(SECONDS) == 128 + signal.SIGTERM
+    as_it_should_be(workspace)
+
+
+def test_nothing_but_the_protocol_is_on_the_wire_and_the_session_goes_on(workspace: Path):
+    """Tools print in every way; what they remember is there when the server is started again."""
+
+    async def work() -> list[str]:
+        said: list[str] = []
+        for _ in range(2):
+            async with over_stdio(workspace, TOOLS) as client:
+                said.append(text(await client.call_tool("chatter")))
+                said.append(text(await client.call_tool("add", {"value": 2})))
+                said.append(text(await client.call_tool("history", {"limit": 50})))
+        return said
+
+    first, one, history, second, two, longer = asyncio.run(work())
+
+    assert (first, second) == ("Done", "Done")
+    assert (one, two) == ("2 2", "4 4")
+    assert longer.startswith(history)
+
+
+@pytest.mark.heavy
+def test_a_fresh_session_knows_nothing_of_the_last(workspace: Path):
+    async def add(*options: str) -> str:
+        async with over_stdio(workspace, *options, TOOLS) as client:
+            return text(await client.call_tool("add", {"value": 2}))
+
+    async def work() -> list[str]:
+        return [await add(), await add("--fresh"), await add()]
+
+    assert asyncio.run(work()) == ["2 2", "4 2", "6 4"]
+
+
+@pytest.mark.heavy
+def test_rules_of_the_workspace_hold(workspace: Path):
+    (workspace / "wink.toml").write_text('[policy]\nprotect = ["*.txt"]\ndeny = ["delete_file"]\n')
+
+    async def work() -> list[str]:
+        async with over_stdio(workspace, "--suites", "files") as client:
+            calls = [
+                ("write_file", {"path": "notes.txt", "content": "x", "overwrite": True}),
+                ("delete_file", {"path": "wink.md"}),
+                ("write_file", {"path": "other.md", "content": "x"}),
+            ]
+            return [text(await client.call_tool(*each)) for each in calls]
+
+    protected, denied, written = asyncio.run(work())
+
+    assert "notes.txt" in protected
+    assert "not allowed" in denied
+    assert "other.md" in written
+    assert (workspace / "notes.txt").read_text() == "first line\n"
+
+
+def test_wrong_use_is_one_clear_line(workspace: Path, tmp_path: Path):
+    for arguments, said in (
+        (("-w", str(tmp_path / "nowhere")), "there is no directory"),
+        (("-w", str(workspace), "no.such.module:thing"), "cannot be loaded"),
+        (("-w", str(workspace), "--suites", "flies"), "did you mean files?"),
+    ):
+        code, shown = run(*arguments)
+        assert code == 2, shown
+        assert said in shown
+        assert shown.startswith("wink: ")
+        assert shown.count("\n") == 1
+
+
+@pytest.mark.heavy
+def test_a_workspace_or_port_that_is_taken_is_told_in_one_line(workspace: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, program(workspace, "--http") as running:
+        where(running)
+        assert run("-w", str(workspace)) == (
+            2,
+            f"wink: {workspace} is in use by process {running.pid}: one agent at a time works on a "
+            "directory. Wait until that has ended, or end it\n",
+        )
+        other = tmp_path / "other"
+        other.mkdir()
+        port = str(taken.getsockname()[1])
+        code, shown = run("-w", str(other), "--http", "--port", port)
+
+    assert code == 2
+    assert f"127.0.0.1 port {port} cannot be served: Address already in use" in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.heavy
+def test_a_token_from_the_environment_is_not_shown(workspace: Path):
+    async def work(url: str) -> int:
+        async with httpx2.AsyncClient(timeout=SECONDS) as http:
+            return (await http.get(url, headers={"Authorization": "Bearer mine"})).status_code
+
+    with subprocess.Popen(
+        [sys.executable, *command(workspace, "--http", "--suites", "files")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment(), "WINK_MCP_TOKEN": "mine"},
+    ) as running:
+        assert running.stderr is not None
+        url = running.stderr.readline().split()[-1]
+        assert asyncio.run(work(url)) != 401
+        running.send_signal(signal.SIGINT)
+        assert running.wait(SECONDS) == 128 + signal.SIGINT
+        assert "mine" not in running.stderr.read()

@@ -1,0 +1,621 @@
+"""`wink run` and `wink resume`, as a person and as a machine use them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Done, Wink
+from terminal import WINK, Terminal
+from tests.adapters.wire import WireServer
+
+from weakincentives.adapters import calls, says
+from weakincentives.cli.config import load_settings
+from weakincentives.cli.runs import runs_of
+from weakincentives.cli.workbench import load_types
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.errors import SandboxUnavailable
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.runtime import SavedSession
+
+BROKEN = "def total(prices):\n    return sum(prices[1:])\n"
+FIX = [
+    {
+        "say": "I look at it first.",
+        "call": [
+            {"setup_plan": {"objective": "Fix it", "steps": ["Look", "Fix the sum"]}},
+            {"read_file": {"path": "calc.py"}},
+        ],
+        "usage": {"input_tokens": 100, "output_tokens": 20},
+    },
+    {
+        "call": [
+            {"edit_file": {"path": "calc.py", "old_string": "nosuch", "new_string": ""}},
+            {"write_file": {"path": ".env", "content": "x"}},
+            {"edit_file": {"path": "calc.py", "old_string": "[1:]", "new_string": ""}},
+            {"update_step": {"step": 1, "status": "done"}},
+            {"update_step": {"step": 2, "status": "done"}},
+        ],
+        "usage": {"input_tokens": 200, "output_tokens": 30},
+    },
+    {"say": "It adds all prices now.", "usage": {"input_tokens": 300, "output_tokens": 10}},
+]
+LONG = [
+    {"say": "I begin.", "call": [{"write_file": {"path": "one.txt", "content": "1\n"}}]},
+    {"call": [{"shell_execute": {"command": "echo 2 > two.txt; cat WAITING"}}]},
+    {"call": [{"write_file": {"path": "three.txt", "content": "3\n"}}]},
+    "All done.",
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "calc.py").write_text(BROKEN)
+    return project
+
+
+def script(project: Path, turns: list[Any], name: str = "script.json") -> str:
+    """Write a script beside the project and return the model that plays it.
+
+    A command that reads WAITING waits until something is written there.
+    """
+    path = project.parent / name
+    path.write_text(json.dumps(turns).replace("WAITING", str(project.parent / "waiting")))
+    return f"scripted:{path}"
+
+
+def files_of(project: Path) -> dict[str, tuple[object, ...]]:
+    """Return all that a rollback has to bring back."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in [project, *project.rglob("*")]:
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(project))] = (status.st_mode, status.st_mtime_ns, content)
+    return found
+
+
+SANDBOX = ("--sandbox", "none")
+"""The quickest; what a sandbox keeps in is tested with the sandboxes."""
+
+
+class Runs:
+    """Runs scripts on the project, in this process: the output goes to no terminal."""
+
+    def __init__(self, project: Path, wink: Wink) -> None:
+        self.project = project
+        self.wink = wink
+
+    def __call__(self, turns: list[Any], *flags: str) -> Done:
+        model = script(self.project, turns)
+        return self.wink("run", "fix it", "-w", str(self.project), "-m", model, *SANDBOX, *flags)
+
+    def resume(self, *arguments: str) -> Done:
+        return self.wink("resume", *arguments, "-w", str(self.project))
+
+
+@pytest.fixture
+def run(project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.chdir(project.parent)
+    return Runs(project, Wink(capfd, project))
+
+
+# Without a terminal
+
+
+def test_progress_is_told_in_plain_lines_and_the_answer_is_the_output(project: Path, run: Runs):
+    done = run(FIX, "--policy", "protect=.env")
+
+    assert (done.code, done.out) == (0, "It adds all prices now.\n")
+    assert "\x1b" not in done.err
+    lines = done.err.splitlines()
+    assert lines[1] == "> fix it"
+    assert lines[2] == "Commands run without a sandbox: they can do all that you can."
+    told = [line for line in _without_times(lines[3:]) if line[:2].strip() and line[:5] != "plan:"]
+    assert told == [
+        "I look at it first.",
+        "✓ setup_plan Fix it",
+        "✓ read_file calc.py",
+        "✗ edit_file rolled back calc.py",
+        "⊘ write_file .env",
+        "✓ edit_file calc.py +1 -1",
+        "✓ update_step 1 done",
+        "✓ update_step 2 done",
+        "done: 3 turns, 7 calls, 1 rolled back, 1 denied, 1 file changed, 660 tokens,",
+    ]
+    assert "  Cannot change .env: it is protected. Leave it as it is" in lines
+    assert "plan: 2 of 2 done" in lines
+    assert "  ✓ 2. Fix the sum" in lines
+    assert (project / "calc.py").read_text() == "def total(prices):\n    return sum(prices)\n"
+    assert not (project / ".env").exists()
+
+
+def _without_times(lines: list[str]) -> list[str]:
+    words = (line.rpartition(" ") for line in lines)
+    return [
+        before if last.endswith("s") and last[:1].isdigit() else f"{before}{space}{last}"
+        for before, space, last in words
+    ]
+
+
+def test_json_tells_the_same_for_machines(project: Path, run: Runs):
+    done = run(FIX, "--json", "--policy", "protect=.env")
+
+    assert done.err == ""
+    told = [json.loads(line) for line in done.out.splitlines()]
+    first, last = told[0], told[-1]
+    assert (first["type"], first["task"], first["dry_run"]) == ("run_started", "fix it", False)
+    assert [run.id for run in runs_of(project)] == [first["run"]]
+    ended = [each for each in told if each["type"] == "tool_ended"]
+    assert [(each["tool"], each["outcome"], each["rolled_back"]) for each in ended[1:5]] == [
+        ("read_file", "committed", False),
+        ("edit_file", "failed", True),
+        ("write_file", "denied", False),
+        ("edit_file", "committed", False),
+    ]
+    assert ended[4]["files"] == [{"path": "calc.py", "added": 1, "removed": 1}]
+    assert ended[3]["denied_by"] == "protected_paths"
+    plans = [each for each in told if each["type"] == "plan"]
+    assert [step["status"] for step in plans[-1]["steps"]] == ["done", "done"]
+    assert last["type"] == "result"
+    assert (last["outcome"], last["text"]) == ("done", "It adds all prices now.")
+    assert (last["input_tokens"], last["output_tokens"], last["cost_usd"]) == (600, 60, None)
+    assert last["files"] == [{"path": "calc.py", "added": 1, "removed": 1}]
+
+
+def test_quiet_prints_the_answer_only(project: Path, run: Runs):
+    done = run(FIX, "--quiet")
+
+    assert (done.out, done.err) == ("It adds all prices now.\n", "")
+
+
+def test_the_task_can_come_from_standard_input(
+    project: Path, run: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("sys.stdin", io.StringIO("say\nhello"))
+
+    done = run.wink("run", "-", "-m", script(project, ["Hello."]), *SANDBOX, "--json")
+
+    told = [json.loads(line) for line in done.out.splitlines()]
+    assert (told[0]["task"], told[0]["workspace"]) == ("say\nhello", str(project))
+
+
+def test_a_run_that_fails_says_why_and_how_to_go_on(project: Path, run: Runs):
+    done = run(FIX, "--max-turns", "1")
+
+    [kept] = runs_of(project)
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err.splitlines()[-2:] == [
+        "The model had 1 turns, all that the run allows",
+        f"Go on with: wink resume {kept.id} -w {project}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-tokens", "50"], "Used 120 total tokens; the budget is 50"),
+        (["--time-limit", "0.000001"], "deadline"),
+    ],
+)
+def test_limits_hold(run: Runs, flags: list[str], said: str):
+    done = run(FIX, *flags)
+
+    assert done.code == 1
+    assert said in done.err.lower() or said in done.err
+
+
+def test_settings_stand_in_the_directory(
+    project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    model = script(project, FIX)
+    (project / "wink.toml").write_text(
+        f'model = "{model}"\nsuites = ["files", "planning"]\n[policy]\nprotect = [".env"]\n'
+    )
+    monkeypatch.chdir(project)
+
+    done = Wink(capfd, project)("run", "fix it", "--quiet")
+
+    assert (done.code, done.out) == (0, "It adds all prices now.\n")
+
+
+def test_a_directory_in_use_is_named_with_who_has_it(
+    project: Path, capfd: pytest.CaptureFixture[str]
+):
+    with HostFilesystem(project):
+        done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", script(project, ["Hi."]))
+
+    assert done.code == 2
+    assert done.err == (
+        f"wink: {project} is in use by process {os.getpid()}: one agent at a time works on a "
+        "directory. Wait until that has ended, or end it\n"
+    )
+    assert runs_of(project) == ()
+
+
+def test_a_run_that_could_not_begin_leaves_nothing_behind(
+    project: Path, capfd: pytest.CaptureFixture[str]
+):
+    model = script(project, ["Hi."])
+
+    done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", model, "--ask", "shell")
+
+    assert (done.code, done.out) == (2, "")
+    assert "ask: there is no tool 'shell'; did you mean shell_execute?" in done.err
+    assert runs_of(project) == ()
+
+
+def test_what_the_library_logs_goes_into_a_file_beside_the_session(project: Path, run: Runs):
+    failing = (
+        "import weakincentives as wink\n@wink.tool\ndef fail() -> str:\n"
+        "    '''Fail.'''\n    raise OSError('no such luck')\n"
+    )
+    (project / "mine.py").write_text(failing)
+    (project / "wink.toml").write_text('sections = ["mine.py:fail"]\n')
+
+    done = run([{"call": ["fail"]}, "It failed."])
+
+    assert done.code == 0
+    assert "Traceback" not in done.err
+    [kept] = runs_of(project)
+    assert "no such luck" in kept.path.with_suffix(".log").read_text()
+
+
+def test_a_server_that_speaks_openais_format_is_asked(
+    project: Path, run: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    with WireServer() as server:
+        fix = ("write_file", {"path": "new.txt", "content": "new\n", "overwrite": False})
+        played = server.play(calls(fix), says("Written."))
+        keys = {"OPENAI_BASE_URL": played.base_url, "OPENAI_API_KEY": "sk-loopback-0123456789"}
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        model = "openai:some-model"
+        done = run.wink("run", "write it", "-w", str(project), "-m", model, *SANDBOX)
+
+    assert done.out == "Written.\n"
+    assert (project / "new.txt").read_text() == "new\n"
+    assert "✓ write_file new.txt +1" in done.err
+
+
+# A dry run
+
+
+def test_a_dry_run_changes_nothing_and_shows_what_it_would_have(project: Path, run: Runs):
+    before = files_of(project)
+
+    done = run(FIX, "--dry-run", "--policy", "protect=.env")
+
+    assert done.code == 0
+    assert files_of(project) == before
+    assert "-    return sum(prices[1:])\n+    return sum(prices)\n" in done.out
+    assert done.out.endswith("It adds all prices now.\n")
+    assert "Everything was rolled back: it was a dry run" in done.err
+
+
+def test_a_dry_run_covers_commands(project: Path, run: Runs):
+    try:
+        find_sandbox("namespaces")
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    (project / "kept").mkdir()
+    (project / "kept/a").write_text("a")
+    before = files_of(project)
+    command = (
+        "rm -r kept; mkdir new; echo b > new/b; chmod 600 calc.py; touch -d 2001-01-01 calc.py"
+    )
+    turns = [{"call": [{"shell_execute": {"command": command}}]}, "Done."]
+
+    done = run(turns, "--dry-run", "--sandbox", "namespaces")
+
+    assert "✓ shell_execute rm -r kept" in done.err
+    assert "+b\n" in done.out
+    assert files_of(project) == before
+
+
+def test_a_dry_run_refuses_what_could_not_be_undone(project: Path, run: Runs):
+    turns = [{"call": [{"shell_execute": {"command": "touch ../outside"}}]}, "Denied."]
+
+    done = run(turns, "--dry-run")
+
+    assert "This is a dry run, and what 'shell_execute' does outside" in done.err
+    assert not (project.parent / "outside").exists()
+
+
+def test_a_dry_run_that_is_killed_is_undone_by_the_next_command(project: Path, run: Runs):
+    before = files_of(project)
+    turns = [*FIX[:2], {"call": [{"shell_execute": {"command": "x"}}]}, *LONG]
+    flags = ("--dry-run", "--ask", "update_step")
+    with Terminal(
+        [*WINK, "run", "x", "-w", str(project), "-m", script(project, turns), *SANDBOX, *flags],
+        cwd=project.parent,
+    ) as terminal:
+        terminal.wait_for("[y/n/a]?")
+        assert files_of(project) != before
+        terminal.process.kill()
+        terminal.end()
+
+    done = run(["Hello."])
+
+    assert done.code == 0
+    assert files_of(project) == before
+
+
+def test_a_dry_run_cannot_be_resumed(project: Path, run: Runs):
+    run(FIX, "--dry-run", "--max-turns", "1")
+    [kept] = runs_of(project)
+
+    done = run.resume(kept.id)
+
+    assert done.code == 2
+    assert "cannot be resumed: it is a dry run" in done.err
+
+
+# On a terminal
+
+
+def terminal_run(project: Path, turns: list[Any], *flags: str, **options: Any) -> Terminal:
+    return Terminal(
+        [
+            *WINK,
+            "run",
+            "fix it",
+            "-w",
+            str(project),
+            "-m",
+            script(project, turns),
+            *SANDBOX,
+            *flags,
+        ],
+        cwd=project.parent,
+        **options,
+    )
+
+
+def test_a_person_sees_the_plan_the_calls_and_what_came_of_them(project: Path):
+    turns = [*FIX[:1], {"call": [{"shell_execute": {"command": "cat WAITING"}}]}, *FIX[1:]]
+    os.mkfifo(project.parent / "waiting")
+    with terminal_run(project, turns, "--policy", "protect=.env") as terminal:
+        under_way = terminal.wait_for("shell_execute cat")
+        (project.parent / "waiting").write_text("go\n")
+        assert terminal.end() == 0
+        seen = terminal.text
+
+    assert "Ctrl-C stops" in under_way
+    assert "2 calls, 120 tokens" in under_way
+    assert "I look at it first." in under_way
+    lines = _without_times(seen.splitlines())
+    assert any(line.startswith("✓ shell_execute cat") for line in lines)
+    assert "  · 1. Look" in under_way.splitlines()
+    assert "✗ edit_file rolled back calc.py" in lines
+    assert "⊘ write_file .env" in lines
+    assert "✓ edit_file calc.py +1 -1" in lines
+    assert "  ✓ 2. Fix the sum" in lines
+    assert lines[-1] == "It adds all prices now."
+    assert "Ctrl-C stops" not in seen  # what was live is gone
+    assert terminal.raw.endswith(b"\x1b[?25h") or b"\x1b[?25h" in terminal.raw  # the cursor
+
+
+def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
+    with terminal_run(project, FIX, columns=20) as terminal:
+        assert terminal.end() == 0
+        lines = terminal.text.splitlines()
+
+    assert sum(line.startswith(("✓ ", "✗ ", "⊘ ")) for line in lines) == 7
+    assert sum("rolled b" in line and line.startswith("✗") for line in lines) == 1
+
+
+def test_without_utf8_signs_become_words(project: Path):
+    with terminal_run(project, FIX, env={"LC_ALL": "C"}) as terminal:
+        assert terminal.end() == 0
+
+    assert "failed edit_file rolled back calc.py" in terminal.text
+    assert terminal.raw.isascii()
+
+
+@pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+def test_colours_can_be_switched_off(project: Path, env: dict[str, str]):
+    with terminal_run(project, FIX, env=env) as terminal:
+        assert terminal.end() == 0
+
+    assert b"\x1b[32m" not in terminal.raw
+    assert "✓ edit_file calc.py +1 -1" in terminal.text
+
+
+def test_escape_sequences_of_others_never_reach_the_terminal(project: Path):
+    wild = "\x1b[2J\x1b]0;title\x07wild"
+    turns = [
+        {
+            "say": wild,
+            "call": [
+                {"write_file": {"path": f"{wild}.txt", "content": wild}},
+                {"shell_execute": {"command": "printf '\\033[2Jwild\\n'; exit 3"}},
+                {"setup_plan": {"objective": wild, "steps": [wild]}},
+                {"update_step": {"step": 1, "status": "done"}},
+            ],
+        },
+        wild,
+    ]
+    with terminal_run(project, turns) as terminal:
+        assert terminal.end() == 0
+
+    assert "\\x1b[2J\\x1b]0;title\\x07wild" in terminal.text
+    assert b"\x1b[2J" not in terminal.raw
+    assert b"\x07" not in terminal.raw
+
+
+# Approval
+
+
+def test_a_person_is_asked_and_their_word_holds(project: Path):
+    write = [{"write_file": {"path": f"{name}.txt", "content": ""}} for name in "abc"]
+    turns = [{"call": write}, "Done."]
+    with terminal_run(project, turns, "--ask", "write_file") as terminal:
+        asked = terminal.wait_for("[y/n/a]?")
+        terminal.send("what?\n")
+        terminal.wait_for("what?\nyes, no, always [y/n/a]?")
+        terminal.send("n\n")
+        terminal.wait_for("path: b.txt")
+        terminal.send("a\n")
+        assert terminal.end() == 0
+
+    assert "write_file wants to run; what it does can be undone." in asked
+    assert "path: a.txt" in asked
+    assert "was not approved by" in terminal.text
+    assert "path: c.txt" not in terminal.text  # always
+    assert sorted(path.name for path in project.glob("*.txt")) == ["b.txt", "c.txt"]
+
+
+def test_without_a_terminal_what_needs_approval_is_denied(project: Path, run: Runs):
+    turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
+
+    denied = run(turns, "--ask", "write_file")
+    approved = run(turns, "--ask", "write_file", "--yes")
+
+    assert "was not approved: nobody is at the terminal to be asked" in denied.err
+    assert "✓ write_file a.txt" in approved.err
+
+
+# Stopping, and going on
+
+
+@pytest.fixture
+def long_run(project: Path) -> str:
+    os.mkfifo(project.parent / "waiting")
+    return script(project, LONG)
+
+
+def let_go_on(project: Path) -> None:
+    """Let the command that waits find something, when it is made again."""
+    waiting = project.parent / "waiting"
+    waiting.unlink()
+    waiting.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_run_that_was_stopped_goes_on_where_it_was(
+    project: Path, run: Runs, long_run: str, number: signal.Signals, code: int
+):
+    with Terminal(
+        [*WINK, "run", "long", "-w", str(project), "-m", long_run, *SANDBOX], cwd=project.parent
+    ) as terminal:
+        terminal.wait_for("shell_execute echo 2")
+        if number is signal.SIGINT:
+            terminal.interrupt()
+        else:
+            terminal.process.send_signal(number)
+            terminal.process.send_signal(number)  # as `timeout` passes it on
+        assert terminal.end() == code
+        seen = terminal.text
+    [kept] = runs_of(project)
+    if number is not signal.SIGKILL:
+        # In one piece, however wide the terminal is: it is there to be copied.
+        assert f"Go on with: wink resume {kept.id} -w {project}".encode() in terminal.raw
+        assert "✗ shell_execute rolled back echo 2" in seen
+    assert sorted(path.name for path in project.glob("*.txt")) == ["one.txt"]
+
+    let_go_on(project)
+
+    done = run.resume()
+
+    assert (done.code, done.out) == (0, "All done.\n")
+    assert f"resumed {kept.id}" in done.err
+    # The call under way is on record as interrupted; after a kill it is not, and is made again.
+    made_again = number is signal.SIGKILL
+    assert (project / "two.txt").exists() is made_again
+    assert (project / "one.txt").exists()
+    assert (project / "three.txt").exists()
+
+
+def test_a_second_ctrl_c_ends_it_at_once(project: Path):
+    """Also where something does not let itself be stopped."""
+    (project / "mine.py").write_text(
+        "import time\nimport weakincentives as wink\n@wink.tool(reach='reversible')\n"
+        "def stubborn(*, context: wink.ToolContext) -> str:\n    '''Go on and on.'''\n"
+        "    context.filesystem.write('half.txt', 'half')\n"
+        "    while True:\n"
+        "        try:\n            time.sleep(60)\n"
+        "        except KeyboardInterrupt:\n            print('not yet', flush=True)\n"
+    )
+    (project / "wink.toml").write_text('sections = ["mine.py:stubborn"]\nsandbox = "none"\n')
+    model = script(project, [{"call": ["stubborn"]}, "Done."])
+    with Terminal([*WINK, "run", "x", "-w", str(project), "-m", model], cwd=project) as terminal:
+        terminal.wait_for("stubborn")
+        while not (project / "half.txt").exists():
+            assert terminal.process.poll() is None
+        terminal.interrupt()
+        terminal.wait_for("not yet")
+        # A signal that comes twice at once, as some programs pass it on, counts once.
+        time.sleep(0.4)
+        terminal.interrupt()
+        assert terminal.end() == 130
+        assert "ended at once; the call under way is undone" in terminal.text
+
+    with HostFilesystem(project):
+        assert not (project / "half.txt").exists()
+
+
+def test_a_run_that_ended_goes_on_with_a_message(project: Path, run: Runs):
+    run(["First.", {"call": [{"read_file": {"path": "calc.py"}}]}, "Second."])
+    [kept] = runs_of(project)
+
+    without = run.resume()
+    with_one = run.resume("and then?")
+
+    assert without.code == 2
+    assert without.err == (
+        f'wink: {kept.id} came to its end; say what to do next: wink resume {kept.id} "..."\n'
+    )
+    assert (with_one.code, with_one.out) == (0, "Second.\n")
+    assert "> and then?" in with_one.err
+
+
+def test_the_rules_of_a_run_hold_when_it_is_resumed(project: Path, run: Runs):
+    turns = [*FIX[:1], {"call": [{"write_file": {"path": ".env", "content": ""}}]}, "Denied."]
+    run(turns, "--max-turns", "1", "--policy", "protect=.env")
+    steps = {"step": 1, "status": "done"}, {"step": 2, "status": "done"}
+    turns[1]["call"] += [{"update_step": step} for step in steps]
+    script(project, turns)
+
+    done = run.resume("--max-turns", "9")
+
+    assert done.out == "Denied.\n"
+    assert "Cannot change .env: it is protected" in done.err
+    assert not (project / ".env").exists()
+
+
+def test_a_run_under_way_is_not_taken_up_twice(project: Path, run: Runs):
+    run(FIX, "--max-turns", "1")
+    [kept] = runs_of(project)
+    load_types(load_settings(project))
+
+    with SavedSession.open(kept.path):
+        done = run.resume()
+
+    assert done.code == 2
+    assert done.err == f"wink: {kept.id} is under way in another process\n"
+
+
+# Help
+
+
+def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    done = run.wink("run", "--help")
+
+    assert done.code == 0
+    for wanted in ("--dry-run", "protect=GLOB", "docs/cli.md", 'wink run "fix the failing test"'):
+        assert wanted in done.out

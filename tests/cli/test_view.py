@@ -1,0 +1,234 @@
+"""How a run is shown, whatever a model or a file brings."""
+
+from __future__ import annotations
+
+import io
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weakincentives.cli.view import (
+    CallEnded,
+    CallStarted,
+    Event,
+    FileChange,
+    JsonView,
+    LiveView,
+    PlainView,
+    PlanChanged,
+    PlanLine,
+    Retried,
+    RunResult,
+    RunStarted,
+    SentBackToWork,
+    TextCame,
+    TurnDone,
+    TurnStarted,
+    Words,
+    harmless,
+    summary_of,
+)
+
+WILD = "\x1b[2Jwiped \x1b]0;title\x07 \x9b31m \u202eevil \r over \x00 caf\xe9 \ud800 \u2028"
+
+
+def events(text: str) -> list[Event]:
+    """Return one event of each kind, with a text in all places where there can be one."""
+    files = (FileChange(path=text, added=1, removed=2), FileChange(path="b"))
+    steps = (PlanLine(title=text, status="done"), PlanLine(title=text, status="blocked", note=text))
+    arguments = {"path": text, "content": text}
+    return [
+        RunStarted(run="r1", workspace=text, model=text, task=text, notes=(text,)),
+        TurnStarted(turn=1),
+        TextCame(text=text),
+        Retried(error=text, wait=1.5),
+        TurnDone(turn=1, text=text, calls=1),
+        CallStarted(call="c1", tool=text, arguments=arguments),
+        CallEnded(
+            call="c1",
+            tool=text,
+            arguments=arguments,
+            outcome="failed",
+            message=text,
+            output=f"{text}\n{text}",
+            seconds=0.5,
+            rolled_back=True,
+            files=files,
+        ),
+        PlanChanged(objective=text, steps=steps),
+        SentBackToWork(reason=text),
+        RunResult(run="r1", outcome="failed", text=text, error=text, diff=text, resume=text),
+    ]
+
+
+def acts_on_a_terminal(text: str) -> list[str]:
+    return [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
+
+
+def test_nothing_that_acts_on_a_terminal_is_let_through():
+    assert harmless("plain caf\xe9") == "plain caf\xe9"
+    assert harmless("\x1b[2Ja\nb") == "\\x1b[2Ja b"
+    assert harmless("a\nb\x07", lines=True) == "a\nb\\x07"
+    assert harmless("\u202eevil\x9b\ud800") == "\\u202eevil\\x9b\\ud800"
+
+
+@given(st.text(st.characters()))
+def test_whatever_a_text_holds_it_is_harmless_on_one_line(text: str):
+    assert acts_on_a_terminal(harmless(text)) == []
+    assert set(acts_on_a_terminal(harmless(text, lines=True))) <= {"\n"}
+
+
+@pytest.mark.parametrize("is_utf8", [True, False])
+def test_no_event_can_bring_anything_else_into_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, is_utf8: bool
+):
+    monkeypatch.setenv("LC_ALL", "C.UTF-8" if is_utf8 else "C")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    view = PlainView(out, out)
+
+    for event in events(WILD):
+        view.show(event)
+
+    written = out.buffer.getvalue().decode()  # type: ignore[attr-defined]  # it is a BytesIO
+    assert set(acts_on_a_terminal(written)) == {"\n"}
+    assert "\\x1b[2Jwiped" in written
+    assert written.isascii() is not is_utf8
+
+
+def test_no_event_can_bring_anything_else_onto_a_live_screen(monkeypatch: pytest.MonkeyPatch):
+    """What is there of escape sequences is what the view itself says: colours and cursor."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    view = LiveView(out)
+
+    for event in events(WILD):
+        view.show(event)
+    view.close()
+
+    written = out.getvalue()
+    assert "\\x1b[2Jwiped" in written
+    assert "\x1b[2J" not in written
+    assert not {"\x07", "\x9b", "\u202e", "\x00", "\u2028"}.intersection(written)
+
+
+def test_json_is_one_object_a_line_and_ascii():
+    out = io.StringIO()
+    view = JsonView(out)
+
+    for event in events(WILD):
+        view.show(event)
+
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert out.getvalue().isascii()
+    assert [line["type"] for line in lines] == [
+        "run_started",
+        "turn_started",
+        "retrying",
+        "turn_ended",
+        "tool_started",
+        "tool_ended",
+        "plan",
+        "sent_back",
+        "result",
+    ]
+    assert lines[5]["files"][0] == {"path": WILD, "added": 1, "removed": 2}
+    assert lines[5]["message"] == WILD
+
+
+def test_arguments_that_are_no_json_are_shown_all_the_same():
+    out = io.StringIO()
+
+    JsonView(out).show(CallStarted(call="c", tool="t", arguments={"value": {1, 2}}))
+
+    assert json.loads(out.getvalue())["arguments"] == {"value": "{1, 2}"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "rolled_back", "sign", "plain"),
+    [
+        ("committed", False, "✓", "ok"),
+        ("failed", True, "✗", "failed"),
+        ("denied", False, "⊘", "denied"),
+    ],
+)
+def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
+    outcome: str, rolled_back: bool, sign: str, plain: str
+):
+    event = CallEnded(
+        call="c",
+        tool="edit_file",
+        arguments={"path": "a.py"},
+        outcome=outcome,  # type: ignore[arg-type]  # one of them
+        message="because",
+        seconds=0.25,
+        rolled_back=rolled_back,
+        files=(FileChange(path="a.py", added=2, removed=1),),
+    )
+    mark = " rolled back" if rolled_back else ""
+
+    assert Words(True).lines(event)[0].plain == f"{sign} edit_file{mark} a.py +2 -1 0.2s"
+    assert Words(False).lines(event)[0].plain == f"{plain} edit_file{mark} a.py +2 -1 0.2s"
+    told = [line.plain for line in Words(True).lines(event)[1:]]
+    assert told == ([] if outcome == "committed" else ["  because"])
+
+
+def test_of_a_failed_command_the_last_line_is_told():
+    event = CallEnded(
+        call="c",
+        tool="shell_execute",
+        arguments={"command": ["make", "test"]},
+        outcome="failed",
+        message="The command ended with exit code 2.",
+        output="...\nE   assert 1 == 2\nFAILED (failures=1)\n",
+        seconds=61.0,
+        rolled_back=True,
+    )
+
+    assert [line.plain for line in Words(True).lines(event)] == [
+        "✗ shell_execute rolled back make test 1m01s",
+        "  The command ended with exit code 2.",
+        "  FAILED (failures=1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"path": "a.py", "content": "x"}, "a.py"),
+        ({"command": "make  all\nmake test"}, "make all make test"),
+        ({"source": "a", "destination": "b"}, "a -> b"),
+        ({"step": 2, "status": "done"}, "2 done"),
+        ({"some": 1, "other": "b"}, "some=1, other='b'"),
+        ({"code": "x" * 100}, "x" * 57 + "..."),
+        ({}, ""),
+        (None, ""),
+        ("{not json", "{not json"),
+    ],
+)
+def test_a_call_is_summed_up_by_what_it_is_about(arguments: object, said: str):
+    assert summary_of(arguments) == said
+
+
+def test_a_plan_is_told_as_it_changes():
+    out = io.StringIO()
+    view = PlainView(out, out)
+    steps = [PlanLine(title=f"step {n}", status="pending") for n in range(1, 4)]
+
+    view.show(PlanChanged(objective="o", steps=tuple(steps)))
+    steps[0] = PlanLine(title="step 1", status="done")
+    view.show(PlanChanged(objective="o", steps=tuple(steps)))
+
+    assert out.getvalue().splitlines()[-2:] == ["plan: 1 of 3 done", "  [x] 1. step 1"]
+    assert out.getvalue().count("step 2") == 1
+
+
+def test_the_price_is_told_only_where_it_is_known():
+    known = RunResult(run="r", outcome="done", input_tokens=1000, output_tokens=234, cost_usd=0.5)
+    unknown = RunResult(run="r", outcome="done", input_tokens=1000, output_tokens=234)
+
+    assert "1,234 tokens, $0.5000" in Words(True).lines(known)[0].plain
+    assert "$" not in Words(True).lines(unknown)[0].plain
