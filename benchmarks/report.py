@@ -76,6 +76,7 @@ def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
     yield from _render_rows(results)
+    yield from _mcp_rows(results)
     yield from _start_rows(results)
 
 
@@ -358,6 +359,32 @@ def _render_rows(results: dict) -> Iterator[tuple[str, ...]]:
                 "-",
                 "-",
                 "",
+            )
+
+
+def _mcp_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    rows = _ours(results, "mcp_calls", "mcp call")
+    for way in ("stdio", "memory"):
+        for kind in ("sync", "async"):
+            found = {r["server"]: r for r in rows if (r["way"], r["kind"]) == (way, kind)}
+            if "ours" not in found:
+                continue
+            ours, sdk = found["ours"], found["mcp"]
+            limit = 1.33 if way == "stdio" else None
+            ratio, quiet = (ours[each] / sdk[each] for each in ("wall", "wall_p10"))
+            others = "; ".join(
+                f"{name} {_time(row['wall_p10'])} (median {_time(row['wall'])})"
+                for name, row in found.items()
+                if name != "ours"
+            )
+            where = "over stdio" if way == "stdio" else "in one process"
+            yield (
+                f"MCP: a call that writes a file, {kind} tool, {where}",
+                f"**{_time(ours['wall_p10'])}** wall p10 (median {_time(ours['wall'])})",
+                f"{quiet:.2f} x the `mcp` server without a transaction (median {ratio:.2f} x)",
+                "-" if limit is None else f"≤ {limit} x",
+                "-" if limit is None else _holds(ratio, quiet, limit),
+                others,
             )
 
 

@@ -32,11 +32,12 @@ OURS = {
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
     "render": ("--quick",),
+    "mcp_calls": ("--quick",),
     "import_time": ("--quick",),
     "size": (),
 }
 """Our scripts, and what each takes for a quick run."""
-EXTRAS = {"evaluate": "asteval"}
+EXTRAS = {"evaluate": "asteval", "mcp_calls": "mcp"}
 """What a script needs beside the core, which has an environment of its own."""
 
 

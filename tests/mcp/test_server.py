@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -770,7 +771,7 @@ def test_files_are_undone_after_a_restart_and_so_is_all_since_a_checkpoint(tmp_p
     """Where the session is saved; how its state was before a single call is not known then."""
     folder = tmp_path / "workspace"
     folder.mkdir()
-    tools = registry(write, add, workspace=folder)
+    tools = registry(write, add, FIND, workspace=folder)
     with tools, SavedSession.create(tmp_path / "session.jsonl", tools.session):
         _texts(
             McpServer(tools),
@@ -779,12 +780,13 @@ def test_files_are_undone_after_a_restart_and_so_is_all_since_a_checkpoint(tmp_p
             ("add", {"value": 1}),
             _write("a.txt", "a"),
             _write("b.txt", "b"),
+            ("find", {"word": "x"}),
         )
 
-    types = [Count, write.params_type, add.params_type]
+    types = [Count, Found, FindParams, write.params_type, add.params_type]
     with (
         SavedSession.open(tmp_path / "session.jsonl", types=types) as saved,
-        ToolRegistry([write, add], workspace=folder, session=saved.session) as again,
+        ToolRegistry([write, add, FIND], workspace=folder, session=saved.session) as again,
     ):
         first, second = _texts(McpServer(again), ("undo", {}), ("undo", {"checkpoint": "good"}))
         assert saved.session[Count].latest() == Count(1)
@@ -838,3 +840,22 @@ def test_a_tool_of_the_users_own_goes_before_ours():
         return "mine"
 
     assert text(call(McpServer(registry(mine)), "undo")) == "mine"
+
+
+@pytest.mark.heavy
+def test_the_example_renames_everywhere_or_nowhere_and_undoes():
+    example = Path(__file__).parents[2] / "examples" / "mcp_server.py"
+
+    shown = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, check=True
+    ).stdout
+
+    assert shown.splitlines() == [
+        "Tools: rename, undo, history, checkpoint",
+        "ok: total is amount now.",
+        "  shop.py: amount = 1",
+        "failed: main.py would not compile: invalid syntax",
+        "  shop.py: amount = 1",
+        "Undone: 1 call (rename).",
+        "  shop.py: total = 1",
+    ]

@@ -351,7 +351,7 @@ def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
 
 
 def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, Any]:
-    """Return a result as it goes over the wire; the ``mcp`` package checks it, so no model of it."""
+    """Return a result as it goes over the wire; the ``mcp`` package checks it there."""
     meta: dict[str, Any] = {CALL_ID: result.call_id}
     if result.failure is not None:
         meta[FAILURE] = _failure(result)
@@ -359,6 +359,7 @@ def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, A
     answer: dict[str, Any] = {
         "content": [{"type": "text", "text": text}] if text else [],
         "isError": not result.success,
+        "resultType": "complete",
         "_meta": meta,
     }
     structured = None if tool is None else _structured(tool, result)

@@ -166,7 +166,6 @@ class UndoTools:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._points: OrderedDict[str, _Point] = OrderedDict()
-        self._reaches: dict[str, Reach | None] = {}
 
     @cached_property
     def tools(self) -> tuple[Tool[Any, Any], ...]:
@@ -197,10 +196,7 @@ class UndoTools:
 
     def before(self, call: ToolCall, offer: Offer | None, context: ToolContext) -> None:
         """Note how things are, where the call may change them."""
-        if offer is None:
-            return
-        self._reaches[call.name] = offer.tool.reach
-        if offer.tool.reach != "read" and offer.tool not in self.tools:
+        if offer is not None and offer.tool.reach != "read" and offer.tool not in self.tools:
             self._points[call.id] = _point(self._session, context)
             if len(self._points) > _MOST_POINTS:
                 self._points.popitem(last=False)
@@ -232,7 +228,8 @@ class UndoTools:
         if params.checkpoint is not None and params.call_id is not None:
             return ToolResult.error("Name a call or a checkpoint, not both")
         on_disk = _changed_on_disk(context)
-        chosen = self._chosen(params, on_disk, context.session)
+        reaches = _reaches(context)
+        chosen = self._chosen(params, on_disk, reaches, context.session)
         if not chosen.undone:
             return ToolResult.error("Nothing has changed since: there is nothing to undo")
         ids = tuple(record.call_id for record in chosen.undone)
@@ -241,13 +238,17 @@ class UndoTools:
         notes += [
             f"What {record.tool_name} did outside of files and session stays."
             for record in chosen.undone
-            if self._reaches.get(record.tool_name) in ("compensable", "irreversible")
+            if reaches.get(record.tool_name) in ("compensable", "irreversible")
         ]
         tools = tuple(record.tool_name for record in chosen.undone)
         return ToolResult.ok(Undone(ids, tools, tuple(dict.fromkeys(notes))))
 
     def _chosen(
-        self, params: UndoParams, on_disk: Mapping[str, object], session: Session
+        self,
+        params: UndoParams,
+        on_disk: Mapping[str, object],
+        reaches: Mapping[str, Reach | None],
+        session: Session,
     ) -> _Chosen:
         """Return what is to be undone, or say why nothing can be."""
         later: list[ToolInvoked] = []
@@ -258,10 +259,12 @@ class UndoTools:
                 if value.name == params.checkpoint:
                     return _Chosen(later, record)
                 checkpoints[value.name] = None
-            elif self._has_changed(record, on_disk):
-                is_last = params.call_id is None and self._is_known(record, on_disk)
-                if params.checkpoint is None and (is_last or record.call_id == params.call_id):
-                    if is_last or params.and_later:
+            elif self._may_have_changed(record, on_disk, reaches):
+                # Of what was before a restart, only files are known for sure.
+                is_known = record.call_id in on_disk or record.call_id in self._points
+                is_it = is_known if params.call_id is None else record.call_id == params.call_id
+                if is_it and params.checkpoint is None:
+                    if params.and_later:
                         return _Chosen([*later, record], record)
                     return _Chosen([record], record, later)
                 later.append(record)
@@ -276,19 +279,18 @@ class UndoTools:
             f"The call {params.call_id!r} changed nothing that could be undone; look at the history"
         )
 
-    def _is_known(self, record: ToolInvoked, on_disk: Mapping[str, object]) -> bool:
-        return record.call_id in on_disk or record.call_id in self._points
-
-    def _has_changed(self, record: ToolInvoked, on_disk: Mapping[str, object]) -> bool:
-        """Whether a call has changed anything; of one before a restart, only files are known."""
+    def _may_have_changed(
+        self,
+        record: ToolInvoked,
+        on_disk: Mapping[str, object],
+        reaches: Mapping[str, Reach | None],
+    ) -> bool:
         if record.call_id in on_disk:
             return True
-        if isinstance(record.result.value, History):
-            return False
         point = self._points.get(record.call_id)
         if point is not None:
             return point.changed
-        return self._reaches.get(record.tool_name) != "read"
+        return reaches.get(record.tool_name, "read") != "read"
 
     def _restore_state(self, chosen: _Chosen, context: ToolContext) -> list[str]:
         """Go back to the state before what is undone; return what there is to say about it."""
@@ -351,6 +353,13 @@ class UndoTools:
 
 
 # Reading the record of calls
+
+
+def _reaches(context: ToolContext) -> dict[str, Reach | None]:
+    rendered = context.rendering
+    if rendered is None:
+        return {}
+    return {name: offer.tool.reach for name, offer in rendered.offers.items()}
 
 
 def _standing(session: Session) -> Iterator[ToolInvoked]:

@@ -1,0 +1,98 @@
+"""A call over MCP that writes a file: our server beside those of the mcp and fastmcp packages.
+
+Ours does it in a transaction: a policy, history on disk, undo, a saved session. The others just
+write the file. Over standard input and output each server is a program of its own; the client is
+that of the mcp package, and asks all of them in turn. fastmcp is measured over stdio where its
+environment is there: run the peer fastmcp first.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from statistics import median
+
+from mcp import Client, StdioServerParameters
+
+import mcp_servers
+from environments import BENCHMARKS, HOME
+from timing import emit, is_quick
+
+WARM = 30
+BATCH = 20
+"""Calls to one server before the next one has its turn: after a change the caches are cold."""
+
+
+class Asked:
+    """A client of one server, and how long its calls took, in µs."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.walls: list[float] = []
+
+    async def call(self, number: int) -> None:
+        arguments = {"path": "a.txt", "content": f"content {number}\n" * 20}
+        began = time.perf_counter()
+        result = await self.client.call_tool("write", arguments)
+        self.walls.append((time.perf_counter() - began) * 1e6)
+        assert not result.is_error, result
+
+    def figures(self) -> dict[str, float]:
+        walls = sorted(self.walls[WARM:])
+        return {
+            "wall": round(median(walls), 1),
+            "wall_p10": round(walls[len(walls) // 10], 1),
+            "calls": len(walls),
+        }
+
+
+def programs() -> dict[str, str]:
+    """Return the Python of each server's environment."""
+    fastmcp = HOME / "fastmcp" / "bin" / "python"
+    found = {"ours": sys.executable, "mcp": sys.executable}
+    return {**found, "fastmcp": str(fastmcp)} if fastmcp.exists() else found
+
+
+def over_stdio(python: str, server: str, kind: str, directory: Path) -> Client:
+    script = str(BENCHMARKS / "mcp_servers.py")
+    arguments = [script, server, str(directory), kind]
+    return Client(StdioServerParameters(command=python, args=arguments))
+
+
+def in_memory(server: str, kind: str, directory: Path) -> Client:
+    if server == "ours":
+        return Client(mcp_servers.ours(directory, kind).protocol)
+    return Client(mcp_servers.sdk(directory, kind))
+
+
+async def measure(calls: int) -> None:
+    async with AsyncExitStack() as stack:
+        asked: dict[tuple[str, str, str], Asked] = {}
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        async def add(way: str, kind: str, server: str, make) -> None:
+            directory = folder / f"{way}-{kind}-{server}"
+            directory.mkdir()
+            client = await stack.enter_async_context(make(directory))
+            asked[way, kind, server] = Asked(client)
+
+        for kind in mcp_servers.KINDS:
+            for server, python in programs().items():
+                await add("stdio", kind, server, lambda d: over_stdio(python, server, kind, d))  # noqa: B023
+            for server in ("ours", "mcp"):
+                await add("memory", kind, server, lambda d: in_memory(server, kind, d))  # noqa: B023
+        for each in asked.values():
+            for number in range(WARM):
+                await each.call(number)
+        for first in range(0, calls, BATCH):
+            for each in asked.values():
+                for number in range(first, first + BATCH):
+                    await each.call(number)
+        for (way, kind, server), each in asked.items():
+            emit("mcp call", way=way, kind=kind, server=server, **each.figures())
+
+
+if __name__ == "__main__":
+    asyncio.run(measure(100 if is_quick() else 400))

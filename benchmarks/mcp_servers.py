@@ -1,0 +1,88 @@
+"""MCP servers whose one tool writes a file: ours, and those it is compared with.
+
+``python mcp_servers.py ours DIRECTORY`` serves over standard input and output.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+KINDS = ("sync", "async")
+
+
+def plain_write(directory: Path, kind: str):
+    """Return the tool as a function that writes, and nothing more."""
+
+    def write(path: str, content: str) -> str:
+        """Write a file."""
+        (directory / path).write_text(content)
+        return f"Wrote {path}"
+
+    async def write_async(path: str, content: str) -> str:
+        """Write a file."""
+        return write(path, content)
+
+    write_async.__name__ = "write"
+    return write if kind == "sync" else write_async
+
+
+def ours(directory: Path, kind: str = "sync"):
+    """Return our server: a policy, a transaction with history on disk, undo, a saved session."""
+    from weakincentives.filesystem import Filesystem, HostFilesystem
+    from weakincentives.mcp import McpServer
+    from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ReadBeforeWritePolicy
+    from weakincentives.prompt import tool as as_tool
+    from weakincentives.prompt.tool import ToolContext
+    from weakincentives.runtime import SavedSession, Session
+
+    def write(path: str, content: str, *, context: ToolContext) -> str:
+        """Write a file."""
+        context.filesystem.write(path, content)
+        return f"Wrote {path}"
+
+    async def write_async(path: str, content: str, *, context: ToolContext) -> str:
+        """Write a file."""
+        context.filesystem.write(path, content)
+        return f"Wrote {path}"
+
+    tool = as_tool(reach="reversible", name="write")(write if kind == "sync" else write_async)
+    files = HostFilesystem(directory)
+    session = Session()
+    saved = SavedSession.create(files.store / "session.jsonl", session)
+    section = MarkdownSection(title="Files", tools=[tool], policies=[ReadBeforeWritePolicy()])
+    template = PromptTemplate(sections=[section], resources={Filesystem: files})
+    server = McpServer(Prompt(template), session=session)
+    server.kept = (files, saved)
+    return server
+
+
+def sdk(directory: Path, kind: str = "sync"):
+    """Return the server of the mcp package."""
+    from mcp.server.mcpserver import MCPServer
+
+    server = MCPServer("peer")
+    server.tool()(plain_write(directory, kind))
+    return server
+
+
+def fastmcp(directory: Path, kind: str = "sync"):
+    """Return the server of the fastmcp package."""
+    from fastmcp import FastMCP
+
+    server = FastMCP("peer")
+    server.tool(plain_write(directory, kind))
+    return server
+
+
+def main(name: str, directory: str, kind: str) -> None:
+    made = {"ours": ours, "mcp": sdk, "fastmcp": fastmcp}[name](Path(directory), kind)
+    if name == "ours":
+        asyncio.run(made.run_stdio())
+    elif name == "mcp":
+        asyncio.run(made.run_stdio_async())
+    else:
+        made.run(show_banner=False)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
