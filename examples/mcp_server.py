@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcp import Client, StdioServerParameters
+from mcp.types import TextContent
 
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.mcp import McpServer
@@ -41,7 +42,8 @@ class Renamed:
 
 
 def rename(params: RenameParams, *, context: ToolContext) -> ToolResult[Renamed]:
-    files, changed = context.filesystem, []
+    files = context.filesystem
+    changed: list[str] = []
     for path in files.glob("**/*.py"):
         before = files.read(path)
         after = before.replace(params.old, params.new)
@@ -85,10 +87,15 @@ async def use(directory: Path) -> None:
         print("Tools:", ", ".join(tool.name for tool in (await client.list_tools()).tools))
         for arguments in ({"old": "total", "new": "amount"}, {"old": "amount", "new": "class"}):
             result = await client.call_tool("rename", arguments)
-            print("failed:" if result.is_error else "ok:", result.content[0].text.splitlines()[0])
+            print("failed:" if result.is_error else "ok:", said(result.content[0]).splitlines()[0])
             print("  shop.py:", (directory / "shop.py").read_text().strip())
-        print((await client.call_tool("undo")).content[0].text)
+        print(said((await client.call_tool("undo")).content[0]))
         print("  shop.py:", (directory / "shop.py").read_text().strip())
+
+
+def said(content: object) -> str:
+    assert isinstance(content, TextContent)
+    return content.text
 
 
 if __name__ == "__main__":

@@ -138,12 +138,13 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(tmp_path: Pat
     subprocess.run([python, "-m", "pip", "install", "--quiet", str(wheel)], check=True)
 
     extra = [name for name in MODULES if name.split(".")[1] in ("cli", "mcp")]
+    core = [name for name in MODULES if name not in extra]
     program = (
         "import importlib, importlib.util\n"
-        "for name in %r: importlib.import_module(name)\n"
-        "for name in %r: assert importlib.util.find_spec(name), name\n"
+        f"for name in {core!r}: importlib.import_module(name)\n"
+        f"for name in {extra!r}: assert importlib.util.find_spec(name), name\n"
         "print('all there')"
-    ) % ([name for name in MODULES if name not in extra], extra)
+    )
     done = subprocess.run(
         [python, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path
     )
