@@ -91,6 +91,12 @@ class Terminal:
         """Press Ctrl-C."""
         self.send("\x03")
 
+    def hang_up(self) -> None:
+        """Close the terminal, as a window is closed."""
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, self._master)
+        os.close(nowhere)
+
     def end(self, timeout: float = 60) -> int:
         """Return the exit code once the program has ended, and all that it wrote is shown."""
         code = self.process.wait(timeout)

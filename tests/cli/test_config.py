@@ -224,6 +224,9 @@ def test_a_variable_that_is_nearly_one_of_ours_is_a_slip(
         ("quota=x", "--policy: policy.quota: expected TOOL:VALUE"),
         ("quota=x:many", "--policy: policy.quota: expected a whole number for each tool"),
         ("nosuch.toml", "--policy: there is no file nosuch.toml"),
+        ("protect=", "--policy: policy.protect: expected a list of globs, got ''"),
+        ("deny=,", "--policy: policy.deny: expected a list of names, got ','"),
+        ("after=write_file:", "--policy: policy.after: expected TOOL:VALUE"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_named(project: Path, spec: str, said: str):
@@ -244,16 +247,29 @@ def test_a_rule_that_makes_no_sense_is_named(project: Path, spec: str, said: str
         ("os.path:jion", "policy.use: os.path has no jion; did you mean join?"),
         ("os.path:sep", "policy.use: os.path:sep is a str; it must be a policy"),
         ("rules.py:x", "policy.use: there is no file"),
+        ("program.py:x", "policy.use: program.py cannot be loaded: SystemExit: 3"),
     ],
 )
 def test_a_rule_that_would_hold_for_nothing_is_refused(project: Path, spec: str, said: str):
     """A rule about a misspelled tool would protect nobody, and nobody would know."""
+    (project / "program.py").write_text("import sys\nsys.exit(3)\n")
     settings = load_settings(project, policy=[spec], suites=["files"])
 
     with pytest.raises(Misuse) as error, open_workbench(settings):
         pass
 
     assert said in str(error.value)
+
+
+def test_a_whole_path_is_protected_as_one_from_the_directory_on(project: Path):
+    settings = load_settings(project, policy=[f"protect={project}/a.txt"], suites=["files"])
+
+    with open_workbench(settings) as workbench:
+        said = _call(workbench, "write_file", path="a.txt", content="x")
+        other = _call(workbench, "write_file", path="sub/a.txt", content="x")
+
+    assert said == "Cannot change a.txt: it is protected. Leave it as it is"
+    assert "protected" not in other
 
 
 def test_a_rule_about_a_tool_that_is_switched_off_is_fine(project: Path):

@@ -102,6 +102,7 @@ def test_a_directory_that_is_not_there_is_broken_and_the_rest_is_looked_at(wink:
 
     assert code == 1
     assert broken(found) == ["there is no directory nosuch; make it, or name another one"]
+    assert [each["do"] for each in found if each["level"] == "broken"] == [""]
     assert any(each["area"] == "Extras" for each in found)
 
 

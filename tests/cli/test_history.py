@@ -141,7 +141,7 @@ def test_a_damaged_history_does_not_hide_what_is_on_record(wink: Wink, project: 
 
     assert len(lines) == 7
     assert all(line["files"] == [] for line in lines)
-    assert wink("undo").err == "wink: there is nothing to undo\n"
+    assert wink("undo").err.startswith("wink: there is nothing to undo: no call has changed files")
 
 
 # show
@@ -264,7 +264,7 @@ def test_undo_goes_back_one_change_after_the_other(wink: Wink, project: Path):
     assert not (project / "new.txt").exists()
     assert wink("undo").code == 0
     assert "a - b" in (project / "src/calc.py").read_text()
-    assert wink("undo").err == "wink: there is nothing to undo\n"
+    assert wink("undo").err.startswith("wink: there is nothing to undo: no call has changed files")
 
 
 def test_one_call_is_undone_by_name_and_had_back_again(wink: Wink, project: Path):
@@ -338,7 +338,8 @@ def test_a_whole_run_is_undone_and_a_dry_run_only_shows_it(wink: Wink, project: 
         (["show", "99"], "has 7 calls; there is no call 99"),
         (["show", "zzz/1"], "there is no run 'zzz'"),
         (["log", "--run", "zzz"], "there is no run 'zzz'"),
-        (["log", "--run", ""], "is the name of 2 runs"),
+        (["log", "--run", "2"], "is the name of 2 runs"),
+        (["log", "--run", ""], "there is no run ''"),
         (["log", "-w", "nosuch"], "there is no directory nosuch"),
         (["log", "-w", "notes.txt"], "notes.txt is a file"),
         (["log", "-n", "-1"], "greater than or equal to 0"),
@@ -377,3 +378,66 @@ def test_looking_needs_no_model_and_is_quick_to_load():
     )
 
     assert done.stdout == "[]\n"
+
+
+# What was found by trying to break it
+
+
+def test_without_history_a_diff_says_so_in_a_whole_sentence(wink: Wink):
+    done = wink("diff")
+
+    assert done.code == 1
+    assert done.err.startswith("wink: no call has changed files here")
+
+
+def test_an_undo_tells_what_it_did_and_not_what_it_left(wink: Wink, project: Path):
+    make_run(project, [calls(("write_file", {"path": "docs/a", "content": "a\n"})), "Done."])
+    (project / "docs/mine").write_text("x\n")
+
+    done = wink("undo")
+
+    assert "docs/a +0 -1" in done.out
+    assert "mine" not in done.out
+    assert "docs holds something that is not from these calls" in done.err
+    assert (project / "docs/mine").read_text() == "x\n"
+
+
+def test_an_undo_that_changes_nothing_offers_nothing_to_have_back(wink: Wink, project: Path):
+    with HostFilesystem(project) as fs:
+        fs.mkdir("docs")
+        fs.write("other", "x")
+    (project / "docs/mine").write_text("x\n")
+
+    done = wink("undo", "direct_1")
+
+    assert done.code == 1
+    assert done.out == ""
+    assert done.err.endswith("wink: nothing was undone\n")
+
+
+def test_an_undo_that_finds_no_room_says_that_nothing_was_undone(wink: Wink, project: Path):
+    (project / "notes.txt").write_text("x" * 100_000)
+    with HostFilesystem(project) as fs:
+        fs.write("notes.txt", "short")
+
+    limited = "import resource as r, runpy, sys; r.setrlimit(r.RLIMIT_FSIZE, (50_000, 50_000)); "
+    limited += (
+        "sys.argv = ['wink', 'undo']; runpy.run_module('weakincentives.cli', None, '__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited], cwd=project, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert done.stderr == "wink: nothing was undone: File too large\n"
+    assert (project / "notes.txt").read_text() == "short"
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "/1", "0", "k3f/" + "9" * 5000])
+def test_a_number_that_no_call_has_is_one_line(wink: Wink, project: Path, name: str):
+    make_run(project, TURNS)
+
+    done = wink("show", name)
+
+    assert done.code == 2
+    assert done.err.count("\n") == 1

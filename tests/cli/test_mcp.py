@@ -225,17 +225,37 @@ def test_rules_of_the_workspace_hold(workspace: Path):
     assert (workspace / "notes.txt").read_text() == "first line\n"
 
 
-def test_wrong_use_is_one_clear_line(workspace: Path, tmp_path: Path):
-    for arguments, said in (
-        (("-w", str(tmp_path / "nowhere")), "there is no directory"),
-        (("-w", str(workspace), "no.such.module:thing"), "cannot be loaded"),
-        (("-w", str(workspace), "--suites", "flies"), "did you mean files?"),
-    ):
-        code, shown = run(*arguments)
-        assert code == 2, shown
-        assert said in shown
-        assert shown.startswith("wink: ")
-        assert shown.count("\n") == 1
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no.such.module:thing"], "cannot be loaded"),
+        pytest.param(["-w", "nowhere"], "there is no directory", marks=pytest.mark.heavy),
+        pytest.param(["--suites", "flies"], "did you mean files?", marks=pytest.mark.heavy),
+    ],
+)
+def test_wrong_use_is_one_clear_line(workspace: Path, arguments: list[str], said: str):
+    code, shown = run("-w", str(workspace), *arguments)
+
+    assert code == 2, shown
+    assert said in shown
+    assert shown.startswith("wink: ")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.heavy
+def test_whoever_opens_it_to_other_machines_is_warned(workspace: Path):
+    with subprocess.Popen(
+        [sys.executable, *command(workspace, "--http", "--suites", "files", "--host", "0.0.0.0")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as running:
+        assert running.stderr is not None
+        running.stderr.readline()
+        warning = running.stderr.readline()
+        running.terminate()
+
+    assert "nothing is encrypted" in warning
 
 
 @pytest.mark.heavy

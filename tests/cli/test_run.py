@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import Done, Wink
-from terminal import WINK, Terminal
+from terminal import WINK, Terminal, environment
 from tests.adapters.wire import WireServer
 
 from weakincentives.adapters import calls, says
@@ -125,7 +127,7 @@ def test_progress_is_told_in_plain_lines_and_the_answer_is_the_output(project: P
         "✓ setup_plan Fix it",
         "✓ read_file calc.py",
         "✗ edit_file rolled back calc.py",
-        "⊘ write_file .env",
+        "⊘ write_file denied .env",
         "✓ edit_file calc.py +1 -1",
         "✓ update_step 1 done",
         "✓ update_step 2 done",
@@ -187,6 +189,19 @@ def test_the_task_can_come_from_standard_input(
 
     told = [json.loads(line) for line in done.out.splitlines()]
     assert (told[0]["task"], told[0]["workspace"]) == ("say\nhello", str(project))
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
+def test_a_stream_that_is_closed_is_as_one_that_nobody_reads(project: Path, closed: str):
+    turns = [{"call": [{"write_file": {"path": "a.txt", "content": "a"}}]}, "Done."]
+    run = shlex.join([*WINK, "run", "x", "-m", script(project, turns), *SANDBOX])
+
+    done = subprocess.run(
+        ["sh", "-c", f"{run} {closed}"], cwd=project, env=environment(), capture_output=True
+    )
+
+    assert (done.returncode, (project / "a.txt").read_text()) == (0, "a")
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_run_that_fails_says_why_and_how_to_go_on(project: Path, run: Runs):
@@ -386,19 +401,19 @@ def test_a_person_sees_the_plan_the_calls_and_what_came_of_them(project: Path):
     turns = [*FIX[:1], {"call": [{"shell_execute": {"command": "cat WAITING"}}]}, *FIX[1:]]
     os.mkfifo(project.parent / "waiting")
     with terminal_run(project, turns, "--policy", "protect=.env") as terminal:
-        under_way = terminal.wait_for("shell_execute cat")
+        terminal.wait_for("shell_execute cat")
+        under_way = terminal.wait_for("Ctrl-C stops")  # the last of what is drawn
         (project.parent / "waiting").write_text("go\n")
         assert terminal.end() == 0
         seen = terminal.text
 
-    assert "Ctrl-C stops" in under_way
     assert "2 calls, 120 tokens" in under_way
     assert "I look at it first." in under_way
     lines = _without_times(seen.splitlines())
     assert any(line.startswith("✓ shell_execute cat") for line in lines)
     assert "  · 1. Look" in under_way.splitlines()
     assert "✗ edit_file rolled back calc.py" in lines
-    assert "⊘ write_file .env" in lines
+    assert "⊘ write_file denied .env" in lines
     assert "✓ edit_file calc.py +1 -1" in lines
     assert "  ✓ 2. Fix the sum" in lines
     assert lines[-1] == "It adds all prices now."
@@ -476,6 +491,30 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
     assert sorted(path.name for path in project.glob("*.txt")) == ["b.txt", "c.txt"]
 
 
+def test_no_answer_is_a_no(project: Path):
+    """Ctrl-D; what comes next stands below the question."""
+    turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
+    with terminal_run(project, turns, "--ask", "write_file") as terminal:
+        terminal.wait_for("[y/n/a]?")
+        terminal.send("\x04")
+        assert terminal.end() == 0
+
+    assert "\n⊘ write_file denied a.txt" in terminal.text
+    assert "was not approved: the question was not answered" in terminal.text
+
+
+def test_ctrl_c_at_a_question_stops_the_run(project: Path):
+    turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
+    with terminal_run(project, turns, "--ask", "write_file") as terminal:
+        terminal.wait_for("[y/n/a]?")
+        terminal.interrupt()
+        assert terminal.end() == 130
+
+    assert "\n✗ write_file a.txt" in terminal.text
+    assert "'write_file' was interrupted before it ran" in terminal.text
+    assert not (project / "a.txt").exists()
+
+
 def test_without_a_terminal_what_needs_approval_is_denied(project: Path, run: Runs):
     turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
 
@@ -503,7 +542,13 @@ def let_go_on(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_run_that_was_stopped_goes_on_where_it_was(
     project: Path, run: Runs, long_run: str, number: signal.Signals, code: int
@@ -537,6 +582,23 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     assert (project / "two.txt").exists() is made_again
     assert (project / "one.txt").exists()
     assert (project / "three.txt").exists()
+
+
+def test_a_run_whose_terminal_is_closed_stops_at_a_clean_point(
+    project: Path, run: Runs, long_run: str
+):
+    terminal = Terminal(
+        [*WINK, "run", "long", "-w", str(project), "-m", long_run, *SANDBOX], cwd=project.parent
+    )
+    with terminal:
+        terminal.wait_for("shell_execute echo 2")
+        terminal.hang_up()
+        assert terminal.end() == 129
+
+    log = run.wink("log", "-w", str(project))
+
+    assert "rolled back" in log.out
+    assert run.resume().out == "All done.\n"
 
 
 def test_a_second_ctrl_c_ends_it_at_once(project: Path):

@@ -155,6 +155,7 @@ def test_without_a_tool_the_policies_in_force_are_listed(wink: Wink, configured:
         (["tools", "edit_fil"], "did you mean edit_file?"),
         (["policy", "check", "edit_fil"], "did you mean edit_file?"),
         (["policy", "check", "read_file", "{"], "the arguments are not JSON"),
+        (["policy", "check", "read_file", "[" * 100_000], "the arguments are not JSON"),
         (["policy", "check", "read_file", '{"path": 1}'], "Expected type string"),
         (["policy", "check", "read_file", "{}", "--run", "zzz"], "there is no run 'zzz'"),
         (["policy", "check", "--policy", "protct=x"], "did you mean policy.protect?"),

@@ -169,8 +169,9 @@ def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
         files=(FileChange(path="a.py", added=2, removed=1),),
     )
     mark = " rolled back" if rolled_back else ""
+    word = " denied" if outcome == "denied" else mark
 
-    assert Words(True).lines(event)[0].plain == f"{sign} edit_file{mark} a.py +2 -1 0.2s"
+    assert Words(True).lines(event)[0].plain == f"{sign} edit_file{word} a.py +2 -1 0.2s"
     assert Words(False).lines(event)[0].plain == f"{plain} edit_file{mark} a.py +2 -1 0.2s"
     told = [line.plain for line in Words(True).lines(event)[1:]]
     assert told == ([] if outcome == "committed" else ["  because"])

@@ -579,8 +579,14 @@ def rewrite_by_rename(root: Path, path: str) -> None:
     aside.rename(root / path)
 
 
+def change_mode(path: Path, mode: int) -> None:
+    # Whom permissions hold for could not work in such a directory, nor look into it.
+    if os.geteuid() == 0 or not path.is_dir():
+        path.chmod(mode)
+
+
 def make_private(root: Path, path: str) -> None:
-    (root / path).chmod(0o600)
+    change_mode(root / path, 0o600)
 
 
 def make_hard_link(root: Path, path: str) -> None:
@@ -592,7 +598,7 @@ def make_symlink(root: Path, path: str) -> None:
 
 
 def make_unwritable(root: Path, path: str) -> None:
-    (root / path).chmod(0o555)
+    change_mode(root / path, 0o555)
 
 
 def make_writable(root: Path, path: str) -> None:

@@ -400,8 +400,9 @@ def unprivileged() -> Iterator[Path]:
         if ROOT:
             os.seteuid(0)
             os.setegid(0)
-        for directory, _, _ in os.walk(place):
-            os.chmod(directory, 0o700)
+        for directory, names, _ in os.walk(place):  # each before it is entered
+            for name in names:
+                os.chmod(os.path.join(directory, name), 0o700)
         shutil.rmtree(place)
 
 

@@ -110,6 +110,14 @@ def test_what_a_person_changed_since_is_not_lost(fs: HostFilesystem, root: Path)
     assert look(root) == before
 
 
+def test_a_person_who_changed_something_last_is_the_one_in_the_way(fs: HostFilesystem, root: Path):
+    write(fs, "c1", notes="1")
+    write(fs, "c2", notes="2 and more")
+    (root / "notes").write_text("by a person")
+
+    assert WorkspaceHistory(root).changed_since(fs.history()[:1]) == {"notes": ()}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -170,6 +178,73 @@ def test_a_directory_that_holds_more_by_now_stays(fs: HostFilesystem, root: Path
     assert "docs holds something" in told
     assert texts(root)["docs/b"] == "2"
     assert "docs/a" not in texts(root)
+
+
+def test_calls_are_undone_one_after_the_other_also_through_a_directory_that_came_back(
+    fs: HostFilesystem, root: Path
+):
+    """The directory that an undo makes again stands for the one that the call before made."""
+    before = texts(root)
+    write(fs, "c1", **{"docs/deep/a": "1"})
+    call(fs, "c2", lambda view: view.delete("docs", recursive=True))
+
+    fs.undo("c2")
+    assert WorkspaceHistory(root).changed_since(fs.history()[:1]) == {}
+    assert fs.undo("c1") == ()
+
+    assert texts(root) == before
+    assert not (root / "docs").exists()
+
+
+def test_a_directory_that_a_later_call_made_is_not_taken_for_one_that_came_back(
+    fs: HostFilesystem, root: Path
+):
+    write(fs, "c1", **{"docs/a": "1"})
+    call(fs, "c2", lambda view: view.move("docs", "old"))
+    write(fs, "c3", **{"docs/b": "3"})
+    call(fs, "c4", lambda view: view.delete("docs", recursive=True))
+    fs.undo("c4")
+
+    with pytest.raises(UndoRefused) as refused:
+        fs.undo("c1")
+    assert "docs" in refused.value.paths
+
+
+@pytest.mark.parametrize(
+    ("path", "content"), [("src/mine", "new"), ("src/app.py", "edited"), ("src/app.py", None)]
+)
+def test_what_a_person_did_in_a_directory_that_came_back_is_not_lost(
+    fs: HostFilesystem, root: Path, path: str, content: str | None
+):
+    """An undo puts a directory back as a whole; to undo that would take it away as a whole."""
+    call(fs, "c1", lambda view: view.delete("src", recursive=True))
+    fs.undo("c1")
+    undo = fs.history()[-1].call_id
+    (root / path).unlink(missing_ok=True)
+    if content is not None:
+        (root / path).write_text(content)
+    before = texts(root)
+
+    with pytest.raises(UndoRefused) as refused:
+        fs.undo(undo)
+    assert refused.value.paths == {path: ()}
+    assert "src is left as it is" in fs.revert_to("c1")[0]
+    assert texts(root) == before
+
+    fs.undo(undo, force=True)
+    assert not (root / "src").exists()
+    fs.undo(fs.history()[-1].call_id)
+    assert texts(root) == before
+
+
+def test_what_a_person_put_into_a_new_directory_is_not_told_as_the_calls(
+    fs: HostFilesystem, root: Path
+):
+    write(fs, "c1", **{"docs/a": "1"})
+    (root / "docs/mine").write_text("x")
+
+    (changes,) = WorkspaceHistory(root).changes()
+    assert [each.path for each in changes.files] == ["docs", "docs/a"]
 
 
 def test_a_call_that_the_history_does_not_have_is_a_lookup_error(fs: HostFilesystem):

@@ -61,6 +61,10 @@ def test_garbage_half_lines_and_nonsense_do_not_stop_the_server(workspace: Path)
             b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":99}}\n',
         ):
             program.write(garbage)
+        # Half of a character, as a model may write it: the client waits for an answer to that.
+        program.write(b'{"jsonrpc":"2.0","id":1000,"method":"tools/call","params":{"name":"')
+        program.write(b'write","arguments":{"path":"a.txt","content":"\\ud800"}}}\n')
+        assert program.answer(1000)["error"]["code"] == -32700
         unknown = program.ask("no/such/method")
         assert program.answer(unknown)["error"]["code"] == -32601
         message = json.dumps(

@@ -384,6 +384,74 @@ def test_what_a_tool_did_is_taken_back_by_another_when_the_call_fails_after_all(
         assert outcomes == ["compensated", "committed"]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reach": "reads"}, "reach is one of read, .*annotations; got 'reads'"),
+        ({"reach": {"echo": "reads"}}, "reach is one of"),
+        ({"writes": "extern"}, "writes is one of api, .*external; got 'extern'"),
+    ],
+)
+def test_a_slip_in_what_is_stated_is_not_taken_for_the_servers_fault(
+    options: dict[str, Any], said: str
+):
+    with pytest.raises(ToolDefinitionError, match=said):
+        McpToolsSection(server=["never-started"], **options)
+
+
+def test_a_name_that_the_user_chose_is_given_also_where_the_server_has_one_like_it():
+    server = MCPServer("letters")
+    for letter in "ab":
+        server.add_tool(lambda: "", name=letter, description=f"The letter {letter}.")
+
+    with McpToolsSection(server=server, rename={"b": "a"}) as section:
+        offered = {tool.name: tool.description for tool in section.tools}
+
+    assert offered == {"a": "The letter b.", "a-2": "The letter a."}
+
+
+@pytest.mark.parametrize("on_a_loop", [False, True])
+def test_a_sync_call_takes_back_what_a_call_within_it_did(on_a_loop: bool):
+    """Nothing in it can wait, also where it is made by code that runs on an event loop."""
+    issues: list[str] = []
+    server = MCPServer("tracker")
+
+    @server.tool()
+    def create_issue(title: str) -> dict[str, str]:
+        """Create."""
+        issues.append(title)
+        return {"title": title}
+
+    @server.tool()
+    def close_issue(title: str) -> str:
+        """Close."""
+        issues.remove(title)
+        return "closed"
+
+    undo = McpUndo("close_issue", lambda params, output: dict(output.structured))
+    with McpToolsSection(
+        server=server, allow=["create_issue"], undo={"create_issue": undo}
+    ) as section:
+
+        @wink.tool
+        def report(*, context: wink.ToolContext) -> str:
+            """Create two issues, and fail."""
+            assert section.tools[0]({"title": "one"}, context=context).success
+            assert section.tools[0]({"title": "two"}, context=context).success
+            assert issues == ["one", "two"]
+            raise ValueError("the mail server is down")
+
+        async def on_loop() -> wink.ToolResult[Any]:
+            return registry.execute("report")
+
+        registry = wink.ToolRegistry([report, *section.tools])
+        failed = asyncio.run(on_loop()) if on_a_loop else registry.execute("report")
+
+    assert failed.message == "the mail server is down"
+    assert failed.metadata.not_undone == ()
+    assert issues == []
+
+
 # Files of the same workspace
 
 
@@ -454,6 +522,32 @@ def test_a_call_that_is_cancelled_is_rolled_back_once_the_server_is_gone(
 
         assert not is_alive(_started(log)[0])
         assert (workspace / "a.txt").read_text() == "before\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_a_server_of_its_own_and_leaves_its_parents_alone(log: Path):
+    code = f"""
+import os, sys
+from weakincentives import ToolRegistry
+from weakincentives.mcp import McpToolsSection
+
+section = McpToolsSection(server={raw("--log", log)!r}, reach="read")
+tools = ToolRegistry.from_section(section)
+say = lambda: print(tools.execute("echo", {{"text_": "hello"}}).render(), flush=True)
+say()
+child = os.fork()
+if child == 0:
+    say()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+say()
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split() == ["hello"] * 3
+    assert len(set(_started(log))) == 2
 
 
 def _started(log: Path) -> list[int]:

@@ -212,6 +212,18 @@ def test_what_must_reach_the_caller_is_raised_after_rollback_and_recorded(error)
     assert record.result.message
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()])
+def test_an_interrupted_call_says_so_in_plain_words(error):
+    """A run that is taken up tells the model."""
+    world = World([make_tool("work", raising(error))])
+
+    with pytest.raises(type(error)):
+        world.call("work")
+
+    (record,) = world.records
+    assert record.result.message == "'work' was interrupted before it ended, and was rolled back"
+
+
 def test_a_deadline_error_is_a_prompt_evaluation_error():
     assert issubclass(DeadlineExceededError, PromptEvaluationError)
 

@@ -177,10 +177,10 @@ class Calls:
         """Return the call that is meant: an id, RUN/N, or N of the last run; else raises Misuse."""
         run, slash, number = wanted.rpartition("/")
         if slash and number.isdecimal():
-            return self._numbered(find_run(self.workspace, run), int(number))
+            return self._numbered(find_run(self.workspace, run), number)
         runs = self._newest_first()
         if wanted.isdecimal() and runs:
-            return self._numbered(runs[0], int(wanted))
+            return self._numbered(runs[0], wanted)
         for each in _read(runs):
             for call in self._joined(each.calls()):
                 if call.call_id == wanted:
@@ -204,16 +204,16 @@ class Calls:
         found = [records.get(call_id) or self._of(each) for call_id, each in self.committed.items()]
         return self._joined(found)
 
-    def _numbered(self, run: RunFile, number: int) -> Call:
+    def _numbered(self, run: RunFile, number: str) -> Call:
         try:
             calls = self._joined(Run(run, run.read()).calls())
         except (OSError, SnapshotError) as error:
             raise Misuse(f"the run {run.id} cannot be read: {error}") from error
-        if not 1 <= number <= len(calls):
-            raise Misuse(f"the run {run.id} has {len(calls)} calls; there is no call {number}")
-        call = calls[number - 1]
-        self._fill_in([call])
-        return call
+        for call in calls:
+            if str(call.number) == number:
+                self._fill_in([call])
+                return call
+        raise Misuse(f"the run {run.id} has {len(calls)} calls; there is no call {number}")
 
     def _joined(self, calls: list[Call]) -> list[Call]:
         for call in calls:

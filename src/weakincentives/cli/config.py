@@ -219,6 +219,8 @@ def _parsed(where: str, key: str, text: str) -> Any:
         value = KEYS[key].from_text(text)
     except ValueError as error:
         raise Misuse(f"{where}: {key}: expected {error}, got {_shown(text)}") from error
+    if value in ([], {}):  # a variable of the shell's that is not set, and so a rule about nothing
+        raise Misuse(f"{where}: {key}: expected {KEYS[key].expected}, got {_shown(text)}")
     return _checked(where, key, value)
 
 
@@ -350,7 +352,7 @@ def _pairs(from_text: Callable[[str], object]) -> Callable[[str], object]:
         table: dict[str, object] = {}
         for part in _parts(text):
             name, colon, value = part.partition(":")
-            if not colon:
+            if not colon or not value.strip():
                 raise ValueError("TOOL:VALUE, or several with commas between")
             table[name.strip()] = from_text(value.strip())
         return table

@@ -266,7 +266,8 @@ def _workspace(workspace: Path, settings: list[Settings]) -> Found:
     try:
         found = load_settings(workspace)
     except Misuse as error:
-        yield "broken", str(error), f"correct it; docs/cli.md has every key of {FILE_NAME}"
+        keys = f"correct it; docs/cli.md has every key of {FILE_NAME}"
+        yield "broken", str(error), keys if workspace.is_dir() else ""
         return
     settings.append(found)
     yield "ok", f"{found.workspace}", ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -14,14 +14,14 @@ import typer
 from weakincentives.cli.completion import complete_calls, complete_runs
 from weakincentives.cli.config import existing_directory
 from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.runs import RunFile, find_run, new_run, runs_of
+from weakincentives.cli.runs import find_run
 
 if TYPE_CHECKING:
     from weakincentives.cli.calls import Call, Calls
     from weakincentives.cli.calls import Run as RunOnRecord
     from weakincentives.filesystem import FileChange
 
-__all__ = ["RunFile", "find_run", "new_run", "register", "runs_of"]
+__all__ = ["register"]
 
 _LOG_EXAMPLES = """
 Examples:
@@ -150,7 +150,7 @@ def diff(
     chosen = _chosen(calls, call, run)
     committed = [each.committed for each in chosen if each.committed is not None]
     if not committed:
-        _say(f"{_named(chosen, call, run)} changed no files, or what it changed is not kept")
+        _say(_nothing_changed(chosen, run))
         return 1
     _print_diff(calls.history.diff(committed))
     later = [path for path, by in calls.history.changed_since(committed).items() if not by]
@@ -188,7 +188,7 @@ def undo(
     found = [each for each in chosen if each.committed is not None]
     left = [each for each in found if to is not None or not each.is_undone]
     if not left:
-        _say(_nothing_to_undo(calls, _named(chosen, call, run), found))
+        _say(_nothing_to_undo(calls, chosen, found, run))
         return 1
     committed = [each.committed for each in left if each.committed is not None]
     in_the_way = calls.history.changed_since(committed)
@@ -236,23 +236,27 @@ def _from(calls: Calls, first: str) -> list[Call]:
     ]
 
 
-def _named(chosen: Sequence[Call], call: str | None, run: str | None) -> str:
-    if call is None and run is None and not chosen:
-        return "Nothing there is"
-    return f"the run {run}" if run is not None else " ".join(each.name for each in chosen)
+def _nothing_changed(chosen: Sequence[Call], run: str | None) -> str:
+    if run is None and not chosen:
+        return "no call has changed files here, or all of it was undone; `wink log` shows more"
+    return f"{_named(chosen, run)} changed no files, or what it changed is not kept"
 
 
-def _nothing_to_undo(calls: Calls, name: str, found: Sequence[Call]) -> str:
-    if not name.strip() or name == "Nothing there is":
-        return "there is nothing to undo"
+def _named(chosen: Sequence[Call], run: str | None) -> str:
+    return f"the run {run}" if run is not None else ", ".join(each.name for each in chosen)
+
+
+def _nothing_to_undo(
+    calls: Calls, chosen: Sequence[Call], found: Sequence[Call], run: str | None
+) -> str:
     if not found:
-        return f"{name} changed no files, or what it changed is not kept: there is nothing to undo"
+        return f"there is nothing to undo: {_nothing_changed(chosen, run)}"
     undo = next(
         each.call_id
         for each in reversed(calls.committed.values())
         if found[-1].call_id in each.undoes
     )
-    return f"{name} was undone already; to have it back: wink undo {undo}"
+    return f"{_named(chosen, run)} was undone already; to have it back: wink undo {undo}"
 
 
 # Undoing
@@ -261,21 +265,29 @@ def _nothing_to_undo(calls: Calls, name: str, found: Sequence[Call]) -> str:
 def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     from weakincentives.cli.workbench import open_workspace
     from weakincentives.errors import UndoRefused
+    from weakincentives.filesystem import WorkspaceHistory
 
-    committed = [each.committed for each in chosen if each.committed is not None]
-    changes = calls.history.diff(committed, reverse=True)
     with open_workspace(calls.workspace) as files:
+        before = files.history()
         try:
             told = files.undo(*(each.call_id for each in chosen), force=force)
         except UndoRefused as error:  # it was changed at this very moment
             _refuse(calls, error.paths, chosen)
             return 1
-        newest = files.history()[-1].call_id
-    names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
-    _print([[(f"Undone: {names}", "bold")], *map(_changed, changes)])
+        except OSError as error:  # the disk is full, or cannot be written to
+            _say(f"nothing was undone: {error.strerror or error}")
+            return 1
+        is_changed = files.history() != before
     for sentence in told:
         _say(sentence)
-    typer.echo(f"To have it back: wink undo {newest}")
+    if not is_changed:
+        _say("nothing was undone")
+        return 1
+    # What it has come to; what was to be expected is not the same where something was left.
+    done = next(WorkspaceHistory(calls.workspace).changes())
+    names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
+    _print([[(f"Undone: {names}", "bold")], *map(_changed, done.files)])
+    typer.echo(f"To have it back: wink undo {done.call.call_id}")
     if any(each.run is not None for each in chosen):
         typer.echo("Only files were undone: what the session of the run knows is as it was.")
     return 0
@@ -358,7 +370,7 @@ def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line
         if call.run is not run and call.run is not None:
             yield from _run_lines(call.run)
         run = call.run
-        moment = time.strftime("%H:%M:%S" if call.run else "%Y-%m-%d %H:%M:%S", _local(call.time))
+        moment = _local(call.time).strftime("%H:%M:%S" if call.run else "%Y-%m-%d %H:%M:%S")
         yield [
             (f"{call.name:>{name}}  ", "bold"),
             (f"{moment}  ", "dim"),
@@ -376,7 +388,7 @@ def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line
 def _run_lines(run: RunOnRecord) -> Iterable[Line]:
     from weakincentives.cli.view import shortened
 
-    moment = time.strftime("%Y-%m-%d %H:%M", _local(run.data.began))
+    moment = _local(run.data.began).strftime("%Y-%m-%d %H:%M")
     title = shortened(run.title, 60)
     yield [(f"{run.file.id}", "bold cyan"), (f"  {moment}  ", "dim"), (title, "italic")]
 
@@ -414,7 +426,7 @@ def _reason(call: Call) -> str:
 
 def _detail_lines(call: Call) -> Iterable[Line]:
     details = _details(call)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", _local(call.time))
+    when = _local(call.time).strftime("%Y-%m-%d %H:%M:%S")
     took = f", took {details['duration']:.3f} s" if details else ""
     yield _field("call", f"{call.name}  ({call.call_id})")
     if call.run is not None:
@@ -509,5 +521,5 @@ def _harmless(text: str, *, lines: bool = False) -> str:
     return harmless(text, lines=lines)
 
 
-def _local(moment: float) -> time.struct_time:
-    return time.localtime(moment)
+def _local(moment: float) -> datetime:
+    return datetime.fromtimestamp(moment)

@@ -54,6 +54,9 @@ mcp.register(app)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `wink` and exit: 0 when it went well, 1 when it failed, 2 for wrong use."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: a file that is opened next would take its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):  # a stream of somebody's own
             cast("Any", stream).reconfigure(errors="backslashreplace")

@@ -172,6 +172,7 @@ def _serve_http(
     server: McpServer, settings: Settings, host: str, port: int, token: str | None
 ) -> None:
     import secrets
+    from ipaddress import ip_address
 
     from weakincentives.mcp.http import PATH, listen, serve
 
@@ -181,6 +182,12 @@ def _serve_http(
             place, number = listening.getsockname()[:2]
             shown = f"[{place}]" if ":" in place else place
             typer.echo(f"wink: {settings.workspace} at http://{shown}:{number}{PATH}", err=True)
+            if not ip_address(place).is_loopback:
+                typer.echo(
+                    "wink: other machines can reach it, and nothing is encrypted: put a proxy "
+                    "with TLS in front",
+                    err=True,
+                )
             if token is None:
                 typer.echo(f"wink: Authorization: Bearer {secret}", err=True)
             _until_told(lambda: serve(server, listening, secret))

@@ -139,7 +139,7 @@ class Report:
                 tool=record.tool_name,
                 arguments=arguments,
                 outcome=outcome,
-                message=_message_of(record),
+                message=record.result.message,
                 output=_end_of(record.result.render()) if record.result.value is not None else "",
                 seconds=record.duration,
                 rolled_back=rolled_back,
@@ -204,12 +204,6 @@ class Report:
         workspace = self._workbench.settings.workspace
         where = "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
         return f"wink resume {self._run}{where}"
-
-
-def _message_of(record: ToolInvoked) -> str:
-    failure = record.result.failure
-    is_cut_off = failure is not None and failure.code == "INTERRUPTED"
-    return "interrupted" if is_cut_off else record.result.message
 
 
 _MAX_OUTPUT = 2000

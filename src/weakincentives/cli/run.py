@@ -501,9 +501,14 @@ class _Stop:
 
 @contextmanager
 def _stopping() -> Generator[_Stop]:
-    """Let the first Ctrl-C or SIGTERM stop the run at a clean point, and the next one at once."""
+    """Let the first Ctrl-C stop the run at a clean point, and the next one at once.
+
+    As Ctrl-C counts that the program is told to end, or that its terminal is closed.
+    """
     stop = _Stop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def interrupt(number: int, frame: object) -> None:
         if stop.at is None:
@@ -514,16 +519,22 @@ def _stopping() -> Generator[_Stop]:
             _end_at_once(stop)
 
     def terminate(number: int, frame: object) -> None:
-        stop.by = signal.SIGTERM
+        stop.by = number
+        for each in terminals:
+            if not os.isatty(each):  # it is closed, and to write to it would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), each)
         # As Ctrl-C: that is held back where something must not be cut in two.
         signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, terminate)
+    if before[signal.SIGHUP] is not signal.SIG_IGN:  # else it is to go on: nohup
+        signal.signal(signal.SIGHUP, terminate)
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        # One that was stopped is on its way out: a signal that comes twice must not cut that short.
+        for number, handler in before.items() if stop.at is None else ():
             signal.signal(number, handler)
 
 
@@ -565,7 +576,10 @@ class _Approver:
             f"{request.tool_name} wants to run; {_REACHES[request.reach]}.",
             *(f"  {name}: {harmless(str(value))[:1000]}" for name, value in given.items()),
         ]
-        said = self._view.ask(question, {"y": "yes", "n": "no", "a": "always"})
+        try:
+            said = self._view.ask(question, {"y": "yes", "n": "no", "a": "always"})
+        except EOFError:
+            return Approval(False, reason="the question was not answered")
         if said == "a":
             self._always.add(request.tool_name)
         return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")

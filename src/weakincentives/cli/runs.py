@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class RunFile:
 
 def new_run(store: Path) -> RunFile:
     """Return a name and place for a run that begins now; ``store`` is ``HostFilesystem.store``."""
-    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(SYSTEM_CLOCK.time()))
+    moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
     mark = "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(3))
     run_id = f"{moment}-{mark}"
     return RunFile(run_id, _folder(store) / f"{run_id}.jsonl")
@@ -67,7 +67,7 @@ def find_run(workspace: Path, wanted: str) -> RunFile:
     The beginning of the id is enough where no other has it, and so are the letters at its end.
     """
     runs = runs_of(workspace)
-    found = [run for run in runs if run.id.startswith(wanted) or run.mark == wanted]
+    found = [run for run in runs if wanted and (run.id.startswith(wanted) or run.mark == wanted)]
     exact = [run for run in found if run.id == wanted]
     if len(found) == 1 or exact:
         return (exact or found)[0]

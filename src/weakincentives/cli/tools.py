@@ -209,7 +209,7 @@ def _parsed(offer: Offer, arguments: str) -> object:
 
     try:
         given = json.loads(arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Misuse(f"the arguments are not JSON: {error}; such as '{_example(offer)}'") from error
     try:
         return offer.tool.parse(given)

@@ -14,7 +14,7 @@ import select
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TextIO, cast
 
@@ -282,9 +282,6 @@ def open_view(*, as_json: bool = False, quiet: bool = False) -> Generator[View]:
 
 
 def _view(as_json: bool, quiet: bool) -> View:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):  # a stream of somebody's own
-            cast("Any", stream).reconfigure(errors="backslashreplace")
     if as_json:
         return JsonView(sys.stdout)
     out = sys.stdout if sys.stdout.isatty() else sys.stderr
@@ -356,7 +353,11 @@ def _ask_plainly(out: IO[str], question: Sequence[str], answers: Mapping[str, st
         print(
             f"{', '.join(answers.values())} [{'/'.join(answers)}]? ", file=out, end="", flush=True
         )
-        said = _line_from(sys.stdin.fileno()).strip().lower()
+        try:
+            said = _line_from(sys.stdin.fileno()).strip().lower()
+        except EOFError:
+            print(file=out, flush=True)
+            raise
         for key, answer in answers.items():
             if said in (key, answer):
                 return key
@@ -390,6 +391,7 @@ class LiveView:
         self._state = _State()
         self._lock = threading.RLock()
         self._live: Live | None = None
+        self._is_asking = False
         self._start()
 
     def show(self, event: Event) -> None:
@@ -397,6 +399,9 @@ class LiveView:
         # waits for this one.
         with self._lock:
             self._state.note(event)
+        if self._is_asking:  # Ctrl-C was the answer; below the question, not behind it
+            self._is_asking = False
+            self._console.print()
         if isinstance(event, RunResult):
             self.close()
             for line in self._words.plan(self._state.plan):
@@ -411,9 +416,11 @@ class LiveView:
 
     def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
         self.close()
+        self._is_asking = True
         try:
             return _ask_plainly(self._console.file, question, answers)
         finally:
+            self._is_asking = False
             self._start()
 
     def _start(self) -> None:
@@ -572,13 +579,15 @@ class Words:
         head = f"{verb} {event.run} on {self.text(event.workspace)} with {self.text(event.model)}"
         commands = f" (commands: {event.commands})" if event.commands else ""
         task = [_plain(f"> {self.text(event.task, lines=True)}", "bold")] if event.task else []
-        notes = [_plain(self.text(note), "yellow") for note in event.notes]
+        notes = [_plain(self.text(note)) for note in event.notes]
         return [_plain(f"{head}{commands}", "dim", "ignore"), *task, *notes]
 
     def _ended(self, event: CallEnded) -> list[Text]:
         line = _one_line()
         line.append(self._signs[event.outcome], style=_STYLES[event.outcome])
         line.append(f" {self.text(event.tool)}", style="bold")
+        if event.outcome == "denied" and self.is_utf8:  # else the sign is the word
+            line.append(" denied", style="bold yellow")
         if event.rolled_back:
             line.append(" rolled back", style="bold red")
         about = self.text(summary_of(event.arguments))
@@ -614,7 +623,7 @@ class Words:
         lines = [_plain(self._totals(event), style)]
         if event.error:
             lines.append(_plain(self.text(event.error), "red"))
-        lines += [_plain(self.text(note), "yellow") for note in event.notes]
+        lines += [_plain(self.text(note)) for note in event.notes]
         if event.dry_run:
             lines.append(_plain("Everything was rolled back: it was a dry run. The diff:"))
         if event.resume:

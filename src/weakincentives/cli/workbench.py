@@ -233,7 +233,7 @@ def _made(spec: str, make: Callable[..., object], session: Session | None = None
     try:
         takes_session = "session" in inspect.signature(make).parameters
         return make(session=session) if takes_session else make()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Misuse(f"{spec} cannot be made: {type(error).__name__}: {error}") from error
 
 
@@ -310,7 +310,13 @@ def _protected(settings: Settings) -> tuple[str, ...]:
         path = _file_of(spec, settings.workspace)
         if path is not None and path.is_relative_to(settings.workspace):
             own.append(f"/{path.relative_to(settings.workspace)}")
-    return (*own, *settings.policy.protect)
+    # A pattern is one from the workspace on; so is a whole path, as a shell completes it.
+    whole = f"{settings.workspace}/"
+    named = (
+        f"/{each.removeprefix(whole)}" if each.startswith(whole) else each
+        for each in settings.policy.protect
+    )
+    return (*own, *named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +415,7 @@ def _loaded(key: str, spec: str, workspace: Path) -> object:
         raise Misuse(f"{key}: there is no file {file}")
     try:
         module = importlib.import_module(place) if file is None else _module_of(file)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program that is no module ends itself
         raise Misuse(f"{key}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
     found: object = module
     for part in name.split("."):

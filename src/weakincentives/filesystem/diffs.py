@@ -13,13 +13,13 @@ from weakincentives.filesystem.layers import Look, Node, names_of, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 
-__all__ = ["FileChange", "changed_paths", "compare", "file_changes"]
+__all__ = ["FileChange", "changed_paths", "file_changes"]
 
 _MAX_COMPARED = 1 << 20
 """Bytes of a file; of a bigger one only the size is told."""
 
 # What stands for all that is below it, there before or there now.
-_WHOLE = ("put", "again", "gone", "moved", "moved over", "made")
+_WHOLE = ("put", "again", "gone", "moved", "moved over")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +62,6 @@ class _Side:
         if self.node.kind == "link":
             return "120000"
         return "100755" if self.node.mode & stat.S_IXUSR else "100644"
-
-
-def compare(paths: Iterable[Parts], before: Look, now: Look) -> str:
-    """Return how things differ in two looks at them, as a diff that ``git apply`` takes."""
-    return "".join(change.text for change in file_changes(paths, before, now))
 
 
 def changed_paths(records: Sequence[Record], before: Look, now: Look) -> list[Parts]:

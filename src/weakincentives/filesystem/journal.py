@@ -45,7 +45,7 @@ from weakincentives.filesystem.store import (
     entry_at,
 )
 
-__all__ = ["Changes", "matches", "recover"]
+__all__ = ["Changes", "lasting", "matches", "recover"]
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -202,8 +202,8 @@ class Changes:
                     path=target,
                     kept=self._keep(room, there, target, replaced),
                     room=room.mark,
-                    old=_lasting(replaced),
-                    new=_lasting(status),
+                    old=lasting(replaced),
+                    new=lasting(status),
                     times=times,
                 )
                 with self._change(record):
@@ -366,11 +366,16 @@ class Changes:
         for parts in paths:
             with contextlib.suppress(OSError):
                 idents[parts] = self._ident(parts)
+        # What came as a whole is known by all that is in it.
+        for top in {record.path for record in self.records if record.op == "put"}:
+            left = idents.get(top)
+            if left is not None and left.size == -1:
+                idents |= {parts: lasting(status) for parts, status in self.tree.walk(top)}
         return idents
 
     def _ident(self, parts: Parts) -> Ident | None:
         status = self.tree.status(parts)
-        return None if status is None else _lasting(status)
+        return None if status is None else lasting(status)
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
         """Undo what a process that is gone has left unfinished."""
@@ -497,7 +502,7 @@ class Changes:
     def _bring_in(self, room: Room, parts: Parts, staged: str) -> None:
         """Copy something from the store to another room; names of one file stay together."""
         status = os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False)
-        ident = _lasting(status)
+        ident = lasting(status)
         known = self._arrived.get(ident)
         self._litter.add((room, staged))
         if known is not None and status.st_nlink > 1 and matches(ident, self._ident(known)):
@@ -521,14 +526,14 @@ class Changes:
     ) -> None:
         """Put something staged at a path, and keep what is there."""
         with room.open() as fd:
-            new = _lasting(os.stat(staged, dir_fd=fd, follow_symlinks=False))
+            new = lasting(os.stat(staged, dir_fd=fd, follow_symlinks=False))
         first = self._kept.get(parts)
         record = Record(op="put", path=parts, room=room.mark, new=new)
         if first is not None:
             record.op, record.kept, record.old = "again", first.kept, first.old
         else:
             record.times = self._times(above, parts[:-1])
-            record.old = None if status is None else _lasting(status)
+            record.old = None if status is None else lasting(status)
         if first is None and status is not None and self._exchange(above, room, staged, record):
             self._kept[parts] = record
             return
@@ -586,7 +591,7 @@ class Changes:
             path=parts,
             kept=self._fresh(room, "k"),
             room=room.mark,
-            old=_lasting(status),
+            old=lasting(status),
             times=self._times(above, parts[:-1]),
         )
         with self._change(record):
@@ -597,7 +602,7 @@ class Changes:
         """Change a file in place: it has other names, and they are to see it."""
         entry = entry_at(self.tree, parts) or Entry.of(status)
         with self._change(self._edit_record(above, parts, entry)):
-            fd = os.open(parts[-1], os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+            fd = _open_to_edit(above, parts[-1], status)
             try:
                 _overwrite(fd, data)
                 if self.store.safe:
@@ -649,7 +654,7 @@ class Changes:
         times: tuple[tuple[Parts, int], ...],
     ) -> Record:
         """Keep a name for what is about to be moved, and a small file's content."""
-        ident = _lasting(status)
+        ident = lasting(status)
         record = Record(op="moved", path=target, origin=origin, old=ident, new=ident, times=times)
         if stat.S_ISDIR(status.st_mode):
             return record
@@ -818,7 +823,7 @@ class Changes:
 
     def _is_in_place(self, above: int, parts: Parts, record: Record) -> bool:
         status = _status(above, parts[-1])
-        return matches(record.old, None if status is None else _lasting(status))
+        return matches(record.old, None if status is None else lasting(status))
 
     def _rename_back(
         self, room: Room, kept: str, above: int, parts: Parts, undoing: _Undoing
@@ -1039,13 +1044,13 @@ class Changes:
         if record.twin is None:
             return None
         status = self.tree.status_if_reached(record.twin)
-        return status if status is not None and matches(before.ident, _lasting(status)) else None
+        return status if status is not None and matches(before.ident, lasting(status)) else None
 
     def _is_back(self, parts: Parts, before: Entry, status: os.stat_result) -> bool:
         """Tell whether a file is what it was: a recovery that was killed has brought it back."""
         if before.digest is None or status.st_nlink > 1 or not stat.S_ISREG(status.st_mode):
             return False
-        if not matches(before.ident, _lasting(status)):
+        if not matches(before.ident, lasting(status)):
             return False
         reading = self.store.objects.open(before.digest)
         try:
@@ -1255,9 +1260,29 @@ def matches(known: Ident | None, now: Ident | None) -> bool:
     return known.size == now.size and known.mtime_ns == now.mtime_ns
 
 
-def _lasting(status: os.stat_result) -> Ident:
+def lasting(status: os.stat_result) -> Ident:
     """Return what tells something from another: of a directory, only that it is this one."""
     return Ident(status.st_ino, -1, -1) if _is_directory(status) else ident_of(status)
+
+
+def _open_to_edit(above: int, name: str, status: os.stat_result) -> int:
+    """Open a file to change it in place, also one of our own that may not be written now."""
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(name, flags, dir_fd=above)
+    except PermissionError:
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & stat.S_IWUSR:
+            raise
+    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+    try:
+        os.fchmod(reading, mode | stat.S_IWUSR)
+        try:
+            return os.open(name, flags, dir_fd=above)
+        finally:
+            os.fchmod(reading, mode)
+    finally:
+        os.close(reading)
 
 
 def _overwrite(fd: int, data: bytes) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
 from weakincentives.filesystem.history import Committed, Delta, History, Past
-from weakincentives.filesystem.journal import Changes, matches
-from weakincentives.filesystem.layers import Layer, Look, taken_by, undone
+from weakincentives.filesystem.journal import Changes, lasting, matches
+from weakincentives.filesystem.layers import Layer, Look, Node, taken_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, apply_entry
@@ -42,7 +42,7 @@ def take_back(
     Raises UndoRefused where something is not as they left it, unless forced: then it is replaced,
     and so kept in the history. Returns a sentence for each thing that is not as it was before them.
     """
-    going = _Going(changes, history, overrules=force)
+    going = _Going(changes, history, overrules=force, again=_made_again(history, set(serials)))
     newest_first = sorted(serials, reverse=True)
     for serial in newest_first:
         going.undo(history.read(serial))
@@ -57,23 +57,32 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
     """Return what is in the way of undoing just these calls: paths that are not as they left them.
 
     With each path come the other calls that have changed it since; with none of them, somebody
-    else has. Nothing is changed, so it can be asked at any time.
+    else has, and was the last to do so. Nothing is changed, so it can be asked at any time.
     """
     wanted = set(serials)
     found: dict[Parts, tuple[str, ...]] = {}
-    others: list[Committed] = []
+    others: list[Delta] = []
     known: dict[Parts, Ident | None] = {}
+    again = _made_again(past, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
         for serial in past.after(min(wanted) - 1):
             delta = past.read(serial)
             if serial not in wanted:
-                others.append(delta.committed)
+                others.append(delta)
                 continue
             changes = [record for record in delta.records if record.op not in _NO_CHANGES]
-            for parts in {parts for record in changes for parts in _paths(record)}:
-                if parts in delta.after and not _is_as(delta.after[parts], parts, known, layer):
-                    found[parts] = tuple(each.call_id for each in others if _touches(each, parts))
+            paths = {parts for record in changes for parts in _paths(record)}
+            differing = {
+                parts
+                for parts in paths & delta.after.keys()
+                if not _is_as(delta.after[parts], parts, known, again, layer)
+            }
+            for top in _put_directories(changes, delta):
+                now = {parts: _ident(node) for parts, node in walk(layer, [top])}
+                differing |= _changed_inside(top, delta, now)
+            for parts in differing:
+                found[parts] = _changed_by(others, parts, disk)
             known |= {r.path: r.before.ident for r in changes if r.before is not None}
             taken = taken_by(past, delta)
             if taken.tree is not None:
@@ -83,14 +92,87 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
     return {join_path(parts): calls for parts, calls in sorted(found.items())}
 
 
-def _is_as(left: Ident | None, parts: Parts, known: dict[Parts, Ident | None], look: Look) -> bool:
+def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
+    """Return the calls, newest first, that changed a path; none if it is not as they left it."""
+    left = [each.after[parts] for each in others if parts in each.after]
+    if left and not _is_as(left[0], parts, {}, {}, disk):
+        return ()
+    return tuple(each.committed.call_id for each in others if _touches(each.committed, parts))
+
+
+def _is_as(
+    left: Ident | None,
+    parts: Parts,
+    known: dict[Parts, Ident | None],
+    again: Mapping[Parts, int],
+    look: Look,
+) -> bool:
     if parts in known and matches(left, known[parts]):
         return True
     try:
         node = look.node(parts)
     except OSError:
         return False  # something else is in the way
-    return matches(left, None if node is None else Ident(node.ino, node.size, node.mtime_ns))
+    now = None if node is None else _ident(node)
+    return matches(left, now) or _is_made_again(left, parts, now, again)
+
+
+def _ident(node: Node) -> Ident:
+    is_directory = node.kind == "directory"
+    return Ident(node.ino, -1, -1) if is_directory else Ident(node.ino, node.size, node.mtime_ns)
+
+
+def _made_again(past: Past, wanted: Set[int]) -> dict[Parts, int]:
+    """Return the directories that undoing later calls has made again: their inodes, by path.
+
+    Each is what was there before those calls, though it is another one. Where a call that was not
+    undone has been at work since, nobody can tell.
+    """
+    undone: set[str] = set()
+    found: dict[Parts, int] = {}
+    others: list[Committed] = []
+    for serial in past.after(min(wanted)):
+        delta = past.read(serial)
+        if serial in wanted or delta.committed.call_id in undone:
+            continue
+        if not delta.committed.undoes:
+            others.append(delta.committed)
+            continue
+        undone.update(delta.committed.undoes)
+        for parts, left in delta.after.items():
+            if left is not None and left.size == -1:
+                found.setdefault(parts, left.ino)
+    return {p: ino for p, ino in found.items() if not any(_touches(each, p) for each in others)}
+
+
+def _is_made_again(
+    left: Ident | None, parts: Parts, now: Ident | None, again: Mapping[Parts, int]
+) -> bool:
+    is_directory = left is not None and left.size == -1
+    return is_directory and now is not None and again.get(parts) == now.ino
+
+
+def _put_directories(changes: Iterable[Record], delta: Delta) -> Iterator[Parts]:
+    """Yield the directories that a call has put somewhere as a whole."""
+    for record in changes:
+        left = delta.after.get(record.path)
+        if record.op == "put" and left is not None and left.size == -1:
+            yield record.path
+
+
+def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Ident]) -> set[Parts]:
+    """Return what is not as a call left it in a directory that it put there as a whole."""
+    depth = len(top)
+    left = {parts: each for parts, each in delta.after.items() if parts[:depth] == top and each}
+    return {
+        parts for parts in left.keys() | now.keys() if not _same(left.get(parts), now.get(parts))
+    }
+
+
+def _same(left: Ident | None, now: Ident | None) -> bool:
+    if left is not None and now is not None and left.size == now.size == -1:
+        return True  # which directory it is says nothing: what it holds is looked at, too
+    return matches(left, now)
 
 
 def _touches(call: Committed, parts: Parts) -> bool:
@@ -104,9 +186,18 @@ def _touches(call: Committed, parts: Parts) -> bool:
 class _Going:
     """What is known on the way back."""
 
-    def __init__(self, changes: Changes, history: History, *, overrules: bool = False) -> None:
+    def __init__(
+        self,
+        changes: Changes,
+        history: History,
+        *,
+        overrules: bool = False,
+        again: Mapping[Parts, int] | None = None,
+    ) -> None:
         self.changes = changes
         self.history = history
+        self._again = again or {}
+        """Directories that an earlier undo made again: each is as good as the one it stands for."""
         self.overrules = overrules
         """Whether what someone else has changed since is replaced."""
         self.sentences: list[str] = []
@@ -138,6 +229,8 @@ class _Going:
                         self.left.add(parts)
                         self._leave(parts, record, delta)
                     checked.add(parts)
+        for top in () if self.overrules else _put_directories(changes, delta):
+            self._leave_if_changed_inside(top, delta)
         for record in changes:
             if not self._is_left(record):
                 try:
@@ -172,7 +265,21 @@ class _Going:
         except OSError:
             return False  # something else is in the way
         # Also of what was put back: a file may have been so by another of its names.
-        return matches(left, None if status is None else ident_of(status))
+        now = None if status is None else ident_of(status)
+        return matches(left, now) or _is_made_again(left, parts, now, self._again)
+
+    def _leave_if_changed_inside(self, top: Parts, delta: Delta) -> None:
+        if any(top[:depth] in self._left for depth in range(len(top) + 1)):
+            return
+        now = {parts: lasting(status) for parts, status in self.changes.tree.walk(top)}
+        changed = _changed_inside(top, delta, now)
+        if changed:
+            self.left |= changed
+            self._left.add(top)
+            names = ", ".join(shown(join_path(parts)) for parts in sorted(changed)[:3])
+            self.sentences.append(
+                f"{shown(join_path(top))} is left as it is: someone else has changed {names} in it"
+            )
 
     def _leave(self, parts: Parts, record: Record, delta: Delta) -> None:
         self._left.add(parts)

@@ -180,7 +180,7 @@ class McpConnection:
         """End the connection, and the server if it is a process of ours."""
         with self._lock:
             runner, self._runner = self._runner, None
-        if runner is not None:
+        if runner is not None and runner.is_ours:
             runner.close()
 
     def _submit(self, work: Callable[[_Runner], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -188,7 +188,7 @@ class McpConnection:
         context = copy_context()
         context.run(transaction_under_way.set, None)
         with self._lock:
-            if self._runner is None:
+            if self._runner is None or not self._runner.is_ours:
                 self._runner = _Runner(self.server, self.start_timeout, self.on_tools)
             runner = self._runner
             return context.run(asyncio.run_coroutine_threadsafe, work(runner), runner.loop)
@@ -214,6 +214,12 @@ class _Runner:
         # A daemon: a server that does not answer must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="wink-mcp", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was made in this process: a forked child has neither thread nor server."""
+        return self._process == os.getpid()
 
     def _run(self) -> None:
         self.loop.run_forever()

@@ -56,6 +56,7 @@ async def serve(server: McpServer, listening: sockets.socket, token: str) -> Non
         http_app(server, token, host=listening.getsockname()[0]),
         log_config=None,
         access_log=False,
+        ws="none",
         timeout_graceful_shutdown=_GRACE,
     )
     running = _Uvicorn(config)
@@ -98,7 +99,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, token: str, names: tuple[str, ...]) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode()
+        self._token = token.encode()
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,8 +114,8 @@ class _Guard:
         origin = headers.get("origin")
         if origin is not None and _name_in(origin) not in (host, *self._names):
             return PlainTextResponse("Pages of other sites are not served\n", 403)
-        given = headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, self._expected):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
             return PlainTextResponse(
                 "Send the header `Authorization: Bearer TOKEN` with the server's token\n",
                 401,

@@ -20,8 +20,12 @@ def offered_names(
     given = {name: known[name] for name in names if name in known}
     taken = set(known.values())
     new = [name for name in names if name not in given]
-    # First those that the user chose or that can stay as they are: the others make way for them.
-    for name in sorted(new, key=lambda name: name not in rename and _plain(prefix + name) != name):
+
+    def rank(name: str) -> tuple[bool, bool]:
+        return name not in rename, _plain(prefix + name) != name
+
+    # First those that the user chose, then those that can stay: the others make way for them.
+    for name in sorted(new, key=rank):
         given[name] = _unique(rename.get(name) or _plain(prefix + name), taken)
         taken.add(given[name])
     return given

@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["main"]
+__all__ = ["living_in", "main"]
 
 PR_SET_PDEATHSIG = 1
 NOT_STARTED = 127
@@ -47,12 +47,18 @@ def main(parent: int, command: list[str]) -> int:
 
 def end_the_others() -> None:
     """End what the server has started and left behind."""
-    me, group = os.getpid(), os.getpgrp()
-    while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                   if pid != me and group_of(pid) == group]:  # fmt: skip
+    while left := living_in(os.getpgrp()) - {os.getpid()}:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def living_in(group: int) -> set[int]:
+    """Return the processes of a group, where the system says which these are."""
+    if not os.path.isdir("/proc"):
+        return set()
+    pids = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return {pid for pid in pids if group_of(pid) == group}
 
 
 def group_of(pid: int) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from weakincentives.errors import McpServerError
 from weakincentives.logs import get_logger
+from weakincentives.mcp.server_launcher import living_in
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -80,8 +81,7 @@ class ServerProcess:
         finally:
             for stream in (heard, incoming, outgoing, to_say):
                 stream.close()
-            # Its end is that of all who could still write: files may be put back after this.
-            with suppress(TimeoutError):  # a grandchild may hold it open
+            with suppress(TimeoutError):  # what has left the group may hold it open
                 await asyncio.wait_for(complaints, 0.5)
             # Else it stays open, with a warning, as long as something left behind holds a pipe.
             process._transport.close()  # type: ignore[attr-defined]  # nothing public closes it
@@ -206,14 +206,23 @@ async def _end(process: asyncio.subprocess.Process) -> None:
             break
         _tell(process, step)
     await _ended(process)
+    # A launcher that was killed with its server may be gone first.
+    await _until(lambda: not living_in(process.pid))
 
 
 async def _ended(process: asyncio.subprocess.Process) -> bool:
     # Not process.wait(): that waits for the pipes, too, which a child of the server may hold.
+    return await _until(lambda: process.returncode is not None)
+
+
+async def _until(holds: Callable[[], bool]) -> bool:
+    """Wait for something, but not long; returns whether it holds then."""
     until = asyncio.get_running_loop().time() + _GRACE
-    while process.returncode is None and asyncio.get_running_loop().time() < until:
+    while not holds():
+        if asyncio.get_running_loop().time() > until:
+            return False
         await asyncio.sleep(0.01)
-    return process.returncode is not None
+    return True
 
 
 def _tell(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

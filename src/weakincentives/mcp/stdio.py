@@ -131,7 +131,7 @@ class _Receiver:
             message = jsonrpc_message_adapter.validate_json(line, by_name=False)
         except ValueError:
             _logger.warning("ignored a line that is no JSON-RPC message: %.80r", line)
-            self._refuse(PARSE_ERROR, "not a JSON-RPC message", None)
+            self._refuse(PARSE_ERROR, "not a JSON-RPC message", _id_in(line, line))
             return
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
             self._to_server.send_nowait(SessionMessage(message))
@@ -215,12 +215,17 @@ class _TooLong:
     """A line that nobody kept, and the id of the request in it where that was found."""
 
     def __init__(self, start: bytes, end: bytes) -> None:
-        # At either end, where it is not inside of something else.
-        found = _ID_AT_THE_START.match(start) or _ID_AT_THE_END.search(end)
-        self.id: int | str | None = None
-        if found is not None:
-            number, text = found.groups()
-            self.id = int(number) if number is not None else text.decode("utf-8", "replace")
+        self.id = _id_in(start, end)
+
+
+def _id_in(start: bytes, end: bytes) -> int | str | None:
+    """Return the id of a request that cannot be read: whoever sent it waits for an answer."""
+    # At either end, where it is not inside of something else.
+    found = _ID_AT_THE_START.match(start[:_CHUNK]) or _ID_AT_THE_END.search(end[-_CHUNK:])
+    if found is None:
+        return None
+    number, text = found.groups()
+    return int(number) if number is not None else text.decode("utf-8", "replace")
 
 
 class _Lines:

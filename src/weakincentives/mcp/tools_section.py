@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, get_args
 
 from weakincentives.errors import (
     DeadlineExceededError,
@@ -144,6 +144,8 @@ class McpToolsSection(Section[None]):
         )
         self._undo = dict(undo or {})
         self._output_limit = output_limit
+        _check_values("reach", self._reach, (*get_args(Reach), "annotations"))
+        _check_values("writes", self._writes, get_args(Writes))
         self._listed: Sequence[types.Tool] | None = None
         self._names: dict[str, str] = {}
         self._answers: dict[str, tuple[Mapping[str, Any], McpOutput]] = {}
@@ -424,6 +426,13 @@ def _patterns(option: str, given: Iterable[str]) -> tuple[str, ...]:
     if isinstance(given, str):
         raise TypeError(f"{option} takes a list of names, got a string: [{given!r}]")
     return tuple(given)
+
+
+def _check_values(option: str, stated: Mapping[str, str], known: tuple[str, ...]) -> None:
+    """Refuse a slip here: what makes a tool fail later is taken for the server's fault."""
+    for value in stated.values():
+        if value not in known:
+            raise ToolDefinitionError(f"{option} is one of {', '.join(known)}; got {value!r}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

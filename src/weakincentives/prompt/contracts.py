@@ -486,13 +486,13 @@ async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> No
     answer = step(*(context, result)[: _arity(step)])
     if not inspect.isawaitable(answer):
         return
-    import asyncio
+    from weakincentives.runtime.loops import run_blocking
+    from weakincentives.runtime.tool_call import may_wait
 
-    if asyncio._get_running_loop() is not None:
+    if await may_wait():
         await answer
         return
-    # A sync call takes back what a call nested in it did: nothing in it may wait.
-    from weakincentives.runtime.loops import run_blocking
+    # A sync call takes back what a call nested in it did; it may have been made on a loop.
 
     async def done() -> None:
         await answer

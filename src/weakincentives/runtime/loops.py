@@ -18,6 +18,26 @@ T = TypeVar("T")
 
 _loops: list[_BackgroundLoop] = []
 _lock = threading.Lock()
+_resting: list[_Worker] = []
+_MOST_RESTING = 8
+
+
+def _begin_anew() -> None:
+    """Forget what a forked child does not have: none of the threads came along."""
+    global _lock
+    _lock = threading.Lock()  # whoever held it is not here to let go of it
+    _loops.clear()
+    _resting.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for loop in _loops:
+        loop.stop()
 
 
 def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -43,7 +63,6 @@ class _BackgroundLoop:
             target=self.loop.run_forever, name=f"wink-loop-{number}", daemon=True
         )
         self.thread.start()
-        atexit.register(self.stop)
 
     def run(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
         done = threading.Event()
@@ -114,7 +133,11 @@ async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a thread that it has for itself; the future is of the running loop."""
+    """Run a function in a thread that it has for itself; the future is of the running loop.
+
+    The thread may serve another function after that, which then finds what the first has left in
+    ``threading.local``, as in every pool. It has context variables of its own.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = copy_context()
@@ -136,7 +159,10 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
             value = context.run(function)
         except BaseException as error:
             failure = error
-        worker.rest()
+        if future.cancelled():
+            worker.end()  # it was abandoned: what it left in its thread is nobody else's to find
+        else:
+            worker.rest()
         with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
             loop.call_soon_threadsafe(deliver, value, failure)
 
@@ -148,13 +174,6 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-_resting: list[_Worker] = []
-_MOST_RESTING = 8
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_resting.clear)  # a forked child has none of the threads
-
-
 class _Worker:
     """A thread that does one thing after the other: to start one takes longer than most calls.
 
@@ -163,14 +182,19 @@ class _Worker:
 
     def __init__(self) -> None:
         self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._process = os.getpid()
         threading.Thread(target=self._run, name="wink-handler", daemon=True).start()
 
     def rest(self) -> None:
-        """Be there for the next one, or end where enough others are."""
-        if len(_resting) < _MOST_RESTING:
+        """Be there for the next one; end where enough others are, or in a child that it forked."""
+        if len(_resting) < _MOST_RESTING and os.getpid() == self._process:
             _resting.append(self)
         else:
-            self.work.put(None)
+            self.end()
+
+    def end(self) -> None:
+        """Do nothing more."""
+        self.work.put(None)
 
     def _run(self) -> None:
         while (work := self.work.get()) is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from threading import Lock
+from types import coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
@@ -67,6 +68,7 @@ __all__ = [
     "call_tool",
     "execute_tool",
     "execute_tools",
+    "may_wait",
     "step_by_hand",
 ]
 
@@ -225,10 +227,22 @@ def _run_here(start: _Start) -> ToolResult[Any]:
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
-        start(*args).send(None)  # at once: an interrupt must not find it made and not begun
+        # At once: an interrupt must not find it made and not begun.
+        asked = (running := start(*args)).send(None)
+        while asked is None:
+            asked = running.send(_BY_HAND)
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("a sync call waited for something; this is a bug in the runtime")
+
+
+_BY_HAND: Any = object()
+
+
+@coroutine
+def may_wait() -> Generator[None, object, bool]:
+    """Ask whoever runs this coroutine whether it can wait: a loop can, ``step_by_hand`` cannot."""
+    return (yield) is not _BY_HAND
 
 
 async def _arun(
@@ -1158,8 +1172,9 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     if isinstance(error, MergeConflict):
         return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
     if _raises_through(error):
-        code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), "INTERRUPTED")
-        return ToolResult.error(f"{type(error).__name__}: {text}", code=code, recoverable=False)
+        code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), None)
+        said = _interrupted(progress) if code is None else f"{type(error).__name__}: {text}"
+        return ToolResult.error(said, code=code or "INTERRUPTED", recoverable=False)
     if isinstance(error, ContractError):
         return ToolResult.error(text, code="CONTRACT_VIOLATION")
     if isinstance(error, (ToolValidationError, ValueError)):
@@ -1177,6 +1192,11 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     return ToolResult.error(
         f"Internal error: {text}", code=code or "INTERNAL_ERROR", recoverable=code is not None
     )
+
+
+def _interrupted(progress: _Progress) -> str:
+    ended = "ended, and was rolled back" if progress.ran else "ran"
+    return f"'{progress.call.name}' was interrupted before it {ended}"
 
 
 def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:

@@ -393,7 +393,11 @@ def _thaw_flag(data: _Frozen, where: Where, known: Mapping[str, type]) -> Enum:
     found = _find(data["type"], where, known)
     if not issubclass(found, Flag):
         raise TypeError(f"{data['type']} is not a flag")
-    return found(_checked(int, _thaw(data["value"], where, known)))
+    value = _checked(int, _thaw(data["value"], where, known))
+    flag = found(value)
+    if flag.value != value:  # Python 3.11.2 takes a value that the flag does not have for none
+        raise ValueError(f"{value} is not a {found.__name__}")
+    return flag
 
 
 def _thaw_dataclass(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:

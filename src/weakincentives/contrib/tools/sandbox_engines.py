@@ -370,11 +370,14 @@ class Podman:
     name: EngineName = "podman"
 
     def missing(self) -> str | None:
+        missing = is_missing("podman") or is_missing("unshare")
+        if missing is not None:
+            return missing
         if os.geteuid() != 0 and not os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
             return "without root it limits memory and processes with cgroup v2 only"
         if not self.kit.profile.stat().st_size:
             return "its own list of system calls, seccomp.json, is not installed"
-        return is_missing("podman") or is_missing("unshare")
+        return None
 
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
