@@ -105,12 +105,14 @@ class Workspace:
         return self.done
 
     def _keep(self) -> None:
-        # To look at after a failure: opening the workspace changes it.
+        # To look at after a failure: opening the workspace changes it. Only root can copy all of
+        # it: an overlay's own directory is closed to its user, too.
+        if os.geteuid() != 0:
+            return
         shutil.rmtree(self.killed, ignore_errors=True)
         self.killed.mkdir()
         places = filter(Path.exists, (self.root, self.store))
-        # Not all of it without root: an overlay's own directory is closed to its user, too.
-        subprocess.run(["cp", "-a", *places, self.killed], check=os.geteuid() == 0)
+        subprocess.run(["cp", "-a", *places, self.killed], check=True)
 
 
 def differences(seen: dict[str, Seen], tree: Tree, times: dict[tuple[int, int], int]) -> list[str]:
