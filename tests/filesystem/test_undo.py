@@ -110,6 +110,36 @@ def test_what_a_person_changed_since_is_not_lost(fs: HostFilesystem, root: Path)
     assert look(root) == before
 
 
+def test_permissions_that_a_person_changed_since_are_not_lost(fs: HostFilesystem, root: Path):
+    write(fs, "c1", notes="by the agent")
+    write(fs, "c2", notes="by the agent, again")
+    (root / "notes").chmod(0o600)
+    before = look(root)
+
+    for undoing in (["c2"], ["c1", "c2"]):
+        with pytest.raises(UndoRefused) as refused:
+            fs.undo(*undoing)
+        assert refused.value.paths == {"notes": ()}
+        assert look(root) == before
+
+    (root / "notes").chmod(0o644)
+    fs.undo("c1", "c2")
+    assert (root / "notes").read_text() == "hello\n"
+
+
+def test_permissions_that_a_call_changed_are_undone_with_it(fs: HostFilesystem, root: Path):
+    before = contents(root)
+    write(fs, "c1", notes="by the agent")
+    call(fs, "c2", lambda view: view.set_readonly("notes", True))
+
+    with pytest.raises(UndoRefused) as refused:
+        fs.undo("c1")
+    assert refused.value.paths == {"notes": ("c2",)}
+
+    fs.undo("c1", "c2")
+    assert contents(root) == before
+
+
 def test_a_person_who_changed_something_last_is_the_one_in_the_way(fs: HostFilesystem, root: Path):
     write(fs, "c1", notes="1")
     write(fs, "c2", notes="2 and more")
@@ -122,6 +152,7 @@ def test_a_person_who_changed_something_last_is_the_one_in_the_way(fs: HostFiles
     "change",
     [
         lambda root: (root / "notes").unlink(),
+        lambda root: (root / "notes").chmod(0o600),
         lambda root: os.replace(root / "notes", root / "elsewhere"),
         lambda root: ((root / "notes").unlink(), (root / "notes").mkdir()),
         lambda root: ((root / "notes").unlink(), (root / "notes").symlink_to("src")),

@@ -78,6 +78,8 @@ class Delta:
     records: tuple[Record, ...]
     after: Mapping[Parts, Ident | None]
     """What was at each path when it was committed."""
+    modes: Mapping[Parts, int]
+    """The permissions that the files among these had then."""
     links: Mapping[str, tuple[Link, ...]]
     """The files in each directory it took away that had names elsewhere, too."""
 
@@ -135,7 +137,8 @@ class Past:
             tuple(path.split("/")) if path else (): None if ident is None else Ident(*ident)
             for path, ident in meta["after"]
         }
-        return Delta(committed, changes, after, _links_in(meta))
+        modes = {tuple(path.split("/")): int(mode) for path, mode in meta.get("modes", ())}
+        return Delta(committed, changes, after, modes, _links_in(meta))
 
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
@@ -197,6 +200,7 @@ class History(Past):
         records: Sequence[Record],
         call: ToolCall | None,
         after: Mapping[Parts, Ident | None],
+        modes: Mapping[Parts, int],
         tree: Tree,
         undoes: Sequence[str] = (),
     ) -> int | None:
@@ -221,6 +225,7 @@ class History(Past):
             "time": self._clock.time(),
             "entries": [(index, entry.encode()) for index, entry in entries],
             "after": [["/".join(parts), ident] for parts, ident in after.items()],
+            "modes": [["/".join(parts), mode] for parts, mode in modes.items()],
             "size": size,
             "links": self._links(records, entries, tree),
             "undoes": list(undoes),

@@ -339,7 +339,8 @@ class Changes:
         if self.store.safe:
             self._write_through(self.records)
         self.bring_over(self.records)
-        serial = self.history.add(self.records, call, self._idents(), self.tree, undoes)
+        after, modes = self._left_now()
+        serial = self.history.add(self.records, call, after, modes, self.tree, undoes)
         unfinished = self.history.unfinished is not None
         self._sweep(self.history.sources(self.records) if unfinished else frozenset())
         self.rooms.leave()
@@ -358,20 +359,24 @@ class Changes:
                     self._litter.add((self.rooms.own, name))
                     copy_exactly(room.tree, room.at(name), self.store.tree, (name,))
 
-    def _idents(self) -> dict[Parts, Ident | None]:
-        """Return what is now at each path that was changed, by whomever."""
+    def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, int]]:
+        """Return what is now at each path that was changed, by whomever; and of files the modes."""
         paths = {record.path for record in self.records}
         paths |= {record.origin for record in self.records if record.origin is not None}
         idents: dict[Parts, Ident | None] = {}
+        modes: dict[Parts, int] = {}
         for parts in paths:
             with contextlib.suppress(OSError):
-                idents[parts] = self._ident(parts)
+                status = self.tree.status(parts)
+                idents[parts] = None if status is None else lasting(status)
+                if status is not None and stat.S_ISREG(status.st_mode):
+                    modes[parts] = stat.S_IMODE(status.st_mode)
         # What came as a whole is known by all that is in it.
         for top in {record.path for record in self.records if record.op == "put"}:
             left = idents.get(top)
             if left is not None and left.size == -1:
                 idents |= {parts: lasting(status) for parts, status in self.tree.walk(top)}
-        return idents
+        return idents, modes
 
     def _ident(self, parts: Parts) -> Ident | None:
         status = self.tree.status(parts)

@@ -63,6 +63,7 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
     found: dict[Parts, tuple[str, ...]] = {}
     others: list[Delta] = []
     known: dict[Parts, Ident | None] = {}
+    undoing: set[Parts] = set()
     again = _made_again(past, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
@@ -81,6 +82,11 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
             for top in _put_directories(changes, delta):
                 now = {parts: _ident(node) for parts, node in walk(layer, [top])}
                 differing |= _changed_inside(top, delta, now)
+            # Only where it is still this call that says which: else a later one is undone first.
+            for parts in paths & delta.modes.keys():
+                if not _is_within(parts, undoing) and _mode(disk, parts) != delta.modes[parts]:
+                    differing.add(parts)
+            undoing |= paths
             for parts in differing:
                 found[parts] = _changed_by(others, parts, disk)
             known |= {r.path: r.before.ident for r in changes if r.before is not None}
@@ -115,6 +121,18 @@ def _is_as(
         return False  # something else is in the way
     now = None if node is None else _ident(node)
     return matches(left, now) or _is_made_again(left, parts, now, again)
+
+
+def _mode(look: Look, parts: Parts) -> int | None:
+    try:
+        node = look.node(parts)
+    except OSError:
+        return None
+    return None if node is None else node.mode
+
+
+def _is_within(parts: Parts, others: Set[Parts]) -> bool:
+    return any(parts[:depth] in others for depth in range(len(parts) + 1))
 
 
 def _ident(node: Node) -> Ident:
@@ -208,6 +226,8 @@ class _Going:
         self._directories: set[Parts] = set()
         """Those that were made here: each is what the history says, though it is another one."""
         self._left: set[Parts] = set()
+        self._undone: set[Parts] = set()
+        """All that was put back so far, where it was to be."""
         self._times: dict[Parts, int] = {}
         self._former: dict[Parts, int] = {}
         """The names that were made here, with the inode that the file at each had in the history:
@@ -221,6 +241,7 @@ class _Going:
         """Undo one committed call, as far as things are as it left them."""
         changes = [r for r in reversed(delta.records) if r.op not in _NO_CHANGES]
         checked: set[Parts] = set()
+        paths = {parts for record in changes for parts in _paths(record)}
         # All before the first is undone: one name of a file is changed by way of another.
         for record in changes:
             for parts in _paths(record):
@@ -243,13 +264,10 @@ class _Going:
                         f"{shown(join_path(record.path))} could not be put back as it was:"
                         f" {error.strerror or error}"
                     )
+        self._undone |= paths
 
     def _is_left(self, record: Record) -> bool:
-        return any(
-            parts[:depth] in self._left
-            for parts in _paths(record)
-            for depth in range(len(parts) + 1)
-        )
+        return any(_is_within(parts, self._left) for parts in _paths(record))
 
     def _is_as_left(self, parts: Parts, delta: Delta) -> bool:
         """Tell whether what is at a path is what the call left there."""
@@ -266,10 +284,18 @@ class _Going:
             return False  # something else is in the way
         # Also of what was put back: a file may have been so by another of its names.
         now = None if status is None else ident_of(status)
+        if status is not None and not self._has_its_mode(status, parts, delta):
+            return False
         return matches(left, now) or _is_made_again(left, parts, now, self._again)
 
+    def _has_its_mode(self, status: os.stat_result, parts: Parts, delta: Delta) -> bool:
+        # Only where it is still this call that says which.
+        if parts not in delta.modes or _is_within(parts, self._undone):
+            return True
+        return stat.S_IMODE(status.st_mode) == delta.modes[parts]
+
     def _leave_if_changed_inside(self, top: Parts, delta: Delta) -> None:
-        if any(top[:depth] in self._left for depth in range(len(top) + 1)):
+        if _is_within(top, self._left):
             return
         now = {parts: lasting(status) for parts, status in self.changes.tree.walk(top)}
         changed = _changed_inside(top, delta, now)
