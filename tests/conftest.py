@@ -2,10 +2,20 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Whoever starts the tests in the background, or with nohup, has these ignored, also by all that the
+# tests start; but some are about what they do.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # Shared machines stall: how long an example takes says nothing about whether it is right.
 settings.register_profile(
