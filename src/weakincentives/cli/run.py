@@ -533,9 +533,13 @@ def _stopping() -> Generator[_Stop]:
     try:
         yield stop
     finally:
-        # One that was stopped is on its way out: a signal that comes twice must not cut that short.
-        for number, handler in before.items() if stop.at is None else ():
-            signal.signal(number, handler)
+        for number, handler in before.items():
+            if stop.at is None:
+                signal.signal(number, handler)
+            elif number != signal.SIGINT:
+                # On its way out, which a signal that comes twice must not cut short. Not handled:
+                # Python takes its handlers away before it ends.
+                signal.signal(number, signal.SIG_IGN)
 
 
 _TWICE = 0.3
