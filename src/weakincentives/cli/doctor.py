@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import typer
 
 from weakincentives.cli.config import FILE_NAME, Settings, load_settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.options import AsJson, Workspace
 
 __all__ = ["Finding", "examine", "register"]
 
@@ -52,10 +53,8 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    workspace: Annotated[
-        Path, typer.Option("--workspace", "-w", help="The directory.", show_default=".")
-    ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    workspace: Workspace = Path(),
+    as_json: AsJson = False,
 ) -> int:
     """Say what is installed, what would be used on a directory, and what to do for more."""
     findings: list[Finding] = []

@@ -14,6 +14,7 @@ import typer
 from weakincentives.cli.completion import complete_calls, complete_runs
 from weakincentives.cli.config import existing_directory
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.cli.runs import find_run
 
 if TYPE_CHECKING:
@@ -70,10 +71,6 @@ Examples:
 Only files are undone. What a session knows is not touched. Read on: docs/history.md
 """
 
-Workspace = Annotated[
-    Path, typer.Option("--workspace", "-w", help="The directory.", show_default=".")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 RunOption = Annotated[
     str | None,
     typer.Option(

@@ -12,6 +12,7 @@ import typer
 from weakincentives.cli.completion import complete_suites
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.options import Workspace
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def _mcp(
             "instead of the file, shell and planning suites.",
         ),
     ] = None,
-    workspace: Annotated[
-        Path, typer.Option("--workspace", "-w", help="The directory to work on.")
-    ] = Path(),
+    workspace: Workspace = Path(),
     http: Annotated[
         bool, typer.Option("--http", help="Serve streamable HTTP; else standard input and output.")
     ] = False,

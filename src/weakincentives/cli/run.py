@@ -18,6 +18,7 @@ import typer
 from weakincentives.cli.completion import complete_models, complete_runs, complete_tools
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError, WinkError
 
@@ -65,9 +66,6 @@ Examples:
 Read on: docs/cli.md
 """
 
-Workspace = Annotated[
-    Path, typer.Option("--workspace", "-w", help="The directory to work on.", show_default=".")
-]
 Model = Annotated[
     str | None,
     typer.Option(
@@ -102,7 +100,6 @@ Ask = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Approve all that would be asked.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer only.")]
 
 

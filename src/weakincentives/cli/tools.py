@@ -14,6 +14,7 @@ import typer
 from weakincentives.cli.completion import complete_runs, complete_tools
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.options import AsJson, Workspace
 
 if TYPE_CHECKING:
     from weakincentives.cli.workbench import Workbench
@@ -48,10 +49,6 @@ Examples:
 Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed. Read on: docs/policies.md
 """
 
-Workspace = Annotated[
-    Path, typer.Option("--workspace", "-w", help="The directory.", show_default=".")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Policy = Annotated[
     list[str] | None,
     typer.Option("--policy", help="One more rule, as `wink run` takes it. Repeat it for more."),
