@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import enum
 import json
@@ -643,3 +644,26 @@ def test_types_can_be_built_in_many_threads_at_once():
         sys.setswitchinterval(interval)
 
     assert all(each["properties"] == {"amount": {"type": "integer"}} for each in built)
+
+
+def test_a_type_is_built_although_somebody_elses_thread_disturbs_the_parser(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # As before Python 3.11.9, but each time, where the real thing happens once in many hours.
+    disturbances = iter(["the first time", "the second time"])
+    parse_source = ast.parse
+
+    def disturbed(*args: Any, **options: Any) -> ast.AST:
+        if (when := next(disturbances, None)) is not None:
+            raise SystemError(f"AST constructor recursion depth mismatch, {when}")
+        return parse_source(*args, **options)
+
+    monkeypatch.setattr(ast, "parse", disturbed)
+
+    @dataclass
+    class Ticket:
+        title: str
+        """What is wrong, in one line."""
+
+    assert schema(Ticket)["properties"]["title"]["description"] == "What is wrong, in one line."
+    assert next(disturbances, None) is None

@@ -5,6 +5,7 @@ pydantic takes about 95 ms to import, so it is imported when the first type is b
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +35,10 @@ _TEXT = (str, bytes, bytearray)
 _NO_JSON_FORM = " has no JSON form"
 
 # pydantic parses the source of a class for its docstrings, and before Python 3.11.9 and 3.12.3 two
-# threads that parse Python at the same time can fail for no reason (SystemError).
+# threads that parse Python at the same time can fail for no reason (SystemError). So one of ours
+# builds at a time, and tries again when a thread of somebody else was in the way.
 _building = threading.RLock()
+_ATTEMPTS = 5
 
 
 @overload
@@ -139,10 +142,14 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
     def inner(_source: Any, handler: Callable[[Any], Any]) -> Any:
         return handler(target)
 
+    def build() -> TypeAdapter[Any]:
+        adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
+        adapter.rebuild()  # does nothing, or raises for a name that cannot be resolved
+        return adapter
+
     try:
         with _building:
-            adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
-            adapter.rebuild()  # does nothing, or raises for a name that cannot be resolved
+            return _attempted(build)
     except PydanticUndefinedAnnotation as error:
         raise TypeError(
             f"{_name(target)}: the annotation {error.name!r} cannot be resolved; "
@@ -154,7 +161,13 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
         ) from error
     except PydanticUserError as error:
         raise TypeError(f"{_name(target)}: {error.message}") from error
-    return adapter
+
+
+def _attempted(build: Callable[[], T]) -> T:
+    for _ in range(_ATTEMPTS - 1):
+        with contextlib.suppress(SystemError):
+            return build()
+    return build()
 
 
 def _core_config(extra: Extra) -> dict[str, object]:
