@@ -151,7 +151,7 @@ def test_it_can_be_stopped_and_taken_up_again(tmp_path: Path):
     with Terminal(command, cwd=tmp_path, env=QUICK) as terminal:
         terminal.wait_for("rm -r receipts")
         terminal.interrupt()
-        assert terminal.end() == 130
+        assert terminal.end() == 130, terminal.text
 
     assert contents(tmp_path / "till") == contents(DATA / "till")
     assert "What became of each call" not in terminal.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -617,6 +618,44 @@ def test_nothing_is_left_of_a_command_once_the_filesystem_is_closed(over: HostFi
     over.close()
 
     assert list((over.store / "commands").iterdir()) == []
+
+
+def test_a_command_that_is_killed_while_it_starts_is_killed_nonetheless(tmp_path: Path):
+    workspace, store = tmp_path / "work", tmp_path / "store"
+    workspace.mkdir()
+    store.mkdir()
+    way = overlay.find_way(workspace, store)
+    if isinstance(way, str):
+        pytest.skip(way)
+    for attempt in range(30):
+        layers = overlay.Layers(store / str(attempt), workspace, way)
+        layers.prepare(b"")
+        process = layers.start(["sleep", "1000"], directory=workspace)
+        layers.kill()
+        try:
+            process.wait(timeout=60)
+        finally:
+            layers.end()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.04, 0.08])
+def test_a_filesystem_can_be_closed_while_a_command_that_was_given_up_ends(
+    over: HostFilesystem, delay: float
+):
+    ended = threading.Event()
+
+    def give_up_soon() -> None:
+        with contextlib.suppress(FilesystemError, OSError):
+            over.run("sleep 100", watch=lambda _: "given up")
+        ended.set()
+
+    thread = threading.Thread(target=give_up_soon)
+    thread.start()
+    ended.wait(delay)
+    over.close()
+    thread.join()
+
+    assert not list((over.store / "commands").glob("*"))
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root mounts")

@@ -321,6 +321,7 @@ class Commands:
         self._logged = False
         self._rubbish: SimpleQueue[Layers | None] = SimpleQueue()
         self._sweeper: threading.Thread | None = None
+        self._is_open = True
         for folder in (self._folder, store.path / "views"):
             # Of a process that was killed: nothing of it has reached the workspace.
             if folder.exists():
@@ -343,21 +344,27 @@ class Commands:
 
     def end(self, layers: Layers) -> None:
         """Let the workspace change again."""
-        with self._ended:
+        with undisturbed(), self._ended:
             self._running -= 1
             self._ended.notify_all()
-            if self._sweeper is None:
-                self._sweeper = threading.Thread(
-                    target=_sweep, args=(self._rubbish,), name="wink-sweeper", daemon=True
-                )
-                self._sweeper.start()
-        self._rubbish.put(layers)
+            if self._is_open:
+                self._rubbish.put(layers)
+                if self._sweeper is None:
+                    self._sweeper = threading.Thread(
+                        target=_sweep, args=(self._rubbish,), name="wink-sweeper", daemon=True
+                    )
+                    self._sweeper.start()
+                return
+        _discard(layers)
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
-        if self._sweeper is not None:
+        with self._ended:  # a call that was given up may be ending its command just now
+            self._is_open = False
+            sweeper = self._sweeper
+        if sweeper is not None:
             self._rubbish.put(None)
-            self._sweeper.join()
+            sweeper.join()
 
     def wait(self) -> None:
         """Return when no command is under way: what lies below an overlay must not change."""
@@ -368,10 +375,14 @@ class Commands:
 def _sweep(rubbish: SimpleQueue[Layers | None]) -> None:
     # Nobody needs to wait for this: removing directories is slow, above all on a busy machine.
     while (layers := rubbish.get()) is not None:
-        try:
-            layers.discard()
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", layers.place, error)
+        _discard(layers)
+
+
+def _discard(layers: Layers) -> None:
+    try:
+        layers.discard()
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", layers.place, error)
 
 
 def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:

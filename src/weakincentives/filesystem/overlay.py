@@ -34,7 +34,8 @@ SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.
 # Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never
-# written to: it ends when the caller closes it or dies, and then everything in here is killed.
+# written to: it ends when the caller closes it or dies, and then everything in here is killed, more
+# than once, since the command may be starting just then.
 # What the shell itself has to say (`Killed`) is not the command's output.
 SCRIPT = """
 exec 3>&2 4<&0 5<stdin
@@ -42,7 +43,7 @@ cd -- "$1" || exit 125
 : >"$2"/started
 unset OLDPWD
 shift 2
-{ read -r _ <&4; kill -KILL -1; } >/dev/null 2>&1 3>&- 5<&- &
+{ read -r _ <&4; while :; do kill -KILL -1; done; } >/dev/null 2>&1 3>&- 5<&- &
 exec 2>/dev/null
 (exec "$@") <&5 2>&3 3>&- 4<&- 5<&-
 """
