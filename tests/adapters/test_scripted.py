@@ -200,17 +200,17 @@ def test_runs_in_several_threads_may_share_a_script():
 
     def turns():
         asked.set()
-        go_on.wait(10)
+        go_on.wait(120)
         yield "One."
         yield "Two."
 
     model, prompt = ScriptedAdapter(turns()), Prompt(PromptTemplate(sections=[]))
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(model.evaluate, prompt, Session())
-        asked.wait(10)
+        asked.wait(120)
         second = threads.submit(model.evaluate, prompt, Session())
         with pytest.raises(TimeoutError):
             second.result(0.05)  # it waits for its turn
         go_on.set()
 
-        assert (first.result(10).text, second.result(10).text) == ("One.", "Two.")
+        assert (first.result(120).text, second.result(120).text) == ("One.", "Two.")

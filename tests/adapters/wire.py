@@ -107,7 +107,7 @@ class WireServer:
     def is_left_alone(self) -> bool:
         """Wait until nobody is connected any more."""
         with self.changed:
-            return self.changed.wait_for(lambda: self.connections == 0, timeout=30)
+            return self.changed.wait_for(lambda: self.connections == 0, timeout=120)
 
     def count(self, by: int) -> None:
         with self.changed:

@@ -64,7 +64,7 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._reader.join(timeout=30)
+        self._reader.join(timeout=120)
         os.close(self._master)
 
     @property
@@ -74,7 +74,7 @@ class Terminal:
             above = [_line(row, self.screen.columns) for row in self.screen.history.top]
             return "\n".join([*above, *(line.rstrip() for line in self.screen.display)]).rstrip()
 
-    def wait_for(self, wanted: str, timeout: float = 60) -> str:
+    def wait_for(self, wanted: str, timeout: float = 240) -> str:
         """Return the text once something stands in it; that it does not come is a failure."""
         with self._changed:
             self._changed.wait_for(
@@ -97,7 +97,7 @@ class Terminal:
         os.dup2(nowhere, self._master)
         os.close(nowhere)
 
-    def end(self, timeout: float = 60) -> int:
+    def end(self, timeout: float = 240) -> int:
         """Return the exit code once the program has ended, and all that it wrote is shown."""
         code = self.process.wait(timeout)
         self._reader.join(timeout)
@@ -125,7 +125,7 @@ def wink(
     cwd: Path,
     env: Mapping[str, str] | None = None,
     stdin: str = "",
-    timeout: float = 120,
+    timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `wink` without a terminal and return what it wrote."""
     return subprocess.run(

@@ -198,7 +198,7 @@ class OnDisk:
 
     def begin(self, target: Any) -> Any:
         if target is self.fs:
-            assert self.fs.gate.acquire(timeout=10)
+            assert self.fs.gate.acquire(timeout=120)
         return target.fork_in_place()
 
     def keep(self, target: Any, view: Any) -> None:

@@ -173,7 +173,7 @@ def served_over_http(project: Path) -> Iterator[int]:
         yield int(found[1])
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        server.communicate(timeout=120)
 
 
 @pytest.mark.heavy

@@ -35,7 +35,7 @@ from mcp.types import CallToolResult  # noqa: E402
 
 Mode = Literal["auto", "legacy"]
 ERAS = pytest.mark.parametrize("mode", ["auto", "legacy"])
-SECONDS = 20
+SECONDS = 120
 """How long anything may take before a test gives up."""
 
 

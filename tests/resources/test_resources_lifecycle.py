@@ -614,7 +614,7 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
     """Run all at once; return what each returned or raised."""
 
     def run(job: Callable[[], object]) -> object:
-        barrier.wait(10)
+        barrier.wait(120)
         try:
             return job()
         except Exception as error:
@@ -622,7 +622,7 @@ def in_threads(*jobs: Callable[[], object]) -> list[object]:
 
     barrier = threading.Barrier(len(jobs))
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return [each.result(20) for each in [pool.submit(run, job) for job in jobs]]
+        return [each.result(120) for each in [pool.submit(run, job) for job in jobs]]
 
 
 @pytest.mark.parametrize("scope", [Scope.SINGLETON, Scope.TOOL_CALL])
@@ -665,23 +665,23 @@ def test_slow_provider_does_not_hold_up_others():
 
     def slow(resolver: Resolver) -> Config:
         started.set()
-        assert release.wait(10)
+        assert release.wait(120)
         return Config()
 
     ctx = ResourceRegistry.of(make(Config, slow), make(Tracer, lambda r: Tracer())).open()
     thread = threading.Thread(target=lambda: ctx.get(Config))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(120)
     assert isinstance(ctx.get(Tracer), Tracer)
     release.set()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
 
 
 def test_provider_may_resolve_in_a_thread_of_its_own():
     def provide(resolver: Resolver) -> Client:
         with ThreadPoolExecutor(1) as pool:
-            return Client(pool.submit(resolver.get, Config).result(10))
+            return Client(pool.submit(resolver.get, Config).result(120))
 
     ctx = ResourceRegistry.of(make(Client, provide), make(Config, lambda r: Config())).open()
 
@@ -694,7 +694,7 @@ def test_cycle_across_two_threads_is_an_error_not_a_deadlock():
     def meet(resolver: Resolver, other: type[Any]) -> Client:
         if not both.broken:
             try:
-                both.wait(5)
+                both.wait(120)
             finally:
                 both.abort()
         return Client(resolver.get(other))
@@ -715,7 +715,7 @@ def test_instance_finished_after_its_lifetime_ended_is_closed(ends: str):
 
     def slow(resolver: Resolver) -> First:
         started.set()
-        assert release.wait(10)
+        assert release.wait(120)
         return First(closed, "late")
 
     ctx = ResourceRegistry.of(
@@ -724,11 +724,11 @@ def test_instance_finished_after_its_lifetime_ended_is_closed(ends: str):
     scope = ctx.tool_scope()
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(scope.get, First)
-        assert started.wait(10)
+        assert started.wait(120)
         (ctx if ends == "context" else scope).close()
         release.set()
         with pytest.raises(ResourceError, match=r"closed|has ended"):
-            late.result(10)
+            late.result(120)
 
     assert closed == ["late"]
 

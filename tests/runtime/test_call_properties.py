@@ -37,7 +37,7 @@ async def async_cancelled(params: Step, *, context: ToolContext) -> ToolResult[N
 
 
 def hang(params: Step, context: ToolContext) -> None:
-    context.signal.wait(20)
+    context.signal.wait(120)
 
 
 def savepoint(params: Step, context: ToolContext) -> None:

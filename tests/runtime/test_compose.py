@@ -582,7 +582,7 @@ def meeting(name: str, barrier: threading.Barrier) -> Tool[Any, Any]:
     """A tool that ends only when all others of the barrier run, too."""
 
     def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
-        barrier.wait(20)
+        barrier.wait(120)
         context.session.dispatch(AddStep(name))
         return ToolResult.ok()
 
@@ -629,7 +629,7 @@ def test_parallel_updates_of_one_value_are_all_kept():
         def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
             before = context.filesystem.read("n.txt")
             if name in first:  # the second time it is alone
-                met.wait(20)
+                met.wait(120)
                 first.discard(name)
             context.filesystem.write("n.txt", f"{before}{name}")
             return ToolResult.ok()
@@ -681,7 +681,7 @@ def test_composed_tools_run_beside_each_other_and_stay_transactions():
 
 def test_a_timeout_ends_and_rolls_back_the_whole():
     def hang(params: Step, context: ToolContext) -> None:
-        context.signal.wait(20)
+        context.signal.wait(120)
 
     world, result = run(
         parallel([fine("a"), make_tool("b", hang)], timeout=0.05, keep_partial=True)
@@ -694,7 +694,7 @@ def test_a_timeout_ends_and_rolls_back_the_whole():
 
 def test_members_with_limits_are_reported_one_by_one():
     def hang(params: Step, context: ToolContext) -> None:
-        context.signal.wait(20)
+        context.signal.wait(120)
 
     members = [fine("a", timeout=30.0), make_tool("b", hang, timeout=0.05)]
     world, result = run(parallel(members, keep_partial=True))

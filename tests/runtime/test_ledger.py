@@ -137,7 +137,7 @@ def test_a_timeout_leaves_the_outcome_unknown(path: Path):
     agent = Agent(tool, OutcomeLedger(path))
 
     assert code(agent.call("a")) == "TIMEOUT"
-    assert ended.wait(10)
+    assert ended.wait(120)
     assert code(agent.call("a")) == "OUTCOME_UNKNOWN"
 
 

@@ -184,22 +184,22 @@ def test_what_is_under_way_is_finished_and_what_was_not_begun_is_cancelled():
 
     def slow(request: ModelRequest) -> str:
         started.set()
-        go_on.wait(10)
+        go_on.wait(120)
         return "finished"
 
     loop = Answering(adapter=ScriptedAdapter([slow]))
     under_way, waiting = loop.submit("first"), loop.submit("second")
     runner = threading.Thread(target=loop.run)
     runner.start()
-    started.wait(10)
+    started.wait(120)
 
     loop.stop()
     go_on.set()
-    runner.join(10)
+    runner.join(120)
 
-    assert under_way.result(timeout=10)[0].text == "finished"
+    assert under_way.result(timeout=120)[0].text == "finished"
     with pytest.raises(CancelledError):
-        waiting.result(timeout=10)
+        waiting.result(timeout=120)
     with pytest.raises(RuntimeError, match="takes no more requests"):
         loop.submit("third")
 
@@ -208,7 +208,7 @@ def test_several_threads_can_serve_one_queue():
     both = threading.Barrier(2)
 
     def together(request: ModelRequest) -> str:
-        both.wait(10)
+        both.wait(120)
         return "done"
 
     loop = Answering(adapter=ScriptedAdapter([together] * 2))
@@ -217,10 +217,10 @@ def test_several_threads_can_serve_one_queue():
     for runner in runners:
         runner.start()
 
-    assert [future.result(timeout=10)[0].text for future in futures] == ["done", "done"]
+    assert [future.result(timeout=120)[0].text for future in futures] == ["done", "done"]
     loop.stop()
     for runner in runners:
-        runner.join(10)
+        runner.join(120)
         assert not runner.is_alive()
 
 
@@ -258,7 +258,7 @@ def test_sigterm_finishes_what_is_under_way(tmp_path: Path):
         assert child.stdout is not None
         assert child.stdout.readline() == "started\n"
         os.kill(child.pid, signal.SIGTERM)
-        shown, _ = child.communicate("go on\n", timeout=30)
+        shown, _ = child.communicate("go on\n", timeout=120)
     finally:
         child.kill()
 

@@ -427,17 +427,17 @@ def test_tools_come_and_go_while_calls_are_under_way():
     def wait() -> str:
         """Wait."""
         entered.set()
-        leave.wait(20)
+        leave.wait(120)
         return "ended"
 
     registry = in_memory(wait, size)
     results: list[ToolResult[Any]] = []
     thread = threading.Thread(target=lambda: results.append(registry.execute("wait")))
     thread.start()
-    entered.wait(20)
+    entered.wait(120)
     registry.unregister("wait")
     leave.set()
-    thread.join(20)
+    thread.join(120)
     assert results[0].value == "ended"
 
     stop = threading.Event()
@@ -464,7 +464,7 @@ def test_tools_come_and_go_while_calls_are_under_way():
     for each in callers:
         each.join(60)
     stop.set()
-    changing.join(20)
+    changing.join(120)
 
     assert failures == []
 
@@ -475,7 +475,7 @@ def test_one_of_many_threads_registers_a_name():
     start = threading.Barrier(8)
 
     def register() -> None:
-        start.wait(20)
+        start.wait(120)
         try:
             registry.register(size)
             won.append(True)
@@ -486,7 +486,7 @@ def test_one_of_many_threads_registers_a_name():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
 
     assert sorted(won) == [False] * 7 + [True]
 

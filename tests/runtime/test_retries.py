@@ -152,7 +152,7 @@ def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
     def body(params: Step, context: ToolContext) -> None:
         if first[0]:
             first[0] = False
-            release.wait(20)
+            release.wait(120)
             try:
                 context.session.dispatch(AddStep("late"))
             except BaseException as error:
@@ -164,7 +164,7 @@ def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
 
     result = w.call("work")
     release.set()
-    assert done.wait(20)
+    assert done.wait(120)
 
     assert result.success
     assert result.metadata.attempts == 2

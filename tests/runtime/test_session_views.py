@@ -554,17 +554,17 @@ class TestSealing:
 
         def slow(current: Slice[Note], event: Increment) -> Slice[Note]:
             started.set()
-            go_on.wait(5)
+            go_on.wait(120)
             return current.append(Note("slow"))
 
         session[Note].register(Increment, slow)
         with ThreadPoolExecutor(2) as pool:
             write = pool.submit(view.dispatch, Increment())
-            assert started.wait(5)
+            assert started.wait(120)
             seal = pool.submit(view.seal, "ended")
             go_on.set()
-            write.result(5)
-            seal.result(5)
+            write.result(120)
+            seal.result(120)
 
         with pytest.raises(ViewClosed):
             view.dispatch(Note("late"))

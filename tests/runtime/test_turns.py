@@ -179,7 +179,7 @@ class TestTogether:
         assert [result.message for result in results] == ["met", "met"]
 
     def test_two_sync_tools_that_wait_for_each_other_finish(self) -> None:
-        barrier = threading.Barrier(2, timeout=20)
+        barrier = threading.Barrier(2, timeout=120)
 
         def meet(params: Params, *, context: ToolContext) -> ToolResult[None]:
             barrier.wait()
@@ -278,7 +278,7 @@ class TestMaxConcurrency:
     @pytest.mark.parametrize("limit", [1, 2, 3])
     def test_no_more_handlers_are_under_way_at_once(self, limit: int, concurrent: bool) -> None:
         crowd = Crowd()
-        meeting = threading.Barrier(limit, timeout=20)
+        meeting = threading.Barrier(limit, timeout=120)
 
         async def work(params: Params, *, context: ToolContext) -> ToolResult[None]:
             with crowd:
@@ -414,7 +414,7 @@ class TestTakenAgain:
         def slow(params: Params, *, context: ToolContext) -> ToolResult[None]:
             if context.session[Note].latest() is not None:
                 return done("saw it")
-            context.signal.wait(20)
+            context.signal.wait(120)
             told.append(context.signal.reason)
             with pytest.raises(ViewClosed):
                 context.session.dispatch(Note("late"))
@@ -426,7 +426,7 @@ class TestTakenAgain:
         results = desk.turn(call("note", "a"), call("slow"))
 
         assert results[1].message == "saw it"
-        assert refused.wait(20)
+        assert refused.wait(120)
         assert told == ["the call is taken again"]
         assert desk.notes == ["a"]
 
@@ -961,7 +961,7 @@ class TestThreadsOfAHandler:
 
         async def leaves(params: Params, *, context: ToolContext) -> ToolResult[None]:
             def late() -> None:
-                go_on.wait(20)
+                go_on.wait(120)
                 try:
                     context.session.dispatch(Note("late"))
                 except ViewClosed:
@@ -975,5 +975,5 @@ class TestThreadsOfAHandler:
         desk.turn(call("leaves"), call("note", "a"))
         go_on.set()
 
-        assert refused.wait(20)
+        assert refused.wait(120)
         assert desk.notes == ["a"]
