@@ -74,7 +74,7 @@ class Cluster:
     port: int
 
     def ask(self, method: str, path: str, body: str | None = None) -> str:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()

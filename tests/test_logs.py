@@ -71,7 +71,7 @@ def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "talk",
-    [tool(handler), tool(handler, timeout=5.0), tool(async_handler)],
+    [tool(handler), tool(handler, timeout=600.0), tool(async_handler)],
     ids=["sync", "in a thread", "async"],
 )
 def test_lines_of_any_logger_carry_the_call_as_json(

@@ -380,7 +380,7 @@ def test_real_timeouts():
             listener.accept()
 
     def run():
-        subprocess.run([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, timeout=0.001)
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.001)
 
     for operation in (lambda: asyncio.run(wait()), listen, run):
         assert code_of(failure_of(operation)) == TIMEOUT

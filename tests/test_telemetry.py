@@ -197,9 +197,9 @@ def test_what_a_handler_traces_is_below_its_call(traced: Callable[..., Trace], h
         await asyncio.sleep(0)
         return work(context=context)
 
-    options = {"thread": {"concurrent": True}, "timeout": {"timeout": 30}}.get(how, {})
+    options = {"thread": {"concurrent": True}, "timeout": {"timeout": 600}}.get(how, {})
     busy = wink.tool(awork if how == "async" else work, name="busy", reach="read", **options)
-    limit = Deadline.after(60) if how == "deadline" else None
+    limit = Deadline.after(600) if how == "deadline" else None
     turn = calls("busy", "busy") if how in ("async", "thread") else calls("busy")
 
     ScriptedAdapter([turn, "Done."]).evaluate(prompt_with(busy), Session(), deadline=limit)

@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(error, MalformedResponse):
             self._send(200, b"<html>This is not an answer.</html>", "text/html")
         elif error.code == "TIMEOUT":
-            self.server.closing.wait(60)
+            self.server.closing.wait(600)
         elif error.code == "NETWORK":
             begun = b"".join(
                 _events(ModelTurn(text="It is"), "claude", next(self.server.numbers))[:3]

@@ -541,7 +541,7 @@ def test_one_server_is_shared_and_ends_with_the_process(tmp_path: Path):
                 process.send_signal(how)
             _, said = process.communicate()
             assert said == ""
-            assert select.select([server], [], [], 30)[0] == [server], f"it outlives {how}"
+            assert select.select([server], [], [], 300)[0] == [server], f"it outlives {how}"
         finally:
             os.close(server)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import sys
@@ -105,6 +106,9 @@ class Terminal:
 
     def _read(self) -> None:
         while True:
+            # A terminal that somebody waits to read from stays open, also when it is hung up.
+            if not select.select([self._master], [], [], 0.1)[0]:
+                continue
             try:
                 data = os.read(self._master, 65536)
             except OSError:  # nobody has the other end any more

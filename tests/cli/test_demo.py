@@ -133,10 +133,11 @@ def test_the_commands_it_ends_with_work_when_they_are_pasted(demo: Demo):
 
 def test_on_a_terminal_one_sees_the_plan_and_what_it_does_now(tmp_path: Path):
     with Terminal([*WINK, "demo", "--into", "till"], cwd=tmp_path, env=QUICK) as terminal:
-        terminal.wait_for("plan: 1 of 3 done")
-        terminal.wait_for("Look around:")
         assert terminal.end() == 0
 
+    # Among all that was drawn: it is there for a moment only.
+    assert b"plan: 1 of 3 done" in terminal.raw
+    assert "Look around:" in terminal.text
     assert "A test of this project fails." in terminal.text
     assert "8 calls were kept, 2 rolled back and 1 refused." in terminal.text
     assert is_repaired(tmp_path / "till")
@@ -169,7 +170,7 @@ def test_it_works_where_no_sandbox_does(tmp_path: Path):
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-m", "weakincentives.cli", "demo", "--into", "/workspace/till"]
     with HostFilesystem(tmp_path / "work") as files:
-        done = box.run(files, command, env={"PYTHONDONTWRITEBYTECODE": "1"}, timeout=120)
+        done = box.run(files, command, env={"PYTHONDONTWRITEBYTECODE": "1"}, timeout=600)
 
     assert done.ok, done.stderr
     assert "No sandbox works here: see `wink doctor`." in done.stderr

@@ -245,7 +245,7 @@ def test_a_diff_is_coloured_on_a_terminal(project: Path):
     run = make_run(project, TURNS)
 
     with Terminal([*WINK, "diff", f"{run.mark}/4"], cwd=project) as terminal:
-        terminal.process.wait(timeout=60)
+        terminal.process.wait(timeout=240)
         terminal.wait_for("return a + b")
         assert b"\x1b[32m+    return a + b" in terminal.raw
         assert b"\x1b[31m-    return a - b" in terminal.raw

@@ -24,7 +24,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult
 
 TOOLS = f"{Path(__file__).parents[1] / 'mcp' / 'served_tools.py'}:tools"
-SECONDS = 120
+SECONDS = 240
 """How long anything may take before a test gives up: the machine may be busy."""
 SUITES = ("--suites", "files,shell,planning,digest", "--sandbox", "none")
 

@@ -480,7 +480,8 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
         terminal.send("what?\n")
         terminal.wait_for("what?\nyes, no, always [y/n/a]?")
         terminal.send("n\n")
-        terminal.wait_for("path: b.txt")
+        # To its end: what is typed before the question is asked is no answer.
+        terminal.wait_for("path: b.txt\nyes, no, always [y/n/a]?")
         terminal.send("a\n")
         assert terminal.end() == 0
 
@@ -561,7 +562,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
             terminal.interrupt()
         else:
             terminal.process.send_signal(number)
-            terminal.process.send_signal(number)  # as `timeout` passes it on
         assert terminal.end() == code
         seen = terminal.text
     [kept] = runs_of(project)
@@ -601,24 +601,59 @@ def test_a_run_whose_terminal_is_closed_stops_at_a_clean_point(
     assert run.resume().out == "All done.\n"
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_behind(
+    project: Path, number: signal.Signals, code: int
+):
+    (project / "mine.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "(Path(__file__).parents[1] / 'at_work').touch()\ntime.sleep(600)\n"
+    )
+    (project / "wink.toml").write_text('sections = ["mine.py:tools"]\n')
+    with terminal_run(project, ["Hello."]) as terminal:
+        wait_for_sign(project, "at_work", terminal)
+        terminal.process.send_signal(number)
+        assert terminal.end() == code, terminal.text
+
+    assert "wink: interrupted" in terminal.text
+    assert runs_of(project) == ()
+
+
+def test_two_signals_at_once_are_one(project: Path, long_run: str):
+    """As `timeout` and `make` pass one on twice: the second does not cut the clean end short."""
+    with Terminal(
+        [*WINK, "run", "long", "-w", str(project), "-m", long_run, *SANDBOX], cwd=project.parent
+    ) as terminal:
+        terminal.wait_for("shell_execute echo 2")
+        # While it is stopped, so that however busy the machine is, they come together.
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            terminal.process.send_signal(number)
+        assert terminal.end() in (130, 143), terminal.text  # which one is first, nobody can say
+
+    assert b"Go on with: wink resume" in terminal.raw
+    assert sorted(path.name for path in project.glob("*.txt")) == ["one.txt"]
+
+
 def test_a_second_ctrl_c_ends_it_at_once(project: Path):
     """Also where something does not let itself be stopped."""
     (project / "mine.py").write_text(
-        "import time\nimport weakincentives as wink\n@wink.tool(reach='reversible')\n"
+        "import time\nfrom pathlib import Path\nimport weakincentives as wink\n"
+        "signs = Path(__file__).parents[1]\n@wink.tool(reach='reversible')\n"
         "def stubborn(*, context: wink.ToolContext) -> str:\n    '''Go on and on.'''\n"
         "    context.filesystem.write('half.txt', 'half')\n"
         "    while True:\n"
-        "        try:\n            time.sleep(60)\n"
-        "        except KeyboardInterrupt:\n            print('not yet', flush=True)\n"
+        "        try:\n            (signs / 'at_work').touch()\n            time.sleep(600)\n"
+        "        except KeyboardInterrupt:\n            (signs / 'not_yet').touch()\n"
     )
     (project / "wink.toml").write_text('sections = ["mine.py:stubborn"]\nsandbox = "none"\n')
     model = script(project, [{"call": ["stubborn"]}, "Done."])
     with Terminal([*WINK, "run", "x", "-w", str(project), "-m", model], cwd=project) as terminal:
-        terminal.wait_for("stubborn")
-        while not (project / "half.txt").exists():
-            assert terminal.process.poll() is None
+        wait_for_sign(project, "at_work", terminal)
+        assert (project / "half.txt").exists()
         terminal.interrupt()
-        terminal.wait_for("not yet")
+        wait_for_sign(project, "not_yet", terminal)
         # A signal that comes twice at once, as some programs pass it on, counts once.
         time.sleep(0.4)
         terminal.interrupt()
@@ -627,6 +662,12 @@ def test_a_second_ctrl_c_ends_it_at_once(project: Path):
 
     with HostFilesystem(project):
         assert not (project / "half.txt").exists()
+
+
+def wait_for_sign(project: Path, name: str, terminal: Terminal) -> None:
+    while not (project.parent / name).exists():
+        assert terminal.process.poll() is None, terminal.text
+        time.sleep(0.01)
 
 
 def test_a_run_that_ended_goes_on_with_a_message(project: Path, run: Runs):

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
@@ -23,11 +24,12 @@ from weakincentives.errors import (
     ReadOnlyView,
     ViewClosed,
 )
-from weakincentives.filesystem import HostFilesystem, overlay
+from weakincentives.filesystem import HostFilesystem, commands, overlay
 from weakincentives.filesystem.commands import engines
 from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.scan import Manifest
 from weakincentives.filesystem.store import Objects
+from weakincentives.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
 
@@ -355,10 +357,19 @@ def test_output_that_is_not_text_is_still_shown(fs: HostFilesystem):
     assert fs.run(["printf", r"a\377b"]).stdout == "a\N{REPLACEMENT CHARACTER}b"
 
 
-def test_a_timeout_throws_away_what_the_command_changed(fs: HostFilesystem, root: Path):
+def test_a_timeout_throws_away_what_the_command_changed(
+    fs: HostFilesystem, root: Path, monkeypatch: pytest.MonkeyPatch
+):
     before = look(root)
+    started, clock = root.parent / "started", FakeClock()
+    monkeypatch.setattr(commands, "SYSTEM_CLOCK", clock)
 
-    result = fs.run("printf half > fresh; rm -r src; echo said; sleep 60", timeout=0.5)
+    def let_time_pass(_: object) -> None:
+        if started.exists():
+            clock.advance(1)
+
+    script = f"printf half > fresh; rm -r src; echo said; : > '{started}'; sleep 600"
+    result = fs.run(script, timeout=0.5, watch=let_time_pass)
 
     assert (result.timed_out, result.kept, result.returncode) == (True, False, 137)
     assert result.stdout == "said\n"
@@ -409,7 +420,7 @@ def test_processes_left_behind_are_killed(fs: HostFilesystem, root: Path, tmp_pa
 def test_an_interrupt_kills_the_command_and_undoes_it(fs: HostFilesystem, root: Path):
     before = look(root)
     started = fs.root.parent / "started"
-    script = f"printf half > fresh; : > '{started}'; sleep 60"
+    script = f"printf half > fresh; : > '{started}'; sleep 600"
 
     def interrupt() -> None:
         while not started.exists():
@@ -441,11 +452,42 @@ def test_sealing_the_view_ends_the_command(fs: HostFilesystem, root: Path):
         thread = threading.Thread(target=seal)
         thread.start()
         with pytest.raises(ViewClosed, match="the call has ended"):
-            view.run(f"printf half > fresh; : > '{started}'; sleep 60")
+            view.run(f"printf half > fresh; : > '{started}'; sleep 600")
         thread.join()
         fs.discard(view)
 
     assert look(root) == before
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_command_does_that_was_given_up_is_undone_when_the_view_is_discarded(
+    fs: HostFilesystem, root: Path, nested: bool
+):
+    """It is in the middle of its work, in the thread of a handler that nobody waits for."""
+    before = look(root)
+    started = fs.root.parent / "started"
+    script = f"i=0; while :; do i=$((i+1)); echo x > new$i; : > '{started}'; done"
+    refused = threading.Event()
+    with fs.gate:
+        view = fs.fork_in_place()
+        inner = view.fork_in_place() if nested else view
+
+        def run() -> None:
+            with pytest.raises(ViewClosed):
+                inner.run(script)
+            refused.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not started.exists():
+            pass
+        assert fs.discard(view) == ()
+        assert look(root) == before
+    thread.join()
+
+    assert refused.is_set()
+    assert look(root) == before
+    assert fs.run("true").ok
 
 
 # Views
@@ -503,7 +545,7 @@ def test_commands_of_two_private_views_run_at_the_same_time(over: HostFilesystem
 
     def run(view: HostFilesystem, mine: str, other: str) -> None:
         wait = f": > '{outside}/{mine}'; while [ ! -e '{outside}/{other}' ]; do :; done"
-        results[mine] = view.run(f"printf {mine} > made; {wait}; cat made", timeout=60).stdout
+        results[mine] = view.run(f"printf {mine} > made; {wait}; cat made", timeout=600).stdout
 
     threads = [
         threading.Thread(target=run, args=(one, "first", "second")),
@@ -528,7 +570,7 @@ def test_the_directory_does_not_change_under_a_command(over: HostFilesystem, roo
     outside = root.parent
     script = f": > '{outside}/started'; while [ ! -e '{outside}/go' ]; do :; done; cat one"
     results: list[str] = []
-    running = threading.Thread(target=lambda: results.append(view.run(script, timeout=60).stdout))
+    running = threading.Thread(target=lambda: results.append(view.run(script, timeout=600).stdout))
     running.start()
     while not (outside / "started").exists():
         pass
@@ -633,9 +675,37 @@ def test_a_command_that_is_killed_while_it_starts_is_killed_nonetheless(tmp_path
         process = layers.start(["sleep", "1000"], directory=workspace)
         layers.kill()
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=300)
         finally:
             layers.end()
+
+
+@pytest.mark.parametrize("what", ["comes", "goes"])
+def test_a_directory_that_somebody_is_at_work_in_is_removed_all_the_same(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As a command is whose caller was killed, until it is killed itself."""
+    place = tmp_path / "place"
+    (place / "inner").mkdir(parents=True)
+    for name in ("one", "two"):
+        (place / "inner" / name).touch()
+    moments = iter([True])
+    name = "rmdir" if what == "comes" else "unlink"
+    remove = getattr(os, name)
+
+    def remove_meanwhile(*args: Any, **kwargs: Any) -> None:
+        if next(moments, False):
+            if what == "comes":
+                (place / "inner" / "three").touch()
+            else:
+                remove(*args, **kwargs)
+        remove(*args, **kwargs)
+
+    monkeypatch.setattr(os, name, remove_meanwhile)
+    overlay.remove_tree(place)
+
+    assert next(moments, None) is None
+    assert not place.exists()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.04, 0.08])
@@ -772,10 +842,10 @@ fs = HostFilesystem(root)
 view = fs.fork_in_place()
 view.write("mine", "half")
 script = "printf half > fresh; rm -r src; mv one uno; printf x >> data.bin;"
-script += f": > '{started}'; sleep 60"
+script += f": > '{started}'; sleep 600"
 if how == "external":
     view.expect_external()
-    subprocess.run(["sh", "-c", script.removesuffix("sleep 60")], cwd=root)
+    subprocess.run(["sh", "-c", script.removesuffix("sleep 600")], cwd=root)
     sys.stdin.read()
 view.run(script)
 """

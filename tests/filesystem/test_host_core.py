@@ -154,6 +154,21 @@ def test_direct_change_in_the_thread_of_an_open_call_is_refused_instead_of_hangi
         fs.discard(view)
 
 
+def test_a_view_within_one_that_has_ended_changes_nothing(fs: HostFilesystem, root: Path):
+    """As of a nested call, when the handler that made it was given up."""
+    before = look(root)
+    with fs.gate:
+        view = fs.fork_in_place()
+        inner = view.fork_in_place()
+        inner.write("inner.txt", "x")
+        fs.discard(view)
+        with pytest.raises(ViewClosed, match="discarded"):
+            inner.write("late.txt", "x")
+        assert view.discard(inner) == ()
+
+    assert look(root) == before
+
+
 def test_direct_change_of_another_thread_waits_for_the_call(fs: HostFilesystem):
     with fs.gate:
         view = fs.fork_in_place()

@@ -106,13 +106,14 @@ class Workspace:
 
     def _keep(self) -> None:
         # To look at after a failure: opening the workspace changes it. Only root can copy all of
-        # it: an overlay's own directory is closed to its user, too.
+        # it: an overlay's own directory is closed to its user, too. And of a command that is being
+        # killed, files may go while they are copied.
         if os.geteuid() != 0:
             return
         shutil.rmtree(self.killed, ignore_errors=True)
         self.killed.mkdir()
         places = filter(Path.exists, (self.root, self.store))
-        subprocess.run(["cp", "-a", *places, self.killed], check=True)
+        subprocess.run(["cp", "-a", *places, self.killed], stderr=subprocess.DEVNULL, check=False)
 
 
 def differences(seen: dict[str, Seen], tree: Tree, times: dict[tuple[int, int], int]) -> list[str]:

@@ -22,7 +22,7 @@ def add(a: int, b: int) -> int:
 @server.tool()
 async def sleep() -> str:
     """Take long."""
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
     return "awake"
 
 

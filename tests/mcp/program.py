@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = f"{Path(__file__).parent / 'served_tools.py'}:tools"
-SECONDS = 60
+SECONDS = 240
 """How long anything may take before a test gives up: the machine may be busy."""
 
 

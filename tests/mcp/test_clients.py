@@ -140,7 +140,7 @@ def test_claude_code_uses_our_tools_with_the_settings_of_the_page(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         wrote, failed, undid = (json.dumps(block) for block in model.tool_results())
         offered = {tool["name"] for tool in model.requests[-1]["tools"]}
@@ -173,7 +173,7 @@ def served_over_http(project: Path) -> Iterator[int]:
         yield int(found[1])
     finally:
         server.terminate()
-        server.communicate(timeout=120)
+        server.communicate(timeout=240)
 
 
 @pytest.mark.heavy
@@ -199,7 +199,7 @@ async def _two_clients(url: str, headers: dict[str, str], project: Path) -> None
     from mcp.client.streamable_http import streamable_http_client
 
     async with (
-        httpx2.AsyncClient(headers=headers) as http,
+        httpx2.AsyncClient(headers=headers, timeout=240) as http,
         Client(streamable_http_client(url, http_client=http)) as first,
         Client(streamable_http_client(url, http_client=http)) as second,
     ):

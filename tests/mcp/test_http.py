@@ -24,7 +24,7 @@ from weakincentives.mcp import McpServer
 from weakincentives.mcp.http import PATH, http_app, listen, serve
 
 TOKEN = "the token"
-SECONDS = 120
+SECONDS = 240
 ERAS = pytest.mark.parametrize("mode", ["auto", "legacy"])
 ERAS_TO_BE_SURE = pytest.mark.parametrize(
     "mode", ["auto", pytest.param("legacy", marks=pytest.mark.heavy)]

@@ -203,11 +203,11 @@ def test_a_part_of_a_broken_answer_is_never_taken_for_the_answer(text: str):
 
 @pytest.mark.parametrize("piece", ["[", "[0,", '{"a', '{"a":', '["[\\",', "```\n", "[[],", '"\\"'])
 def test_hopeless_text_is_refused_in_no_time(piece: str):
-    start = time.perf_counter()
+    start = time.thread_time()  # computed, not waited for others on this machine
 
     problems_of("x " + piece * 20_000, Finding)
 
-    assert time.perf_counter() - start < 60  # minutes, where each piece is tried again and again
+    assert time.thread_time() - start < 60  # minutes, where each piece is tried again and again
 
 
 def test_a_number_too_long_to_read_is_a_problem_of_the_answer():

@@ -473,7 +473,7 @@ def test_replace_returns_a_tool_that_is_checked_again():
 
     assert tool.replace(description="Look.").description == "Look."
     assert tool.description == "Search for a text."
-    assert ask(tool.replace(timeout=5.0)).value == Found(3)
+    assert ask(tool.replace(timeout=600.0)).value == Found(3)
     with pytest.raises(ToolDefinitionError):
         tool.replace(name="No")
 

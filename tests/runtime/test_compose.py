@@ -696,7 +696,7 @@ def test_members_with_limits_are_reported_one_by_one():
     def hang(params: Step, context: ToolContext) -> None:
         context.signal.wait(120)
 
-    members = [fine("a", timeout=30.0), make_tool("b", hang, timeout=0.05)]
+    members = [fine("a", timeout=600.0), make_tool("b", hang, timeout=0.05)]
     world, result = run(parallel(members, keep_partial=True))
 
     assert result.success

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from agents import AddStep, Noted, Plan, Step, World, make_tool, raising
+from agents import AddStep, Noted, Plan, Step, World, changing_everything, make_tool, raising
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weakincentives.deadlines import Deadline
-from weakincentives.errors import ToolDefinitionError
-from weakincentives.prompt import PolicyDecision, QuotaPolicy, ToolContext, ToolResult
+from weakincentives.errors import ToolDefinitionError, ViewClosed
+from weakincentives.prompt import PolicyDecision, QuotaPolicy, Tool, ToolContext, ToolResult
 from weakincentives.retry import (
     FixedBackoff,
     LinearBackoff,
@@ -145,31 +146,33 @@ def test_policies_are_asked_once_and_the_call_counts_once():
 
 
 def test_an_attempt_that_timed_out_cannot_write_into_the_next_one():
-    release = threading.Event()
-    late: list[BaseException] = []
-    first = [True]
+    release, done = threading.Event(), threading.Event()
+    attempts: list[int] = []
 
-    def body(params: Step, context: ToolContext) -> None:
-        if first[0]:
-            first[0] = False
-            release.wait(120)
-            try:
+    async def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        attempts.append(len(attempts) + 1)
+        changing_everything(params, context)
+        if attempts == [1]:
+            while not release.is_set():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+            with pytest.raises(ViewClosed):
                 context.session.dispatch(AddStep("late"))
-            except BaseException as error:
-                late.append(error)
             done.set()
+        return ToolResult.ok(None)  # the second one at once: no machine is too slow for that
 
-    done = threading.Event()
-    w = World([make_tool("work", body, retry=TWICE_MORE, timeout=0.2)])
+    work = Tool[Step, None](
+        name="work", description="Works.", handler=handler, retry=TWICE_MORE, timeout=0.2
+    )
+    w = World([work])
 
     result = w.call("work")
     release.set()
     assert done.wait(120)
 
     assert result.success
-    assert result.metadata.attempts == 2
+    assert result.metadata.attempts == len(attempts) == 2
     assert w.session[Plan].latest() == Plan(("a",))
-    assert len(late) == 1
 
 
 def test_a_cancelled_wait_leaves_one_record_and_no_change():

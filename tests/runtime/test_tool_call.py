@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from weakincentives.errors import (
     ViewClosed,
     VisibilityExpansionRequired,
 )
-from weakincentives.filesystem import Filesystem
+from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult, tool
 from weakincentives.resources import Binding, Scope
 from weakincentives.runtime import (
@@ -875,16 +876,19 @@ def test_an_endless_handler_is_answered_in_time_and_changes_nothing_later():
     stop = threading.Event()
     refused = threading.Event()
 
-    def body(params: Step, context: ToolContext) -> None:
+    def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
         while not stop.is_set():
             try:
                 context.session.dispatch(AddStep("more"))
                 context.filesystem.append("more.txt", "x")
             except ViewClosed:
                 refused.set()
-                return
+                break
+        return ToolResult.ok(None)
 
-    world = World([make_tool("endless", body, timeout=0.1)])
+    world = World(
+        [Tool[Step, None](name="endless", description="Go on.", handler=handler, timeout=0.1)]
+    )
 
     result = world.call("endless")
 
@@ -894,6 +898,31 @@ def test_an_endless_handler_is_answered_in_time_and_changes_nothing_later():
     assert result.failure.code == "TIMEOUT"
     assert "timed out after 0.1 s" in result.message
     assert world.state() == UNTOUCHED
+
+
+def test_a_handler_that_comes_to_the_files_after_its_timeout_keeps_nobody_else_out(tmp_path: Path):
+    answered, refused = threading.Event(), threading.Event()
+    root = tmp_path / "root"
+    root.mkdir()
+    with HostFilesystem(root) as disk:
+
+        def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+            answered.wait(120)
+            with pytest.raises(ViewClosed):
+                disk.write("late.txt", "x")
+            refused.set()
+            return ToolResult.ok(None)
+
+        late = Tool[Step, None](name="late", description="Late.", handler=handler, timeout=0.05)
+        world = World([late, make_tool("work", lambda p, c: None)], fs=disk)
+
+        assert world.call("late").failure.code == "TIMEOUT"
+        answered.set()
+        assert refused.wait(120)
+
+        assert world.call("work").success
+        disk.write("free.txt", "x")
+        assert not disk.exists("late.txt")
 
 
 def test_an_async_handler_that_ignores_its_cancellation_is_left_behind():
@@ -918,12 +947,13 @@ def test_an_async_handler_that_ignores_its_cancellation_is_left_behind():
 def test_a_timed_out_handler_is_told_to_stop():
     stopped = threading.Event()
 
-    def body(params: Step, context: ToolContext) -> None:
-        context.signal.wait(120)
-        if context.signal.cancelled:
+    def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        if context.signal.wait(120):
             stopped.set()
+        return ToolResult.ok(None)
 
-    World([make_tool("wait", body, timeout=0.05)]).call("wait")
+    wait = Tool[Step, None](name="wait", description="Wait.", handler=handler, timeout=0.05)
+    World([wait]).call("wait")
 
     assert stopped.wait(120)
 
@@ -1100,7 +1130,7 @@ assert add(a=1, b=2).value == "3"
 print("asyncio" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
 
     assert done.stdout.strip() == "False"

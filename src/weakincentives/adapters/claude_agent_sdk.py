@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from weakincentives.adapters.base import Adapter
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall, new_call_id
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
     BudgetExceededError,
     MissingExtra,
@@ -62,6 +64,8 @@ _MUCH = 500_000
 """Characters of an answer that the model gets whole: the most that the program allows."""
 _MARK = "WINK_CLAUDE_RUN"
 """The variable by which the program and all that it starts are known."""
+_DYING = 60.0
+"""Seconds until a process that was killed must be gone; it takes milliseconds."""
 _READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "WebSearch"})
 """Native tools that change no file."""
 _AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
@@ -721,9 +725,23 @@ def _is_root() -> bool:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill the program and all that it started and left behind, by the mark they inherited."""
+    """Kill the program and all that it started and left behind; when this returns, none is left."""
+    until = SYSTEM_CLOCK.monotonic() + _DYING
+    pause = threading.Event()
+    # Looked for again: one may have started another just before it was killed.
+    while (found := _marked(mark)) and SYSTEM_CLOCK.monotonic() < until:
+        for process in found:
+            with suppress(OSError):  # it is gone
+                os.kill(process, signal.SIGKILL)
+        pause.wait(0.001)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that have inherited the mark; none, where the system does not tell."""
     wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):  # none, where there is no such thing
-        with suppress(OSError, ValueError):
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
             if wanted in entry.read_bytes().split(b"\0"):
-                os.kill(int(entry.parent.name), signal.SIGKILL)
+                found.append(int(entry.parent.name))
+    return found

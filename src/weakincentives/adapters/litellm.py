@@ -149,8 +149,9 @@ async def _close_clients(loop: asyncio.AbstractEventLoop) -> None:
     It knows a loop by its id only, and would give them to the next one of the same id.
     """
     kept: dict[str, Any] = import_module("litellm").in_memory_llm_clients_cache.cache_dict
-    for key in [key for key in kept if key.endswith(f"-{id(loop)}")]:
-        closing = kept.pop(key).close()
+    for key in [key for key in list(kept) if key.endswith(f"-{id(loop)}")]:
+        client = kept.pop(key, None)  # its other loops may drop some of them meanwhile
+        closing = None if client is None else client.close()
         if inspect.isawaitable(closing):
             await closing
 

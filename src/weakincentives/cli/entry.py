@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run `wink` with the arguments of this process, and exit."""
+    try:
+        wink = _load()
+    except KeyboardInterrupt:  # it takes long enough for somebody to think again
+        sys.stderr.write("wink: interrupted\n")
+        sys.exit(130)
+    wink()
+
+
+def _load() -> Callable[[], NoReturn]:
     try:
         import rich  # noqa: F401  # pyright: ignore[reportUnusedImport]  # only whether it is there
         import typer  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -17,4 +28,4 @@ def main() -> None:
         sys.exit(2)
     from weakincentives.cli.main import main as wink
 
-    wink()
+    return wink

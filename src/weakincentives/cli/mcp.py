@@ -212,7 +212,8 @@ def _until_told(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, end, number)
         await asyncio.wait([task])
-        if not task.cancelled():
+        # What the mcp package makes of being cut off in the middle of a message is no news.
+        if not task.cancelled() and not (told and task.exception()):
             task.result()
 
     asyncio.run(run())

@@ -199,8 +199,9 @@ class Report:
             resume=None if outcome == "done" or self._dry_run else self._resume_with(),
         )
 
-    def _resume_with(self) -> str:
-        assert self._workbench is not None
+    def _resume_with(self) -> str | None:
+        if self._workbench is None:  # it was stopped before it began
+            return None
         workspace = self._workbench.settings.workspace
         where = "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
         return f"wink resume {self._run}{where}"

@@ -327,6 +327,17 @@ def run_task(task: str, workspace: Path, *, watch: Callable[[View], View], **fla
 
 def _perform(order: _Order, watch: Callable[[View], View] = lambda view: view) -> int:
     """Run the agent and return the exit code."""
+    with _stopping() as stop:
+        try:
+            outcome = _performed(order, watch, stop)
+        except KeyboardInterrupt:  # before there was anything to go on with
+            typer.echo("wink: interrupted", err=True)
+            outcome = "interrupted"
+    return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
+
+
+def _performed(order: _Order, watch: Callable[[View], View], stop: _Stop) -> str:
+    """Run the agent, show what came of it, and return how it ended."""
     from weakincentives.cli.models import open_model
     from weakincentives.cli.view import open_view
     from weakincentives.cli.workbench import open_workspace
@@ -339,14 +350,13 @@ def _perform(order: _Order, watch: Callable[[View], View] = lambda view: view) -
         _taken_up(order) as saved,
         _trial(files) if order.dry_run else nullcontext(files) as work,
         open_view(as_json=order.as_json, quiet=order.quiet) as opened,
-        _stopping() as stop,
     ):
         view = watch(opened)
-        result = _agent(order, model, work, saved, view)
+        result = _agent(order, model, work, saved, view, stop)
         if order.dry_run:
             result = replace(result, diff="".join(each.text for each in work.diff_here()))
         view.show(result)
-    return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[result.outcome]
+    return result.outcome
 
 
 @contextmanager
@@ -401,6 +411,7 @@ def _agent(
     files: HostFilesystem,
     saved: SavedSession | None,
     view: View,
+    stop: _Stop,
 ) -> RunResult:
     """Let the model work, and return how that ended."""
     from weakincentives.cli.report import Report
@@ -428,12 +439,15 @@ def _agent(
         _logged_to(kept.path.with_suffix(".log")),
     ):
         try:
-            report.begin(kept.path.stem, workbench)
-            return report.result("done", text=_evaluate(order, model, workbench, report))
+            try:
+                report.begin(kept.path.stem, workbench)
+                return report.result("done", text=_evaluate(order, model, workbench, report))
+            except WinkError as error:
+                return report.result("failed", error=str(error))
+            finally:
+                stop.is_over = True
         except KeyboardInterrupt:
             return report.result("interrupted")
-        except WinkError as error:
-            return report.result("failed", error=str(error))
 
 
 def _begun(order: _Order, workbench: Workbench) -> SavedSession:
@@ -490,6 +504,8 @@ class _Stop:
 
     by: int = signal.SIGINT
     at: float | None = None
+    is_over: bool = False
+    """Whether the run has ended: what is left is closed and shown, which a signal must not cut."""
 
     @property
     def exit_code(self) -> int:
@@ -510,13 +526,15 @@ def _stopping() -> Generator[_Stop]:
     def interrupt(number: int, frame: object) -> None:
         if stop.at is None:
             stop.at = SYSTEM_CLOCK.monotonic()
-            raise KeyboardInterrupt
+            if not stop.is_over:
+                raise KeyboardInterrupt
         # `timeout`, `make` and others pass one signal on twice; a person takes longer than that.
         if SYSTEM_CLOCK.monotonic() - stop.at > _TWICE:
             _end_at_once(stop)
 
     def terminate(number: int, frame: object) -> None:
-        stop.by = number
+        if stop.at is None:
+            stop.by = number
         for each in terminals:
             if not os.isatty(each):  # it is closed, and to write to it would be an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), each)

@@ -391,7 +391,8 @@ class LiveView:
         self._state = _State()
         self._lock = threading.RLock()
         self._live: Live | None = None
-        self._is_asking = False
+        self._switching = threading.Lock()
+        self._is_asking = self._is_closed = False
         self._start()
 
     def show(self, event: Event) -> None:
@@ -415,7 +416,7 @@ class LiveView:
                 self._console.print(_plain(f"\n{self._words.text(event.text, lines=True)}"))
 
     def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        self.close()
+        self._pause()
         self._is_asking = True
         try:
             return _ask_plainly(self._console.file, question, answers)
@@ -427,18 +428,26 @@ class LiveView:
         """Begin to draw, below all that stands there by now."""
         from rich.live import Live
 
-        self._live = Live(
-            get_renderable=self._region,
-            console=self._console,
-            refresh_per_second=8,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._live.start()
+        with self._switching:
+            if self._is_closed:  # a question was left open at the end, and is given up only now
+                return
+            self._live = Live(
+                get_renderable=self._region,
+                console=self._console,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
 
     def close(self) -> None:
-        live, self._live = self._live, None
+        self._is_closed = True
+        self._pause()
+
+    def _pause(self) -> None:
+        with self._switching:
+            live, self._live = self._live, None
         if live is not None:
             live.stop()  # not under our lock: it waits for the thread that draws
 

@@ -29,6 +29,7 @@ from weakincentives.filesystem.overlay import (
     kill_group,
     remove_tree,
     start_apart,
+    wait_for_group,
     with_odd_variables,
 )
 from weakincentives.filesystem.protocol import Parts, join_path, shown
@@ -317,6 +318,7 @@ class Commands:
         self._folder = store.path / "commands"
         self._store = store.path
         self._running = 0
+        self._in_place = 0
         self._ended = threading.Condition()
         self._logged = False
         self._rubbish: SimpleQueue[Layers | None] = SimpleQueue()
@@ -370,6 +372,23 @@ class Commands:
         """Return when no command is under way: what lies below an overlay must not change."""
         with self._ended:
             self._ended.wait_for(lambda: not self._running)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None]:
+        """Run a command on the workspace itself in the block."""
+        with self._ended:
+            self._in_place += 1
+        try:
+            yield
+        finally:
+            with undisturbed(), self._ended:
+                self._in_place -= 1
+                self._ended.notify_all()
+
+    def wait_in_place(self) -> None:
+        """Return when no command works on the workspace itself: it would go on after an undo."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._in_place)
 
 
 def _sweep(rubbish: SimpleQueue[Layers | None]) -> None:
@@ -481,6 +500,7 @@ def _start_plainly(
 
 def _end_plainly(process: subprocess.Popen[bytes], lifeline: int) -> None:
     kill_group(process)
+    wait_for_group(process)  # or what it was just writing would come after the look for changes
     process.wait()
     os.close(lifeline)
     for stream in (process.stdout, process.stderr):

@@ -147,14 +147,14 @@ class _Workspace:
         limit: int,
         clock: Clock,
     ) -> None:
-        self.store = Store(root, path=store, wait=wait, safe=safe)
-        try:
+        with contextlib.ExitStack() as opened:
+            self.store = Store(root, path=store, wait=wait, safe=safe)
+            opened.callback(self.store.close)
             self.tree = Tree(root)
-        except BaseException:
-            self.store.close()
-            raise
-        self.external = External(self.tree, self.store)
-        self.commands = Commands(self.store)
+            opened.callback(self.tree.close)
+            self.external = External(self.tree, self.store)
+            self.commands = Commands(self.store)
+            opened.pop_all()
         self.closing = weakref.finalize(
             self, _close, self.store, self.tree, self.external, self.commands
         )
@@ -747,6 +747,7 @@ class HostFilesystem:
             view = self._view()
             if self._parent is not None and self._changes is not None:
                 view._changes = self._changes
+                view._lock = self._lock  # sealing one waits for a change within the other
                 workspace.external.settle(self._changes)
                 view._mark = self._changes.mark()
                 return view
@@ -810,8 +811,10 @@ class HostFilesystem:
         """
         self._check_parent(view)
         workspace = self._workspace
+        view.seal("this view was discarded")
+        if view._staging is None:
+            workspace.commands.wait_in_place()  # a call that was given up may run one: it is killed
         with workspace.lock, view._lock:
-            view.seal("this view was discarded")
             if view._ended:
                 return ()
             left = self._undo(view)
@@ -826,8 +829,8 @@ class HostFilesystem:
             view._staging.drop()
             return ()
         changes = view._changes
-        if changes is None or (view._mark is None and workspace.in_place is not changes):
-            return ()
+        if changes is None or workspace.in_place is not changes:
+            return ()  # it has ended, with all that was nested in it
         with workspace.undoing(changes):
             if view._mark is not None:
                 return changes.undo_to(view._mark)
@@ -973,7 +976,7 @@ class HostFilesystem:
     def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
         workspace = self._workspace
         with workspace.lock, self._lock:
-            if self._sealed is not None or self.read_only is None:
+            if self._is_given_up() or self.read_only is None:
                 self._check_writable("run", ())
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
@@ -1000,11 +1003,11 @@ class HostFilesystem:
             if self._staging is not None:
                 self._note(())  # nobody knows what the command reads
                 layers.cover(self._staging, self._staging.covered, tree)
-            ran = run_over(layers, command, lambda: self._sealed is not None)
+            ran = run_over(layers, command, self._is_given_up)
             steps = layers.steps(tree) if ran.is_kept(check) else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
-            if steps or self._sealed is not None:
+            if steps or self._is_given_up():
                 with self._changing("run", ()):
                     apply_steps(steps, self._edit)
         except OSError as error:
@@ -1019,24 +1022,40 @@ class HostFilesystem:
         """Run a command on the directory itself, and find what it changed."""
         external, changes = self._workspace.external, self._changes
         assert changes is not None
-        with self._workspace.lock, self._lock:
-            external.begin(changes)
-        index = len(changes.records)
-        try:
-            ran = run_plainly(command, self._workspace.store, lambda: self._sealed is not None)
-            with self._lock:
-                external.settle(changes)
-                if ran.is_kept(check):
-                    self._check_writable("run", ())
-                    self._workspace.changed_in_place(changes, index)
-                    return ran.result("scan", reason, check=check)
-        except BaseException:
+        with contextlib.ExitStack() as under_way:
+            with self._workspace.lock, self._lock:
+                self._check_writable("run", ())
+                under_way.enter_context(self._workspace.commands.in_place())
+                external.begin(changes)
+            index = len(changes.records)
+            try:
+                ran = run_plainly(command, self._workspace.store, self._is_given_up)
+                with self._lock:
+                    external.settle(changes)
+                    if ran.is_kept(check):
+                        self._check_writable("run", ())
+                        self._workspace.changed_in_place(changes, index)
+                        return ran.result("scan", reason, check=check)
+            except BaseException:
+                self._undo_scanned(changes, index)
+                raise
             self._undo_scanned(changes, index)
-            raise
-        self._undo_scanned(changes, index)
-        if self._sealed is not None:
+        if self._is_given_up():
             self._check_writable("run", ())
         return ran.result("scan", reason, check=check)
+
+    def _is_given_up(self) -> bool:
+        return self._why_sealed() is not None
+
+    def _why_sealed(self) -> str | None:
+        """Return why this view, or one that it is a savepoint of, takes no more changes, or None.
+
+        A call that was given up may be in the middle of one that is nested in it.
+        """
+        view = self
+        while view._sealed is None and view._mark is not None and view._parent is not None:
+            view = view._parent
+        return view._sealed
 
     def _undo_scanned(self, changes: Changes, index: int) -> None:
         with self._lock, self._workspace.external.undoing(changes):
@@ -1233,7 +1252,7 @@ class HostFilesystem:
             raise ValueError("only a view that was forked from this filesystem can be merged")
 
     def _check_writable(self, operation: str, args: tuple[object, ...]) -> None:
-        check_open(operation, args, self._sealed, self.read_only)
+        check_open(operation, args, self._why_sealed(), self.read_only)
         if self._workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
         if not self._workspace.closing.alive:

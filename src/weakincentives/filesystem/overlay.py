@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.confined import Tree, xattrs_of
 from weakincentives.filesystem.layers import Look, Node
@@ -53,6 +54,10 @@ MOUNT = """
 "$1" -i -n -t overlay -o "$2" -- overlay "$3" || exit 125
 shift 3
 """
+
+# Seconds for what takes milliseconds, unless the machine stands still: to take such a moment for an
+# answer would be wrong for as long as this process lives.
+PATIENCE = 60.0
 
 CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
@@ -163,6 +168,24 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def wait_for_group(process: subprocess.Popen[bytes]) -> None:
+    """Return when nothing runs any more of a group that was killed, where the system tells."""
+    until = SYSTEM_CLOCK.monotonic() + PATIENCE
+    pause = threading.Event()
+    while _runs(process.pid) and SYSTEM_CLOCK.monotonic() < until:
+        pause.wait(0.001)
+
+
+def _runs(group: int) -> bool:
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # What follows the name, which may hold anything: state, parent, group.
+            state, _, found = entry.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(found) == group and state not in (b"Z", b"X"):
+                return True
+    return False
+
+
 def _enter(command: Inside, options: str) -> None:
     """Bring this thread, and what it starts, into namespaces with the overlay in the right place.
 
@@ -239,13 +262,13 @@ def _candidates() -> Iterator[tuple[str, str, tuple[int, int] | None]]:
 
 def _failure(way: Way, workspace: Path, store: Path) -> str | None:
     """Return what the system says when a command that changes a file is tried this way."""
-    place = store / f"probe-{os.getpid()}-{threading.get_ident()}"
+    place = store / f"probe-{os.urandom(8).hex()}"
     layers = Layers(place, workspace, way)
     try:
         layers.prepare()
         try:
             process = layers.start(["touch", "probe"], directory=workspace)
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=PATIENCE)
         finally:
             layers.end()
         if process.returncode or not (layers.upper / "probe").exists():
@@ -376,18 +399,35 @@ def _is_plain(name: str) -> bool:
 
 
 def remove_tree(place: Path) -> None:
-    """Remove a directory with all that is in it, whatever the modes of its directories."""
-    try:
-        shutil.rmtree(place)
-    except FileNotFoundError:
-        return
-    except PermissionError:
-        for directory, names, _ in os.walk(place):
-            for name in names:
-                path = os.path.join(directory, name)
-                if not os.path.islink(path):
+    """Remove a directory with all that is in it, whatever the modes of its directories.
+
+    Others may come and go in there meanwhile: a command whose caller was killed is killed, too, but
+    not at the same instant.
+    """
+    until = SYSTEM_CLOCK.monotonic() + PATIENCE
+    closed = True
+    while os.path.lexists(place):
+        try:
+            shutil.rmtree(place)
+        except OSError as error:
+            if closed and isinstance(error, PermissionError):
+                closed = False
+                _open_up(place)
+            elif error.errno not in _CHANGING or SYSTEM_CLOCK.monotonic() >= until:
+                raise
+
+
+_CHANGING = (errno.ENOENT, errno.ENOTEMPTY)
+"""What removing a directory fails with when somebody is at work in it."""
+
+
+def _open_up(place: Path) -> None:
+    for directory, names, _ in os.walk(place):
+        for name in names:
+            path = os.path.join(directory, name)
+            if not os.path.islink(path):
+                with contextlib.suppress(FileNotFoundError):
                     os.chmod(path, 0o700)
-        shutil.rmtree(place)
 
 
 # Laying a private view's changes over the workspace

@@ -38,6 +38,8 @@ T = TypeVar("T")
 _logger = get_logger(__name__)
 
 _PATIENCE = 5.0
+_CERTAIN = 150.0
+"""Seconds for an end that is sure to come: a server is killed when nothing else helps."""
 _MAX_LOST = 3
 _MAX_PAGES = 100
 
@@ -278,10 +280,10 @@ class _Runner:
             ended.add_done_callback(lambda _: self.loop.stop())
             return
         try:
-            ended.result(timeout=20)
+            ended.result(timeout=_CERTAIN)
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=_CERTAIN)
 
     async def _shut_down(self) -> None:
         await self.stop()
@@ -289,7 +291,7 @@ class _Runner:
         for task in left:
             task.cancel()
         if left:
-            await asyncio.wait(left, timeout=5)
+            await asyncio.wait(left, timeout=_CERTAIN / 2)
 
 
 class _Link:

@@ -27,6 +27,11 @@ __all__ = ["ServerProcess"]
 _logger = get_logger(__name__)
 
 _GRACE = 2.0
+"""Seconds that a server has to do what it is asked."""
+_LEAVING = 10.0
+"""Seconds for one to end that has closed its output by itself: its exit code is worth a wait."""
+_CERTAIN = 60.0
+"""Seconds for what is sure to happen: a killed process ends, however busy the machine is."""
 _LINES, _LINE = 20, 500
 
 
@@ -76,7 +81,7 @@ class ServerProcess:
                     yield incoming, outgoing
                 finally:
                     with anyio.CancelScope(shield=True):
-                        await _end(process)
+                        await _end(process, _LEAVING if self._has_left else _GRACE)
                     tasks.cancel_scope.cancel()
         finally:
             for stream in (heard, incoming, outgoing, to_say):
@@ -197,27 +202,23 @@ def _launched(command: Sequence[str]) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", launcher, str(os.getpid()), *command)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
     """End the server: asked by closing its input, then told, then killed."""
     assert process.stdin is not None
     process.stdin.close()
-    for step in (signal.SIGTERM, signal.SIGKILL):
-        if await _ended(process):
+    # Not process.wait(): that waits for the pipes, too, which a child of the server may hold.
+    for step, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE)):
+        if await _until(lambda: process.returncode is not None, patience):
             break
         _tell(process, step)
-    await _ended(process)
+    await _until(lambda: process.returncode is not None, _CERTAIN)
     # A launcher that was killed with its server may be gone first.
-    await _until(lambda: not living_in(process.pid))
+    await _until(lambda: not living_in(process.pid), _CERTAIN)
 
 
-async def _ended(process: asyncio.subprocess.Process) -> bool:
-    # Not process.wait(): that waits for the pipes, too, which a child of the server may hold.
-    return await _until(lambda: process.returncode is not None)
-
-
-async def _until(holds: Callable[[], bool]) -> bool:
-    """Wait for something, but not long; returns whether it holds then."""
-    until = asyncio.get_running_loop().time() + _GRACE
+async def _until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait for something, but no longer than that; returns whether it holds then."""
+    until = asyncio.get_running_loop().time() + seconds
     while not holds():
         if asyncio.get_running_loop().time() > until:
             return False

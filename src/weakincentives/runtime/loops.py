@@ -12,6 +12,8 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from weakincentives.interrupts import undisturbed
+
 __all__ = ["ends_within", "in_thread", "run_blocking"]
 
 T = TypeVar("T")
@@ -20,6 +22,9 @@ _loops: list[_BackgroundLoop] = []
 _lock = threading.Lock()
 _resting: list[_Worker] = []
 _MOST_RESTING = 8
+_LOOK_SECONDS = 0.5
+"""How long to wait for a call before looking up: a signal that the system has handed to another
+thread wakes nobody, and what it is for happens in this one."""
 
 
 def _begin_anew() -> None:
@@ -47,7 +52,7 @@ def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     from that loop's own thread would wait for itself: it gets the next one.
     """
     me = threading.get_ident()
-    with _lock:
+    with undisturbed(), _lock:
         depth = next((i + 1 for i, loop in enumerate(_loops) if loop.thread.ident == me), 0)
         if depth == len(_loops):
             _loops.append(_BackgroundLoop(depth))
@@ -76,18 +81,22 @@ class _BackgroundLoop:
                 outcome.append((await start(), None))
             except BaseException as error:
                 outcome.append((None, error))
-            finally:
-                done.set()
 
         def begin() -> None:
-            tasks.append(self.loop.create_task(settle(), context=context))
+            task = self.loop.create_task(settle(), context=context)
+            # Told by the task, not in it: one that is cancelled before it begins does nothing.
+            task.add_done_callback(lambda _: done.set())
+            tasks.append(task)
 
-        self.loop.call_soon_threadsafe(begin)
         try:
-            done.wait()
+            # An interrupt waits until there is something to be cancelled.
+            with undisturbed():
+                self.loop.call_soon_threadsafe(begin)
+            while not done.wait(_LOOK_SECONDS):
+                pass
         except BaseException:  # Ctrl-C while waiting: the call is cancelled, and rolls back
             self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            done.wait(timeout=10)
+            done.wait(timeout=60)  # the next one is not waited out
             raise
         value, error = outcome[0]
         if error is not None:

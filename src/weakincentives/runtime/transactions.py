@@ -267,6 +267,10 @@ class Transaction:
         in_place = getattr(base, "fork_in_place", None)
         if in_place is None:
             return self._adopt(name, base, base.fork())
+        if self._sealed and not self.beside:
+            # A handler that was given up comes to it only now. It would keep everybody else out,
+            # and nobody would end it.
+            raise ViewClosed(self._end_reason())
         self._on_disk = True
         with undisturbed():  # one that nobody knows of could not be undone
             return self._adopt(name, base, base.fork() if self.beside else in_place())

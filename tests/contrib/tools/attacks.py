@@ -46,8 +46,11 @@ class Host:
             "HOST": os.getpid(),
         }
 
-    def damage(self, said: str) -> list[str]:
-        """Return what an attack has achieved; ``said`` is all that came out of it."""
+    def damage(self, said: str, patience: float = 0.0) -> list[str]:
+        """Return what an attack has achieved; ``said`` is all that came out of it.
+
+        Where it has to be something, ``patience`` is how long a killed process may take to end.
+        """
         done: list[str] = []
         if SECRET in said or "ESCAPED" in said:
             done.append("it got to what it wanted")
@@ -64,7 +67,7 @@ class Host:
                     listener.accept()[0].close()
                 done.append(f"it connected over {name}")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.victim.wait(0 if not done else 0.1)
+            self.victim.wait(0.1 if done else patience)
             done.append("it killed a process")
         return done
 

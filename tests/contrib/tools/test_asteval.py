@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scripts are locked up on Linux only"),
 ]
 
+PATIENT = AstevalConfig(timeout=600)
+"""For scripts that are not about time: the machine may be busy, or stand still."""
 FILES = {"a.txt": "one\ntwo\n", "data/b.csv": "x,y\n1,2\n3,4\n", "logo.png": b"\x89PNG\xff"}
 HAS_NUMPY = importlib.util.find_spec("numpy") is not None
 
@@ -45,7 +48,7 @@ class Agent:
 
     def __init__(self, fs: Filesystem | None = None, **options: object) -> None:
         self.fs = MemoryFilesystem(FILES) if fs is None else fs
-        config = AstevalConfig(**{"timeout": 60.0, **options})
+        config = AstevalConfig(**{"timeout": 600.0, **options})
         (self.tool,) = AstevalSection(config=config).tools
         self.context = make_context(fs=self.fs)
 
@@ -303,7 +306,9 @@ def test_a_script_is_no_way_round_the_policy_on_unread_files():
         resources={Filesystem: MemoryFilesystem(FILES)},
     )
     session = wink.Session()
-    wink.Prompt(wink.PromptTemplate(sections=[files, AstevalSection()])).render(session)
+    wink.Prompt(wink.PromptTemplate(sections=[files, AstevalSection(config=PATIENT)])).render(
+        session
+    )
 
     def call(name: str, **params: str) -> wink.ToolResult[object]:
         return wink.execute_tool(wink.ToolCall(name, params), session=session)
@@ -370,9 +375,9 @@ def test_a_script_that_nobody_waits_for_is_ended():
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(handler(params, context=context)))
     thread.start()
-    assert running.wait(60)
+    assert running.wait(240)
     signal.cancel()
-    thread.join(60)
+    thread.join(240)
 
     (result,) = results
     assert isinstance(result, wink.ToolResult)
@@ -381,14 +386,21 @@ def test_a_script_that_nobody_waits_for_is_ended():
 
 
 def test_nothing_is_left_of_a_script(agent: Agent):
-    before = set(os.listdir("/proc/self/fd"))
+    before = ours()
     for code in ("1", "1 / 0", "[0] * 10**10"):
         agent(code)
     Agent(timeout=0.2)("while True:\n    pass")
 
-    assert set(os.listdir("/proc/self/fd")) == before
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
-    assert children == ""
+    assert ours() <= before  # what an earlier test has left may end meanwhile
+
+
+def ours() -> set[str]:
+    """Return what leads to other processes, and the processes that this thread has started."""
+    found = set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return {each for each in found if each.isdigit() or each.startswith(("socket:", "pipe:"))}
 
 
 @pytest.mark.parametrize(
@@ -565,7 +577,7 @@ def test_the_same_attack_does_harm_elsewhere(host: Host, name: str):
         "ESCAPED" not in done.stdout
     ):
         pytest.skip("this machine does not allow it to anybody")
-    assert host.damage(done.stdout + done.stderr) != []
+    assert host.damage(done.stdout + done.stderr, patience=240) != []
 
 
 def test_an_escape_from_the_interpreter_ends_in_the_same_process(host: Host):
@@ -751,10 +763,11 @@ def test_without_isolation_it_runs_when_asked_by_name(monkeypatch: pytest.Monkey
 
 
 def test_without_isolation_the_limits_hold():
-    agent = Agent(isolation="none", timeout=1.0)
+    endless = Agent(isolation="none", timeout=1.0)("while True:\n    pass")
 
-    assert "MemoryError" in agent("[0] * 10**9").message
-    assert agent("while True:\n    pass").failure is not None
+    assert "MemoryError" in Agent(isolation="none")("[0] * 10**9").message
+    assert endless.failure is not None
+    assert endless.failure.code == "TIMEOUT"
 
 
 def test_a_process_that_cannot_be_started_is_said():
@@ -772,10 +785,10 @@ OTHER_PYTHON = f"/usr/bin/python3.{sys.version_info.minor}"
 def test_it_works_the_same_for_an_ordinary_user(host: Host, tmp_path: Path):
     program = """
 import json, sys
-from weakincentives.contrib.tools import AstevalSection
+from weakincentives.contrib.tools import AstevalConfig, AstevalSection
 from weakincentives.testing import make_context_with_files
 
-(tool,) = AstevalSection().tools
+(tool,) = AstevalSection(config=AstevalConfig(timeout=600)).tools
 context = make_context_with_files({"a.txt": "one"})
 for code in json.load(sys.stdin):
     print(tool(code=code, context=context).render())
@@ -815,16 +828,16 @@ def _nobody_may_run(python: str) -> bool:
 def test_a_machine_with_lower_limits_keeps_them():
     """A hard limit that is lower than ours cannot be raised, and need not be."""
     program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (5, 5))\n"
-        "from weakincentives.contrib.tools import AstevalSection\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (120, 120))\n"
+        "from weakincentives.contrib.tools import AstevalConfig, AstevalSection\n"
         "from weakincentives.testing import make_context\n"
-        "(tool,) = AstevalSection().tools\n"
+        "(tool,) = AstevalSection(config=AstevalConfig(timeout=600)).tools\n"
         "print(tool(code='1 + 1', context=make_context()).render())\n"
     )
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
-    assert resource.getrlimit(resource.RLIMIT_CPU)[1] != 5
+    assert resource.getrlimit(resource.RLIMIT_CPU)[1] != 120
     assert done.stdout == "=> 2\n", done.stderr
 
 

@@ -38,6 +38,8 @@ ENGINES = [
     "namespaces",
 ]
 SOURCE = Path(__file__).parents[3] / "src"
+PATIENCE = 600
+"""Seconds for a command that is not about time: the machine may be busy, or stand still."""
 
 
 @cache
@@ -57,7 +59,7 @@ class Box:
         self.root = files.root
 
     def run(self, command: str | list[str], **options: object) -> CommandResult:
-        options.setdefault("timeout", 60)
+        options.setdefault("timeout", PATIENCE)
         return self.sandbox.run(self.files, command, **options)  # type: ignore[arg-type]
 
     def python(self, code: str, *args: object, **options: object) -> CommandResult:
@@ -171,7 +173,7 @@ def test_the_workspace_may_have_any_name(box: Box, tmp_path: Path):
     odd = tmp_path / 'odd, name: "it\'s" $x\n\\'
     odd.mkdir()
     with HostFilesystem(odd) as files:
-        done = box.sandbox.run(files, "echo new >b.txt", timeout=60)
+        done = box.sandbox.run(files, "echo new >b.txt", timeout=PATIENCE)
 
     assert done.ok, done.stderr
     assert contents(odd) == {"b.txt": b"new\n"}
@@ -415,7 +417,7 @@ def test_a_file_that_grows_too_large_is_refused(box: Box):
 def test_a_disk_flood_is_stopped(box: Box):
     flood = "n=0; while :; do n=$((n+1)); head -c 4194304 /dev/zero >big-$n || exit; done"
 
-    done = box.run(flood, timeout=60)
+    done = box.run(flood)
 
     assert done.stopped == "it wrote more than 32 MiB to the disk"
     assert not done.kept
@@ -436,7 +438,7 @@ def test_an_endless_processor_hog_is_killed(box: Box):
     limits = SandboxLimits(memory=256 * MIB, cpu_seconds=1)
     sandbox = Sandbox(engine=box.sandbox.engine, limits=limits, python=box.sandbox.python)
 
-    done = sandbox.run(box.files, "while :; do :; done", timeout=60)
+    done = sandbox.run(box.files, "while :; do :; done", timeout=PATIENCE)
 
     assert not done.ok
     assert not done.timed_out
@@ -729,7 +731,7 @@ def test_nothing_is_left_of_a_command_that_was_killed(box: Box, monkeypatch: pyt
     assert box.run("sleep 1000", timeout=1).timed_out
 
     assert [sorted(place.glob("*")) for place in places] == before
-    assert sweep_cgroups(patience=10)
+    assert sweep_cgroups(patience=240)
     assert [place for place, _ in cgroup_mounts() if (place / name).exists()] == []
 
 
@@ -764,7 +766,7 @@ def test_root_does_not_stay_root_where_others_own_the_files(box: Box, tmp_path: 
         root.mkdir()
         os.chown(root, 12345, 23456)
         with HostFilesystem(root) as files:
-            done = box.sandbox.run(files, "echo new >b.txt", timeout=60)
+            done = box.sandbox.run(files, "echo new >b.txt", timeout=PATIENCE)
             assert done.ok, done.stderr
         status = os.stat(root / "b.txt")
 
@@ -823,7 +825,7 @@ def test_without_a_sandbox_a_command_is_still_undone_and_its_environment_clean(
         assert box.run('echo "$WINK_SECRET" >kept').ok
         assert not box.run("echo x >undone; false").kept
         flood = box.run("while :; do echo x; head -c 9999999 /dev/zero >big-$(date +%N); done")
-        bomb = box.python("x = bytearray(1 << 30); import time; time.sleep(60)")
+        bomb = box.python("x = bytearray(1 << 30); import time; time.sleep(9999)")
         forks = box.run("for i in $(seq 99); do sleep 1000 & done; wait")
 
     assert forks.stopped == "it had more than 48 processes"
@@ -891,8 +893,8 @@ def test_directories_can_be_shown_read_only(engine: str, tmp_path: Path):
     (tmp_path / "shown" / "a").write_text("shown")
     sandbox = find_sandbox(engine, read_only=[tmp_path / "shown"])  # type: ignore[arg-type]
     with HostFilesystem(tmp_path / "work") as files:
-        shown = sandbox.run(files, ["cat", str(tmp_path / "shown" / "a")], timeout=60)
-        written = sandbox.run(files, ["touch", str(tmp_path / "shown" / "b")], timeout=60)
+        shown = sandbox.run(files, ["cat", str(tmp_path / "shown" / "a")], timeout=PATIENCE)
+        written = sandbox.run(files, ["touch", str(tmp_path / "shown" / "b")], timeout=PATIENCE)
 
     assert shown.stdout == "shown"
     assert not written.ok
@@ -934,7 +936,7 @@ count = 0
 try:
     while count < 500:
         if os.fork() == 0:
-            time.sleep(99)
+            time.sleep(9999)
         count += 1
 except OSError:
     print(count)
@@ -945,11 +947,11 @@ for _ in range(8):
     if os.fork() == 0:
         x = bytearray(60 << 20)
         break
-time.sleep(99)
+time.sleep(9999)
 """
 with HostFilesystem(sys.argv[2]) as files:
     def run(*words):
-        done = sandbox.run(files, list(words) if len(words) > 1 else words[0], timeout=30)
+        done = sandbox.run(files, list(words) if len(words) > 1 else words[0], timeout=600)
         return [done.returncode, done.stdout, done.stopped, done.kept]
     print(json.dumps([
         run("id -u; echo new >b.txt"),

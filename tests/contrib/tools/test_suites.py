@@ -76,9 +76,8 @@ def test_suites_share_a_workspace_and_are_undone_together(files: Filesystem):
         ("update_digest", NOTE),
     ]
     sections = [planning, VfsToolsSection(config=VfsConfig(filesystem=files)), digest]
-    prompt = wink.Prompt(
-        wink.PromptTemplate(sections=[*sections, AstevalSection(), all_of(*inner)])
-    )
+    python = AstevalSection(config=AstevalConfig(timeout=600))  # however busy the machine is
+    prompt = wink.Prompt(wink.PromptTemplate(sections=[*sections, python, all_of(*inner)]))
     session = wink.Session()
     seen: list[object] = []
 

@@ -301,7 +301,6 @@ class _Channel:
 
     def __init__(self, ours: socket.socket, stopped: Callable[[], bool], largest: int) -> None:
         self._socket = ours
-        self._socket.settimeout(_LOOK_SECONDS)
         self._stopped = stopped
         self._largest = largest
         self._until = 0.0
@@ -309,6 +308,7 @@ class _Channel:
 
     def limit(self, seconds: float) -> None:
         """Raise TimeoutError from what takes longer, counted from now."""
+        self._socket.settimeout(_LOOK_SECONDS)
         self._until = SYSTEM_CLOCK.monotonic() + seconds
 
     def send(self, message: dict[str, object]) -> None:
@@ -350,9 +350,14 @@ class _Channel:
             if self._stopped():
                 raise _Ended("Nobody waits for the script any more", code="CANCELLED")
             if SYSTEM_CLOCK.monotonic() >= self._until:
-                raise TimeoutError
-            with contextlib.suppress(TimeoutError):
+                # What came in time is taken, also when it is we who are late.
+                self._socket.setblocking(False)
+            try:
                 return operation()
+            except BlockingIOError:
+                raise TimeoutError from None
+            except TimeoutError:
+                pass
 
 
 # The files

@@ -126,10 +126,10 @@ class Browser:
             return
         ended = asyncio.run_coroutine_threadsafe(self._shut_down(), loop)
         try:
-            ended.result(timeout=20)
+            ended.result(timeout=120)
         finally:
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(timeout=5)
+            thread.join(timeout=60)
             if not thread.is_alive():
                 loop.close()
 

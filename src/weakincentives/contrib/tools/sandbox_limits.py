@@ -248,8 +248,11 @@ class SandboxWatch:
         therefore nothing may use up half of what was free.
         """
         limit = self._limits.disk
-        for place, before in self._free.items():
-            used = before - _free(place)
+        for place in self._free:
+            free = _free(place)
+            # Others may make room meanwhile: what the command writes must not hide behind that.
+            before = self._free[place] = max(self._free[place], free)
+            used = before - free
             if used > limit and (layer is None or used > before // 2 or _size(layer) > limit):
                 return True
         return False
