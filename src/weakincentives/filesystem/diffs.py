@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,6 +65,11 @@ class _Side:
         return "100755" if self.node.mode & stat.S_IXUSR else "100644"
 
 
+_NOTHING = _Side(None, None)
+_NOTHING_BELOW = (errno.ENOTDIR, errno.ELOOP)
+"""What a look fails with where a file, or a link, stands above the path."""
+
+
 def changed_paths(records: Sequence[Record], before: Look, now: Look) -> list[Parts]:
     """Return every path that some changes have changed, sorted.
 
@@ -106,8 +112,10 @@ def _side(look: Look, parts: Parts) -> _Side:
         elif node is not None and node.kind == "link":
             data = look.link_target(parts).encode(errors="surrogateescape")
         return _Side(node, data)
-    except OSError:  # not kept, not to be read, or gone at this moment
-        return _Side(Node("other", 0, 0, 0, 0), None)
+    except OSError as error:
+        if error.errno in _NOTHING_BELOW:
+            return _NOTHING
+        return _Side(Node("other", 0, 0, 0, 0), None)  # not kept, not to be read, or just gone
 
 
 def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
@@ -145,6 +153,10 @@ def _change(parts: Parts, old: _Side, new: _Side, origin: Parts | None = None) -
     path = join_path(parts)
     lines: list[str] = []
     added = removed = 0
+    if not _has_a_diff(old, new):
+        lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
+        # For git, a file that becomes a directory goes; what is in the directory is told by itself.
+        old, new = _without_directory(old), _without_directory(new)
     if _has_a_diff(old, new):
         lines += _header(path, old, new, None if origin is None else join_path(origin))
         hunks = list(_hunks(old, new))
@@ -153,8 +165,6 @@ def _change(parts: Parts, old: _Side, new: _Side, origin: Parts | None = None) -
             lines += [*names, *hunks] if len(hunks) > 1 else hunks
         added = sum(line.startswith("+") for line in hunks)
         removed = sum(line.startswith("-") for line in hunks)
-    else:
-        lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
     return FileChange(
         path=path,
         origin="" if origin is None else join_path(origin),
@@ -172,6 +182,10 @@ def _in_words(old: _Side, new: _Side) -> str:
     if old.node is not None and old.node.kind == "other" and old.node.ino == 0:
         return f"changed; what it was before is not kept, now {new.words}"
     return f"{old.words} became {new.words}"
+
+
+def _without_directory(side: _Side) -> _Side:
+    return _NOTHING if side.node is not None and side.node.kind == "directory" else side
 
 
 def _has_a_diff(old: _Side, new: _Side) -> bool:
