@@ -30,7 +30,7 @@ LAYERS = [
     ["clock"],
     ["retry"],
     ["call"],
-    ["logs", "deadlines", "budget", "dbc", "regex", "slices"],
+    ["logs", "deadlines", "budget", "dbc", "regex", "slices", "state"],
     ["serde"],
     ["filesystem"],
     ["resources"],

@@ -27,6 +27,8 @@ WinkError
 ├── ReadOnlyView                     a write from a tool whose reach is "read"
 ├── MergeConflict                    what a view read or wrote was changed by another
 ├── WorkspaceLocked                  another process has the directory open
+├── StateUnavailable                 the operator must act: no private place for the user's state
+├── StoreRefused                     a store that this user did not write, or that is damaged
 ├── UndoRefused                      what would be undone was changed by others since
 ├── SandboxUnavailable               the operator must act: nothing can shut a command in
 ├── McpServerError                   an MCP server cannot be started or reached, or ended
@@ -118,6 +120,8 @@ __all__ = [
     "SnapshotError",
     "SnapshotExpired",
     "StaleOverride",
+    "StateUnavailable",
+    "StoreRefused",
     "TaskNotCompleted",
     "ToolDefinitionError",
     "ToolNotFound",
@@ -304,6 +308,14 @@ class WorkspaceLocked(WinkError):
     def __init__(self, message: str, pid: int | None = None) -> None:
         super().__init__(message)
         self.pid = pid
+
+
+class StateUnavailable(WinkError):
+    """There is no private directory for the user's own state; the message says what to set."""
+
+
+class StoreRefused(WinkError):
+    """A store was not written by this user, or is damaged; nothing in it is acted upon."""
 
 
 class UndoRefused(WinkError):
