@@ -8,16 +8,16 @@ later carries a seal made with a key from here. The same seal detects damage.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import stat
-import threading
 from pathlib import Path
 
 from weakincentives.errors import StateUnavailable
 
-__all__ = ["seal", "sealed", "state_directory", "unsealed"]
+__all__ = ["Seals", "seal", "sealed", "state_directory", "unsealed"]
 
 _KEY_SIZE = 32
 SEAL_SIZE = 32
@@ -33,76 +33,114 @@ def state_directory() -> Path:
     path = _place() / "wink"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = os.lstat(path)
+        _make_private(path)
     except OSError as error:
-        raise StateUnavailable(
-            f"Cannot keep state in {path} ({error.strerror}). Set XDG_STATE_HOME to a directory"
-            " that only you can write to"
-        ) from error
+        raise _unavailable(path, error) from error
+    return path
+
+
+def _make_private(path: Path) -> None:
+    """Refuse what is not a directory of this user; close it to everybody else."""
+    status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise StateUnavailable(f"{path} must be a directory, not a link or a file")
     if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
         raise StateUnavailable(
             f"{path} belongs to another user. Set XDG_STATE_HOME to a directory of your own"
         )
-    if status.st_mode & 0o077:
-        os.chmod(path, 0o700)
-    return path
+    if os.name == "posix" and status.st_mode & 0o077:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            os.fchmod(fd, 0o700)
+        finally:
+            os.close(fd)
 
 
-def seal(purpose: str, data: bytes) -> str:
-    """Return the seal of some bytes: only a process of this user can make it.
+def _unavailable(path: Path, error: OSError) -> StateUnavailable:
+    return StateUnavailable(
+        f"Cannot keep state in {path} ({error.strerror}). Set XDG_STATE_HOME to a directory that"
+        " only you can write to"
+    )
+
+
+class Seals:
+    """Makes and checks the seals of one kind of record; only a process of this user can make them.
 
     ``purpose`` keeps a record of one kind, or of one store, from being taken for another's.
     """
-    digest = hashlib.blake2b(
-        purpose.encode() + b"\0" + data, key=_key(), digest_size=SEAL_SIZE // 2
-    )
-    return digest.hexdigest()
+
+    def __init__(self, purpose: str) -> None:
+        self._begun = hashlib.blake2b(
+            purpose.encode() + b"\0", key=_key(), digest_size=SEAL_SIZE // 2
+        )
+
+    def seal(self, data: bytes, at: int = 0) -> str:
+        """Return the seal of some bytes; ``at`` is their place, where that matters."""
+        hashed = self._begun.copy()
+        hashed.update(b"%d " % at)
+        hashed.update(data)
+        return hashed.hexdigest()
+
+    def sealed(self, data: bytes, at: int = 0) -> bytes:
+        """Return a line that :meth:`unsealed` takes apart: the seal, a space, the data."""
+        return self.seal(data, at).encode() + b" " + data
+
+    def unsealed(self, line: bytes, at: int = 0) -> bytes | None:
+        """Return the data of a sealed line; None if it is damaged, misplaced or not ours."""
+        mark, data = line[:SEAL_SIZE], line[SEAL_SIZE + 1 :]
+        if line[SEAL_SIZE : SEAL_SIZE + 1] != b" ":
+            return None
+        return data if hmac.compare_digest(mark, self.seal(data, at).encode()) else None
+
+
+def seal(purpose: str, data: bytes) -> str:
+    """Return the seal of some bytes: see :class:`Seals`."""
+    return Seals(purpose).seal(data)
 
 
 def sealed(purpose: str, data: bytes) -> bytes:
     """Return a line that :func:`unsealed` takes apart: the seal, a space, the data."""
-    return seal(purpose, data).encode() + b" " + data
+    return Seals(purpose).sealed(data)
 
 
 def unsealed(purpose: str, line: bytes) -> bytes | None:
     """Return the data of a sealed line; None if it is damaged or not ours."""
-    mark, data = line[:SEAL_SIZE], line[SEAL_SIZE + 1 :]
-    if line[SEAL_SIZE : SEAL_SIZE + 1] != b" ":
-        return None
-    return data if hmac.compare_digest(mark, seal(purpose, data).encode()) else None
+    return Seals(purpose).unsealed(line)
 
 
 _keys: dict[Path, bytes] = {}
-_keys_lock = threading.Lock()
 
 
 def _key() -> bytes:
     place = _place()
     key = _keys.get(place)
     if key is None:
-        with _keys_lock:
-            key = _keys[place] = _read_key(state_directory() / "key")
+        # Threads that come here together read the same key: the first to put it there wins.
+        key = _keys[place] = _read_key(state_directory() / "key")
     return key
 
 
 def _read_key(path: Path) -> bytes:
-    for _ in range(2):
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                key = os.read(fd, _KEY_SIZE + 1)
-            finally:
-                os.close(fd)
-            if len(key) != _KEY_SIZE:
-                raise StateUnavailable(
-                    f"{path} is damaged: it must have {_KEY_SIZE} bytes. Delete it to get a new"
-                    " one; stores and sessions written so far will then be refused"
-                )
-            return key
+    try:
+        key = _read_or_make_key(path)
+    except OSError as error:
+        raise _unavailable(path, error) from error
+    if len(key) != _KEY_SIZE:
+        raise StateUnavailable(
+            f"{path} is damaged: it must have {_KEY_SIZE} bytes. Delete it to get a new one;"
+            " stores and sessions written so far must then be adopted: see `wink doctor --help`"
+        )
+    return key
+
+
+def _read_or_make_key(path: Path) -> bytes:
+    if not os.path.lexists(path):
         _make_key(path)
-    raise StateUnavailable(f"{path} disappears as soon as it is made")
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        return os.read(fd, _KEY_SIZE + 1)
+    finally:
+        os.close(fd)
 
 
 def _make_key(path: Path) -> None:
@@ -125,15 +163,24 @@ def _make_key(path: Path) -> None:
 
 
 def _place() -> Path:
-    named = os.environ.get("XDG_STATE_HOME")
+    euid = os.geteuid() if hasattr(os, "geteuid") else 0
+    return _place_of(os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME"), euid)
+
+
+@functools.cache  # every seal asks
+def _place_of(named: str | None, home: str | None, euid: int) -> Path:
     if named and os.path.isabs(named):
         return Path(os.path.realpath(named))
-    home = os.path.expanduser("~")
-    if hasattr(os, "geteuid"):
-        # Under sudo, HOME may still be the home of the user who called it.
-        with contextlib.suppress(OSError, KeyError):
-            if os.stat(home).st_uid != os.geteuid():
-                import pwd
+    home = os.path.expanduser("~") if home is None else home
+    # Under sudo, HOME may still be the home of the user who called it.
+    with contextlib.suppress(ImportError, OSError, KeyError):
+        import pwd
 
-                home = pwd.getpwuid(os.geteuid()).pw_dir
+        if not os.path.isabs(home) or os.stat(home).st_uid != euid:
+            home = pwd.getpwuid(euid).pw_dir
+    if not os.path.isabs(home):
+        raise StateUnavailable(
+            "There is no home directory to keep state in. Set XDG_STATE_HOME to a directory that"
+            " only you can write to"
+        )
     return Path(os.path.realpath(os.path.join(home, ".local", "state")))
