@@ -29,6 +29,7 @@ WinkError
 ├── WorkspaceLocked                  another process has the directory open
 ├── StateUnavailable                 the operator must act: no private place for the user's state
 ├── StoreRefused                     a store that this user did not write, or that is damaged
+├── HistoryDamaged                   the record of a committed call cannot be read
 ├── UndoRefused                      what would be undone was changed by others since
 ├── SandboxUnavailable               the operator must act: nothing can shut a command in
 ├── McpServerError                   an MCP server cannot be started or reached, or ended
@@ -82,6 +83,7 @@ __all__ = [
     "ContractError",
     "DeadlineExceededError",
     "FilesystemError",
+    "HistoryDamaged",
     "InvalidArguments",
     "InvalidPattern",
     "MalformedResponse",
@@ -316,6 +318,10 @@ class StateUnavailable(WinkError):
 
 class StoreRefused(WinkError):
     """A store was not written by this user, or is damaged; nothing in it is acted upon."""
+
+
+class HistoryDamaged(WinkError):
+    """What a committed call changed cannot be read: it is neither shown nor undone."""
 
 
 class UndoRefused(WinkError):

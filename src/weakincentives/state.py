@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weakincentives.errors import StateUnavailable
 
-__all__ = ["Seals", "seal", "sealed", "state_directory", "unsealed"]
+__all__ = ["Seals", "seal", "sealed", "state_directory", "state_path", "unsealed"]
 
 _KEY_SIZE = 32
 SEAL_SIZE = 32
@@ -30,13 +30,22 @@ def state_directory() -> Path:
     Raises:
         StateUnavailable: It cannot be made, or somebody else can write there.
     """
-    path = _place() / "wink"
+    path = state_path()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(path)
     except OSError as error:
         raise _unavailable(path, error) from error
     return path
+
+
+def state_path() -> Path:
+    """Return where the directory is, or would be made.
+
+    Raises:
+        StateUnavailable: Neither the environment nor the system names a place for this user.
+    """
+    return _place() / "wink"
 
 
 def _make_private(path: Path) -> None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trees import look
@@ -27,6 +29,11 @@ from weakincentives.errors import (
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.confined import Tree, exchange
 from weakincentives.filesystem.records import Record, read_journal
+from weakincentives.filesystem.store import Entry
+from weakincentives.state import Seals
+
+
+ENTRY = Entry(kind="file", mode=0o644, mtime_ns=1, uid=0, gid=0)
 
 
 @pytest.fixture
@@ -384,15 +391,56 @@ def test_killed_call_is_undone_when_the_directory_is_opened_again(root: Path):
 
 
 def test_torn_record_is_no_record(tmp_path: Path):
-    record = Record(op="put", path=("a",), new=None)
+    seals = Seals("journal of a test")
     journal = tmp_path / "journal"
-    journal.write_bytes(record.encode() + record.encode()[:-5])
 
-    assert [len(read_journal(journal)[0]), read_journal(journal)[1]] == [1, "short"]
-    journal.write_bytes(record.encode() + b"damage\n")
-    assert [len(read_journal(journal)[0]), read_journal(journal)[1]] == [1, "torn"]
-    journal.write_bytes(record.encode() + b"damage\n" + record.encode())
-    assert read_journal(journal)[1] == "broken"
+    def line(place: int) -> bytes:
+        return seals.sealed(Record(op="put", path=("a",)).encode(), place) + b"\n"
+
+    size = len(line(0))
+
+    def read(data: bytes) -> tuple[int, str]:
+        journal.write_bytes(data)
+        records, damage = read_journal(journal, seals)
+        return len(records), damage
+
+    assert read(line(0) + line(size)) == (2, "whole")
+    assert read(line(0) + line(size)[:-5]) == (1, "short")
+    assert read(line(0) + b"damage\n") == (1, "torn")
+    assert read(line(0) + b"damage\n" + line(size + 7)) == (1, "broken")
+    # One that lies elsewhere than it was written is none: something was taken out, or put in.
+    assert read(line(0) + line(0)) == (1, "torn")
+    assert read(line(size) + line(0)) == (0, "torn")
+    assert read(line(0)[:-1] + b" \n") == (0, "torn")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kept": "../../etc"},
+        {"kept": "journal"},
+        {"kept": ""},
+        {"copy": "/etc/passwd"},
+        {"path": ("..", "a")},
+        {"path": ("a", "", "b")},
+        {"path": ("a\0b",)},
+        {"origin": (".",)},
+        {"room": ("..",)},
+        {"twin": ("", "etc")},
+        {"times": ((("..",), 0),)},
+        {"before": replace(ENTRY, digest="ab")},
+        {"before": replace(ENTRY, digest="../" * 20 + "a" * 4)},
+        {"before": replace(ENTRY, digest="A" * 64)},
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_no_name_even_under_a_seal(
+    tmp_path: Path, changed: dict[str, Any]
+):
+    seals = Seals("journal of a test")
+    record = Record(**{"op": "put", "path": ("a",), **changed})
+    (tmp_path / "journal").write_bytes(seals.sealed(record.encode(), 0) + b"\n")
+
+    assert read_journal(tmp_path / "journal", seals) == ([], "torn")
 
 
 # One process at a time

@@ -387,12 +387,15 @@ def test_a_command_on_a_full_disk_fails_and_is_rolled_back(small: Path):
 
 
 @pytest.fixture
-def unprivileged() -> Iterator[Path]:
+def unprivileged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of a user whom permissions hold for; root becomes such a user meanwhile."""
     place = Path(tempfile.mkdtemp(prefix="wink-test-"))
+    state = tempfile.mkdtemp(prefix="wink-test-state-")
+    monkeypatch.setenv("XDG_STATE_HOME", state)
     try:
         if ROOT:
             os.chown(place, 65534, 65534)
+            os.chown(state, 65534, 65534)
             os.setegid(65534)
             os.seteuid(65534)
         yield place
@@ -404,6 +407,7 @@ def unprivileged() -> Iterator[Path]:
             for name in names:
                 os.chmod(os.path.join(directory, name), 0o700)
         shutil.rmtree(place)
+        shutil.rmtree(state)
 
 
 def test_a_directory_without_write_permission_stops_the_operation_and_no_more(unprivileged: Path):

@@ -7,29 +7,33 @@ import errno
 import functools
 import logging
 import os
-import shutil
+import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
+from weakincentives.errors import HistoryDamaged, StoreRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
 from weakincentives.filesystem.protocol import Parts, join_path
-from weakincentives.filesystem.records import Journal, Record, read_journal
+from weakincentives.filesystem.records import JOURNAL, Journal, Record, read_journal
 from weakincentives.filesystem.store import (
     Entry,
     Objects,
     Store,
     apply_entry,
+    checked_name,
+    checked_parts,
     copy_content,
     copy_exactly,
     digest_of,
     entry_at,
 )
+from weakincentives.state import Seals
 
 __all__ = ["CHANGES", "Committed", "Delta", "History", "Link", "Past", "kept_at", "replaced"]
 
@@ -90,11 +94,13 @@ class Past:
     Calls may be committed, and the oldest forgotten, while somebody looks.
     """
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, seals: Seals) -> None:
         self.objects = Objects(store / "objects")
         self._path = store / "history"
+        self._seals = seals
         self._sizes: dict[int, int] | None = None
         self._last = 0
+        self._told: set[int] = set()
 
     @property
     def last(self) -> int:
@@ -111,33 +117,70 @@ class Past:
         return [known for known in reversed(self.serials()) if known > serial]
 
     def read(self, serial: int) -> Delta:
-        """Return what a call changed; raises FileNotFoundError if it was forgotten meanwhile."""
+        """Return what a call changed.
+
+        Raises:
+            FileNotFoundError: It was forgotten meanwhile.
+            HistoryDamaged: Its record is not what was written.
+        """
         path = self._file(serial)
-        records, _ = read_journal(path)
-        if not records:
+        records, damage = read_journal(path, self._seals)
+        if not records and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it was forgotten", str(path))
-        meta = records[-1].commit or {}
+        meta = records[-1].commit if records else None
+        if damage != "whole" or meta is None or meta.get("serial") != serial:
+            raise _damaged(path, serial)
+        try:
+            return self._delta(records[:-1], meta)
+        except (LookupError, TypeError, ValueError) as error:
+            raise _damaged(path, serial) from error
+
+    def readable(self, serials: Iterable[int]) -> Iterator[Delta]:
+        """Yield what each of some calls changed, but those forgotten meanwhile, or damaged."""
+        for serial in serials:
+            try:
+                yield self.read(serial)
+            except FileNotFoundError:
+                continue
+            except HistoryDamaged as error:
+                if serial not in self._told:
+                    self._told.add(serial)
+                    logger.error("%s", error)
+
+    def damaged(self, serials: Iterable[int] | None = None) -> dict[int, HistoryDamaged]:
+        """Return what is wrong with each call that cannot be read; by default of all."""
+        found: dict[int, HistoryDamaged] = {}
+        for serial in self.serials() if serials is None else serials:
+            try:
+                self.read(serial)
+            except FileNotFoundError:
+                continue
+            except HistoryDamaged as error:
+                found[serial] = error
+        return found
+
+    def _delta(self, records: Sequence[Record], meta: Mapping[str, Any]) -> Delta:
         before = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
         changes = tuple(
             replace(record, before=before.get(index, record.before))
-            for index, record in enumerate(records[:-1])
+            for index, record in enumerate(records)
         )
         paths = {join_path(record.path) for record in changes if record.op in CHANGES}
         paths |= {join_path(r.origin) for r in changes if r.origin is not None}
         committed = Committed(
-            serial=serial,
+            serial=meta["serial"],
             call_id=meta["call"],
             tool=meta["tool"],
             time=meta["time"],
             paths=tuple(sorted(paths)),
-            size=self._known()[serial],
+            size=meta["size"],
             undoes=tuple(meta.get("undoes", ())),
         )
         after = {
-            tuple(path.split("/")) if path else (): None if ident is None else Ident(*ident)
+            checked_parts(path): None if ident is None else Ident(*map(int, ident))
             for path, ident in meta["after"]
         }
-        modes = {tuple(path.split("/")): int(mode) for path, mode in meta.get("modes", ())}
+        modes = {checked_parts(path): int(mode) for path, mode in meta.get("modes", ())}
         return Delta(committed, changes, after, modes, _links_in(meta))
 
     def trees(self, serial: int) -> Path:
@@ -147,16 +190,28 @@ class Past:
     def _known(self) -> dict[int, int]:
         if self._sizes is None:
             self._sizes = {}
-            with contextlib.suppress(FileNotFoundError):
-                for name in os.listdir(self._path):
-                    serial, _, size = name.partition("-")
-                    if size:
-                        self._sizes[int(serial)] = int(size)
+            with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
+                for each in found:
+                    if each.is_symlink():
+                        raise StoreRefused(f"{each.path} is a symbolic link: nobody here made it")
+                    if named := _NAMED.fullmatch(each.name):
+                        self._sizes[int(named[1])] = int(named[2])
             self._last = max(self._sizes, default=0)
         return self._sizes
 
     def _file(self, serial: int) -> Path:
         return self._path / f"{serial:012d}-{self._known()[serial]}"
+
+
+_NAMED = re.compile("([0-9]{12,})-([0-9]+)")
+"""How an entry's file is called: its place, and the bytes that it takes."""
+
+
+def _damaged(path: Path, serial: int) -> HistoryDamaged:
+    return HistoryDamaged(
+        f"The record of the change with number {serial} is damaged ({path}): it can be neither"
+        " shown nor undone. The others are not affected"
+    )
 
 
 class History(Past):
@@ -165,7 +220,7 @@ class History(Past):
     def __init__(
         self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        super().__init__(store.path)
+        super().__init__(store.path, store.seals(JOURNAL))
         self.store = store
         self.journal = Journal(store)
         self.needed: Callable[[], int | None] = lambda: None
@@ -174,6 +229,9 @@ class History(Past):
         """What is still to be done about an earlier transaction before another can begin."""
         self._limit = limit
         self._clock = clock
+        self._total: int | None = None
+        self._elsewhere: tuple[tuple[int, int], set[str]] | None = None
+        self._uses: _Uses | None = None
 
     def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Ident]:
         """Make a copy of a directory that a call took away; returns what was in it.
@@ -213,7 +271,7 @@ class History(Past):
             self.journal.cut(0)
             return None
         if self._limit <= 0 and self.needed() is None:
-            self._prune()
+            self._trim()
             self.journal.cut(0)  # nobody can ever ask for it: forgetting how to undo is to commit
             return None
         serial = self.last + 1
@@ -241,6 +299,7 @@ class History(Past):
             self.unfinished = finish
             self._last = serial
             return None
+        self._trim()
         return serial
 
     def finish_earlier(self) -> None:
@@ -266,15 +325,28 @@ class History(Past):
                 self._settle_file(records[index], entry)
         self._path.mkdir(mode=0o700, exist_ok=True)
         self.journal.move(self._path / f"{serial:012d}-{size}")
-        if self._sizes is not None:
+        if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size
+            self._total = None if self._total is None else self._total + size
+            if self._uses is not None:
+                self._uses.expect(serial)
         self._last = max(self._last, serial)
-        self._prune()
         return meta["call"]
 
     def sources(self, records: Sequence[Record]) -> set[str]:
         """Return the names, in the transaction's directory, of what a history is made from."""
         return {_source(record) for record in records if record.op in ("put", "gone", "edit")}
+
+    def leftovers(self) -> set[str]:
+        """Return the names that a transaction which is over may have in its directory.
+
+        Only for a store without a journal: the last one was committed, and is in the history.
+        """
+        if self.journal.path.exists():
+            # Without a history, a journal is emptied to commit.
+            return set(self.store.tree.names(())) if self._limit <= 0 else set()
+        records = [delta.records for delta in self.readable([self.last] if self.last else [])]
+        return {name for each in records for r in each for name in (r.kept, r.copy) if name}
 
     def _entries(
         self, records: Sequence[Record], tree: Tree
@@ -339,9 +411,11 @@ class History(Past):
     def _settle_file(self, record: Record, entry: Entry) -> None:
         name = _source(record)
         status = self.store.tree.status((name,))
-        if status is None or entry.digest is None or entry.digest in self.store.objects:
+        if status is None or entry.digest is None:
             return
-        self._make_object(name, status, entry.digest)
+        if status.st_nlink == 1 or entry.digest not in self.store.objects:
+            # Also in the place of one that is there: that may be damaged, this one is not.
+            self._make_object(name, status, entry.digest)
 
     def _settle_directory(
         self, record: Record, serial: int, links: Sequence[Link], later: Sequence[Entry]
@@ -412,44 +486,126 @@ class History(Past):
 
     # Forgetting
 
-    def _prune(self) -> None:
-        """Forget the oldest when there is too much, down to three quarters: not at every call."""
+    def _trim(self) -> None:
+        """Forget the oldest while there is too much: a bounded piece of work at each call.
+
+        The call is committed already, so nothing that goes wrong here is its failure.
+        """
+        try:
+            if self._is_full():
+                self._trim_some()
+        except OSError as error:
+            logger.warning("The history could not be trimmed, which is tried again: %s", error)
+
+    def _is_full(self) -> bool:
         sizes = self._known()
+        if self._total is None:
+            self._total = sum(sizes.values())
         most = MAX_ENTRIES if self._limit > 0 else 0
-        if sum(sizes.values()) <= self._limit and len(sizes) <= most:
+        return self._total > self._limit or len(sizes) > most
+
+    def _trim_some(self) -> None:
+        sizes = self._known()
+        if self._uses is None:
+            self._uses = _Uses(self, sizes)
+        if not self._uses.count(TRIMMED_AT_ONCE):
             return
         floor = self.needed()
-        total, count = sum(sizes.values()), len(sizes)
-        for serial in sorted(sizes):
-            small = total <= self._limit * 3 // 4 and count <= most * 3 // 4
-            if small or (floor is not None and serial > floor):
+        oldest = sorted(sizes)[:TRIMMED_AT_ONCE]
+        for serial in oldest:
+            if not self._is_full() or (floor is not None and serial > floor):
                 break
-            self._file(serial).unlink()
-            shutil.rmtree(self.trees(serial), ignore_errors=True)
-            total -= sizes.pop(serial)
-            count -= 1
-        self._drop_objects()
+            self._forget(serial, self._uses)
+        self._drop(self._uses.unused())
 
-    def _drop_objects(self) -> None:
-        """Remove the contents that nothing refers to any more."""
-        used = self._known_elsewhere()
-        for serial in self.serials():
-            used |= {
-                record.before.digest
-                for record in self.read(serial).records
-                if record.before is not None and record.before.digest is not None
-            }
-        for digest in list(self.store.objects.digests()):
-            if digest not in used:
+    def _forget(self, serial: int, uses: _Uses) -> None:
+        uses.forget(serial)
+        self._file(serial).unlink(missing_ok=True)
+        if (trees := self.trees(serial)).exists():
+            own = Tree(self._path)
+            try:
+                own.remove_all((trees.name,))
+            finally:
+                own.close()
+        size = self._known().pop(serial)
+        self._total = None if self._total is None else self._total - size
+
+    def _drop(self, unused: set[str]) -> None:
+        """Remove contents that nothing in the history refers to any more."""
+        if unused:
+            for digest in unused - self._known_elsewhere():
                 self.store.objects.remove(digest)
 
     def _known_elsewhere(self) -> set[str]:
         """The contents that the manifest of the workspace refers to."""
-        if not (self.store.path / "manifest.db").exists():
+        manifest = self.store.path / "manifest.db"
+        if not manifest.exists():
             return set()
         from weakincentives.filesystem.scan import digests_in
 
-        return digests_in(self.store.path / "manifest.db")
+        status = manifest.stat()
+        state = (status.st_mtime_ns, status.st_size)
+        if self._elsewhere is None or self._elsewhere[0] != state:
+            self._elsewhere = state, digests_in(manifest)
+        return self._elsewhere[1]
+
+
+TRIMMED_AT_ONCE = 64
+"""How many entries one call reads, and how many it forgets, where there are too many."""
+
+
+class _Uses:
+    """Which contents the entries of a history refer to, counted a few entries at a time."""
+
+    def __init__(self, history: Past, serials: Iterable[int]) -> None:
+        self._history = history
+        self._uncounted = sorted(serials)
+        self._counts: Counter[str] = Counter()
+        self._damaged: set[int] = set()
+        """What these refer to is not known: while one of them is there, nothing is unused."""
+        self._candidates: set[str] = set()
+        self._folders = [f"{number:02x}" for number in range(256)]
+        """Where contents may be that nothing refers to since a process was killed."""
+
+    def expect(self, serial: int) -> None:
+        """Count one more entry, later."""
+        self._uncounted.append(serial)
+
+    def count(self, most: int) -> bool:
+        """Count some entries; True when there are none left."""
+        for _ in range(min(most, len(self._uncounted))):
+            serial = self._uncounted.pop()
+            try:
+                self._counts.update(self._digests(serial))
+            except HistoryDamaged:
+                self._damaged.add(serial)
+            except FileNotFoundError:
+                continue
+        return not self._uncounted
+
+    def forget(self, serial: int) -> None:
+        """Note that an entry is about to be forgotten."""
+        if serial in self._damaged:
+            self._damaged.discard(serial)
+            self._folders = [f"{number:02x}" for number in range(256)]
+            return
+        with contextlib.suppress(HistoryDamaged, FileNotFoundError):
+            digests = self._digests(serial)
+            self._counts.subtract(digests)
+            self._candidates |= digests
+
+    def unused(self) -> set[str]:
+        """Return some contents that no entry refers to."""
+        if self._damaged:
+            return set()
+        found, self._candidates = self._candidates, set()
+        if self._folders:
+            found.update(self._history.objects.digests(self._folders.pop()))
+        return {digest for digest in found if self._counts[digest] <= 0}
+
+    def _digests(self, serial: int) -> set[str]:
+        befores = [record.before for record in self._history.read(serial).records]
+        return {each.digest for each in befores if each is not None and each.digest is not None}
 
 
 def kept_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:
@@ -489,7 +645,7 @@ def _linked(tree: Tree, top: Parts) -> dict[int, tuple[list[Parts], int]]:
 
 def _links_in(meta: Mapping[str, Any]) -> dict[str, tuple[Link, ...]]:
     return {
-        kept: tuple(Link(tuple(place.split("/")), ino) for place, ino in links)
+        checked_name(kept): tuple(Link(checked_parts(place), int(ino)) for place, ino in links)
         for kept, links in meta.get("links", ())
     }
 

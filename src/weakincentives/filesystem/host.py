@@ -1078,9 +1078,8 @@ class HostFilesystem:
         """Return the calls that changed files and can be undone, oldest first."""
         workspace = self._workspace
         with workspace.lock:
-            return tuple(
-                workspace.history.read(serial).committed for serial in workspace.history.serials()
-            )
+            history = workspace.history
+            return tuple(delta.committed for delta in history.readable(history.serials()))
 
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a unified diff."""
@@ -1098,7 +1097,7 @@ class HostFilesystem:
             raise ValueError("the token is not a snapshot of this filesystem")
         history = self._workspace.history
         with self._workspace.lock:
-            deltas = map(history.read, history.after(token.serial))
+            deltas = history.readable(history.after(token.serial))
             return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
 
     def revert_to(self, call_id: str) -> tuple[str, ...]:
@@ -1146,14 +1145,15 @@ class HostFilesystem:
 
     def _serial_of(self, call_id: str) -> int:
         history = self._workspace.history
-        for serial in reversed(history.serials()):
-            if history.read(serial).committed.call_id == call_id:
-                return serial
+        for delta in history.readable(reversed(history.serials())):
+            if delta.committed.call_id == call_id:
+                return delta.committed.serial
         raise LookupError(f"the history has no call {call_id!r}")
 
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
-        undoes = [history.read(later).committed.call_id for later in history.after(serial)]
+        later = history.readable(history.after(serial))
+        undoes = [delta.committed.call_id for delta in later]
         if self._parent is not None and self._changes is not None:
             told = go_back(self._changes, history, serial)
             self._undoes += tuple(undoes)

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import stat
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record, read_journal
 from weakincentives.filesystem.rooms import Room, Rooms, set_time
 from weakincentives.filesystem.store import (
+    DAMAGED,
     Entry,
     Store,
     apply_entry,
@@ -58,6 +60,7 @@ _THE_PATHS_OWN = frozenset(
     {
         *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR),
         *(errno.ENOTEMPTY, errno.EEXIST, errno.ENAMETOOLONG, errno.EINVAL, errno.EBUSY),
+        DAMAGED,
     }
 )
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
@@ -397,7 +400,7 @@ class Changes:
             from weakincentives.filesystem.scan import find_unfinished
 
             # After a record that was not written to its end, nothing could be read.
-            self.journal.cut(records[-1].offset + len(records[-1].encode()))
+            self.journal.cut(records[-1].end)
             find_unfinished(self.tree, self.store, self)
         return self._undo_from(0, undoing)
 
@@ -1131,16 +1134,17 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     rooms = changes.rooms
     if not rooms.recall() and not store.tree.names(()):
         return ()
-    records, damage = read_journal(history.journal.path)
+    records, damage = read_journal(history.journal.path, history.journal.seals)
     if damage == "broken":
         return _give_up(store, rooms)
+    committed = bool(records) and records[-1].op == "commit"
     sentences: tuple[str, ...] = ()
-    if damage == "torn":
+    if not committed:
         # First of all: what is undone may take away what shows that nothing is missing.
-        sentences = _spare(store, rooms, {name for r in records for name in (r.kept, r.copy)})
+        sentences = _spare(history, rooms, records, cut=damage != "whole")
     if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
-    if records and records[-1].op == "commit":
+    if committed:
         history.finish(records)
     elif records:
         sentences += changes.undo_unfinished(records)
@@ -1182,44 +1186,66 @@ def _move_to_left(room: Room, name: str, place: Path) -> None:
             folder.close()
 
 
-def _spare(store: Store, rooms: Rooms, known: set[str | None]) -> tuple[str, ...]:
-    """Set aside what a record that cannot be read may have been about, if it may be the only one.
+def _spare(
+    history: History, rooms: Rooms, records: Sequence[Record], *, cut: bool
+) -> tuple[str, ...]:
+    """Set aside what a record that is lost may have been about, if it may be the only one.
 
     A change is made after its record was written: what is kept has its place in the workspace, too.
+    ``cut`` says that a record is damaged; also without that, a disk may have lost some altogether.
     """
+    store = history.store
     found = {
         name: room
         for room in (rooms.own, *rooms.made)
         for name in room.tree.names(room.base)
-        if name.startswith(("k", "c", "n"))
+        if name[0] in "kcn" and name[1:].isdecimal()
     }
+    known = {name for record in records for name in (record.kept, record.copy)}
+    known |= history.leftovers()
+    statuses = [room.status(name) for name, room in found.items()]
+    ours = Counter((each.st_dev, each.st_ino) for each in statuses if each is not None)
     sentences: list[str] = []
     for name, room in sorted(found.items()):
-        if name not in known and not _is_spare(found, name):
-            place = store.left((name,))
-            _move_to_left(room, name, place)
-            if name.startswith("n"):
-                continue  # almost certainly what was to be put somewhere, and was not yet
-            sentences.append(
-                "The last change of a call that was not finished cannot be told. What it may have"
-                f" replaced is in {place}"
-            )
+        if name in known or _is_spare(found, ours, name):
+            continue
+        if name[0] == "n" and not cut and _is_new(store, room, name):
+            continue  # it was to be put somewhere, and was not yet
+        place = store.left((name,))
+        _move_to_left(room, name, place)
+        sentence = (
+            "The last change of a call that was not finished cannot be told. What it may have"
+            f" replaced is in {place}"
+        )
+        if cut or name[0] == "k":
+            sentences.append(sentence)
+        else:  # more likely than not it is a copy of what is in the workspace
+            logger.warning("%s", sentence)
     return tuple(sentences)
 
 
-def _is_spare(found: Mapping[str, Room], name: str) -> bool:
-    """Tell whether what was kept is certainly elsewhere as well."""
+def _is_spare(found: Mapping[str, Room], ours: Counter[tuple[int, int]], name: str) -> bool:
+    """Tell whether what was kept is certainly elsewhere as well; ``ours`` counts its names here."""
     room = found.get(name)
     if room is None:
         return False
     if not name.startswith("c"):
         status = room.status(name)
-        return status is not None and status.st_nlink > 1 and not _is_directory(status)
+        if status is None or _is_directory(status):
+            return False
+        return status.st_nlink > ours[status.st_dev, status.st_ino]
     original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of
-    if not _is_spare(found, original):
+    if not _is_spare(found, ours, original):
         return False
     other = found[original]
     return other.tree.read(other.at(original))[0] == room.tree.read(room.at(name))[0]
+
+
+def _is_new(store: Store, room: Room, name: str) -> bool:
+    """Tell whether something was written after the last record, and so is nothing's original."""
+    status, journal = room.status(name), _status(store.tx_fd, "journal")
+    last = os.fstat(store.tx_fd) if journal is None else journal
+    return status is not None and status.st_mtime_ns >= last.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.history import Delta, Link, Past, kept_at
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.store import Entry, Objects
+from weakincentives.filesystem.store import Content, Entry, Objects
 
 __all__ = [
     "Changed",
@@ -140,7 +140,7 @@ class Cover(NamedTuple):
 
     node: Node | None
     """None for nothing."""
-    source: Where | Path | bytes | None = None
+    source: Where | Content | Path | bytes | None = None
     """A file's content, a link's text, or where what is in a directory comes from."""
 
 
@@ -494,6 +494,8 @@ def content_of(cover: Cover, parts: Parts) -> bytes:
     if cover.node is not None:
         _check_file(cover.node, parts)
     match cover.source:
+        case Content():
+            return cover.source.read()
         case Path():
             return cover.source.read_bytes()
         case bytes():
@@ -568,7 +570,7 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
     above = layer.node(record.path[:-1])
     device = 0 if above is None else above.device
     kind: NodeKind = "other"
-    source: Where | Path | bytes | None = None
+    source: Where | Content | Path | bytes | None = None
     match before.kind:
         case "file":
             kind, source = "file", _content(layer, record, before, taken)
@@ -589,9 +591,11 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
     return layer.put(record.path, Cover(node, source))
 
 
-def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Where | Path | None:
+def _content(
+    layer: Layer, record: Record, before: Entry, taken: Taken
+) -> Where | Content | Path | None:
     if before.digest is not None:
-        return taken.objects.path(before.digest)
+        return Content(taken.objects, before.digest)
     if record.copy is not None and record.op == "edit" and taken.tree is not None:
         return taken.tree.path / record.copy
     place = taken.at(record)

@@ -13,8 +13,9 @@ from weakincentives.filesystem.diffs import FileChange, changed_paths, file_chan
 from weakincentives.filesystem.history import Committed, Delta, Past
 from weakincentives.filesystem.layers import Disk, Layer, Look, taken_by, undone
 from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.records import JOURNAL
 from weakincentives.filesystem.revert import obstacles
-from weakincentives.filesystem.store import location_of
+from weakincentives.filesystem.store import Note, location_of, seals_of
 
 __all__ = ["CallChanges", "WorkspaceHistory", "diff_of"]
 
@@ -37,13 +38,18 @@ class WorkspaceHistory:
         self, root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
     ) -> None:
         self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
-        self._past = Past(self.store)
+        note = Note.read(self.store)
+        self._past = Past(self.store, seals_of("" if note is None else note.id, JOURNAL))
         self._disk = Disk(Tree(Path(root)))
 
     def calls(self) -> tuple[Committed, ...]:
         """Return the calls, oldest first."""
-        deltas = (_read(self._past, serial) for serial in self._past.serials())
-        return tuple(delta.committed for delta in deltas if delta is not None)
+        past = self._past
+        return tuple(delta.committed for delta in past.readable(past.serials()))
+
+    def damaged(self) -> tuple[str, ...]:
+        """Return a sentence for each call whose record is damaged; the other methods pass it by."""
+        return tuple(str(error) for error in self._past.damaged().values())
 
     def changes(self) -> Iterator[CallChanges]:
         """Yield what each call changed, newest first.
@@ -97,10 +103,7 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
     """Yield each call with how things were before and after it, newest first."""
     after = Layer(disk)
     with contextlib.ExitStack() as opened:
-        for serial in past.after(0):
-            delta = _read(past, serial)
-            if delta is None:
-                return  # the oldest are forgotten first
+        for delta in past.readable(past.after(0)):
             # On a layer of its own only where it must be told apart from what came later: a look
             # through thousands of layers would be slow, and too deep.
             layer = Layer(after) if delta.links else after
@@ -113,11 +116,3 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
                 return  # somebody else has changed the directory too much to tell what was there
             yield delta, before, after
             after = before
-
-
-def _read(past: Past, serial: int) -> Delta | None:
-    """Return what a call changed; None for one that was forgotten meanwhile, or is damaged."""
-    try:
-        return past.read(serial)
-    except (OSError, LookupError, TypeError, ValueError):
-        return None

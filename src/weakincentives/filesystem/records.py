@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zlib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from weakincentives.filesystem.confined import Ident, write_all
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.store import Entry, Store
+from weakincentives.filesystem.store import Entry, Store, checked_parts
+from weakincentives.state import Seals
 
-__all__ = ["Journal", "Record", "read_journal"]
+__all__ = ["JOURNAL", "Journal", "Record", "read_journal"]
+
+JOURNAL = "journal"
+"""What the records of a transaction are sealed as; each is bound to its place in the file."""
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: every change needs it
@@ -54,7 +59,7 @@ class Record:
     """Where in the journal the next one begins."""
 
     def encode(self) -> bytes:
-        """Return the record as a line with a checksum."""
+        """Return the record as text of one line, to be sealed."""
         values = [
             self.op,
             "/".join(self.path),
@@ -70,62 +75,89 @@ class Record:
             self.commit,
             None if self.twin is None else "/".join(self.twin),
         ]
-        text = _encode(values).encode()
-        return b"%08x %s\n" % (zlib.crc32(text), text)
+        return _encode(values).encode()
 
     @classmethod
-    def decode(cls, line: bytes, offset: int) -> Record | None:
-        """Return the record in a line; None for one that was not written to its end."""
-        mark, _, text = line.partition(b" ")
-        if not line.endswith(b"\n") or mark != b"%08x" % zlib.crc32(text[:-1]):
-            return None
+    def decode(cls, text: bytes) -> Record:
+        """Return the record in a text; raises ValueError for one with a name that is none."""
         values = json.loads(text)
         op, path, origin, kept, copy, before, old, new, room, times, away, commit = values[:12]
         twin = values[12] if len(values) > 12 else None  # older ones have none
         return cls(
             op=op,
-            path=_split(path),
-            origin=None if origin is None else _split(origin),
-            kept=kept,
-            copy=copy,
+            path=checked_parts(path),
+            origin=None if origin is None else checked_parts(origin),
+            kept=_checked_kept(kept),
+            copy=_checked_kept(copy),
             before=None if before is None else Entry.decode(before),
-            old=None if old is None else Ident(*old),
-            new=None if new is None else Ident(*new),
-            room=None if room is None else _split(room),
-            times=tuple((_split(parts), mtime) for parts, mtime in times),
-            away=away,
-            twin=None if twin is None else _split(twin),
+            old=None if old is None else Ident(*map(int, old)),
+            new=None if new is None else Ident(*map(int, new)),
+            room=None if room is None else checked_parts(room),
+            times=tuple((checked_parts(parts), int(mtime)) for parts, mtime in times),
+            away=bool(away),
+            twin=None if twin is None else checked_parts(twin),
             commit=commit,
-            offset=offset,
-            end=offset + len(line),
         )
 
 
-def _split(text: str) -> Parts:
-    return tuple(text.split("/")) if text else ()
+_KEPT = re.compile("[a-z][0-9]+")
+
+
+def _checked_kept(name: object) -> str | None:
+    """Return a name that ``Store.fresh`` has given."""
+    if name is None:
+        return None
+    if not isinstance(name, str) or not _KEPT.fullmatch(name):
+        raise ValueError(f"not the name of something that was kept: {name!r}")
+    return name
 
 
 def read_journal(
-    path: Path,
+    path: Path, seals: Seals
 ) -> tuple[list[Record], Literal["whole", "short", "torn", "broken"]]:
     """Return a journal's records up to the first that cannot be read, and what that means.
 
-    A short journal ends in a record that was not written to its end, so its change was not made.
-    A torn one ends in a record that is damaged. One with more records after that is broken: no
-    process that was killed leaves it so.
+    A short journal ends in a record that was not written to its end. A torn one ends in a record
+    that is damaged. One with more records after that is broken: no process that was killed leaves
+    it so.
     """
     records: list[Record] = []
     offset = 0
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as lines:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=_no_links) as lines:
         for line in lines:
-            record = Record.decode(line, offset)
+            record = _unsealed(line, offset, seals)
             if record is None:
-                broken = any(Record.decode(later, 0) is not None for later in lines)
                 torn = "torn" if line.endswith(b"\n") else "short"
-                return records, "broken" if broken else torn
+                return records, "broken" if _goes_on(lines, offset + len(line), seals) else torn
             records.append(record)
-            offset += len(line)
+            offset = record.end
     return records, "whole"
+
+
+def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:
+    """Return the record in a line; None for one that is damaged, or whose names are none."""
+    text = seals.unsealed(line[:-1], offset) if line.endswith(b"\n") else None
+    if text is None:
+        return None
+    try:
+        record = Record.decode(text)
+    except (TypeError, ValueError):
+        return None
+    record.offset, record.end = offset, offset + len(line)
+    return record
+
+
+def _goes_on(lines: Iterable[bytes], offset: int, seals: Seals) -> bool:
+    """Tell whether a record follows one that cannot be read."""
+    for line in lines:
+        if _unsealed(line, offset, seals) is not None:
+            return True
+        offset += len(line)
+    return False
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class Journal:
@@ -134,6 +166,7 @@ class Journal:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.path = store.tx / "journal"
+        self.seals = store.seals(JOURNAL)
         self._fd = -1
         self._size = 0
 
@@ -141,10 +174,13 @@ class Journal:
         """Add a record: all of it, or nothing and an error."""
         if self._fd < 0:
             self._fd = os.open(
-                "journal", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600, dir_fd=self.store.tx_fd
+                "journal",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW,
+                0o600,
+                dir_fd=self.store.tx_fd,
             )
             self._size = os.fstat(self._fd).st_size
-        line = record.encode()
+        line = self.seals.sealed(record.encode(), self._size) + b"\n"
         record.offset = self._size
         try:
             if self.store.safe:
@@ -157,11 +193,13 @@ class Journal:
             os.ftruncate(self._fd, self._size)
             raise
         self._size += len(line)
+        record.end = self._size
 
     def cut(self, offset: int) -> None:
         """Forget everything from a record on."""
         if self._fd < 0:
-            self._fd = os.open("journal", os.O_WRONLY | os.O_APPEND, dir_fd=self.store.tx_fd)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+            self._fd = os.open("journal", flags, dir_fd=self.store.tx_fd)
         os.ftruncate(self._fd, offset)
         if self.store.safe:
             os.fsync(self._fd)

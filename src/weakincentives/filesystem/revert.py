@@ -28,8 +28,10 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
     Returns a sentence for each thing that was left alone.
     """
     going = _Going(changes, history)
-    for later in history.after(serial):
-        going.undo(history.read(later))
+    later = history.after(serial)
+    going.sentences += [str(error) for known, error in history.damaged(later).items()]
+    for delta in history.readable(later):
+        going.undo(delta)
     going.set_times()
     return tuple(going.sentences)
 
@@ -67,9 +69,8 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
     again = _made_again(past, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
-        for serial in past.after(min(wanted) - 1):
-            delta = past.read(serial)
-            if serial not in wanted:
+        for delta in past.readable(past.after(min(wanted) - 1)):
+            if delta.committed.serial not in wanted:
                 others.append(delta)
                 continue
             changes = [record for record in delta.records if record.op not in _NO_CHANGES]
@@ -149,9 +150,8 @@ def _made_again(past: Past, wanted: Set[int]) -> dict[Parts, int]:
     undone: set[str] = set()
     found: dict[Parts, int] = {}
     others: list[Committed] = []
-    for serial in past.after(min(wanted)):
-        delta = past.read(serial)
-        if serial in wanted or delta.committed.call_id in undone:
+    for delta in past.readable(past.after(min(wanted))):
+        if delta.committed.serial in wanted or delta.committed.call_id in undone:
             continue
         if not delta.committed.undoes:
             others.append(delta.committed)

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from weakincentives.filesystem.confined import Held, Tree, exchange, write_all
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.store import Store, checked_parts
 
 __all__ = ["TEMPORARY", "Room", "Rooms", "link", "set_time"]
 
 TEMPORARY = ".wink-temporary-"
 """How the names of such directories begin. Nobody else is to be bothered with them."""
+
+_NOTE = "rooms"
+
+logger = logging.getLogger("weakincentives.filesystem")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,20 +118,38 @@ class Rooms:
 
     def recall(self) -> bool:
         """Take over the rooms of a process that is gone; False if there are none."""
-        try:
-            noted = json.loads(self._note.read_bytes())
-        except FileNotFoundError:
-            return False
-        for path, time in noted:
-            base: Parts = tuple(path.split("/"))
+        noted = self._noted()
+        for base, time in noted:
             # It was killed while it made or removed this one.
             self._settle(base, time)
             with contextlib.suppress(OSError), self._tree.directory(base) as fd:
                 self._store.avoid(os.listdir(fd))
                 self._by_device[os.fstat(fd).st_dev] = Room(self._tree, base)
                 self._times[base] = None
-        self._write_note()
-        return True
+        if noted:
+            self._write_note()
+        return bool(noted)
+
+    def _noted(self) -> list[tuple[Parts, int | None]]:
+        """Return the rooms that a process which is gone has noted; none if that is damaged."""
+        try:
+            data = self._store.seals(_NOTE).unsealed(self._note.read_bytes())
+            noted = [(checked_parts(path), time) for path, time in json.loads(data or b"")]
+            if not all(base and base[-1].startswith(TEMPORARY) for base, _ in noted):
+                raise ValueError("not the name of a room")
+        except FileNotFoundError:
+            return []
+        except ValueError:
+            place = self._store.left(("rooms",))
+            os.rename(self._note, place)
+            logger.error(
+                "What says where a killed call kept what it replaced is damaged, and is now %s."
+                " Look for directories called %s... in the workspace",
+                place,
+                TEMPORARY,
+            )
+            return []
+        return noted
 
     def leave(self) -> None:
         """Remove the rooms that were made. One that cannot be removed is tried again later."""
@@ -206,7 +229,7 @@ class Rooms:
         staged = self._store.path / "rooms.new"
         fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            write_all(fd, json.dumps(noted).encode())
+            write_all(fd, self._store.seals(_NOTE).sealed(json.dumps(noted).encode()))
             if self._store.safe:
                 os.fsync(fd)
         finally:

@@ -6,38 +6,82 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
+import re
 import stat
 import threading
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import WorkspaceLocked
+from weakincentives.errors import StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.confined import (
     CHUNK,
     Ident,
     Tree,
     chmod_at,
+    read_all,
     set_xattrs,
     write_all,
     xattrs_of,
 )
 from weakincentives.filesystem.protocol import Parts
+from weakincentives.state import Seals, state_path
 
 __all__ = [
+    "Content",
     "Entry",
+    "Note",
     "Objects",
     "Store",
     "apply_entry",
+    "checked_digest",
+    "checked_name",
+    "checked_parts",
     "copy_exactly",
     "entry_at",
     "location_of",
 ]
 
+logger = logging.getLogger("weakincentives.filesystem")
+
 Kind = Literal["file", "directory", "symlink", "fifo", "other"]
+_KINDS = frozenset(get_args(Kind))
+
+DAMAGED = errno.EBADMSG
+"""What reading a content that was kept fails with if it is not what it was."""
+
+
+# What comes out of a record is checked before it is used as a name: a seal says who wrote it, not
+# that it makes sense.
+
+
+def checked_name(name: object) -> str:
+    """Return a name that is just that, and leads nowhere; else raises ValueError."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"not a name: {name!r}")
+    return name
+
+
+def checked_parts(path: object) -> Parts:
+    """Return the names of a relative path; raises ValueError for one that leads elsewhere."""
+    if not isinstance(path, str):
+        raise ValueError(f"not a path: {path!r}")
+    return tuple(map(checked_name, path.split("/"))) if path else ()
+
+
+def checked_digest(digest: object) -> str:
+    """Return a digest as :class:`Objects` gives it; else raises ValueError."""
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError(f"not a digest: {digest!r}")
+    return digest
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +141,13 @@ class Entry:
 
     @classmethod
     def decode(cls, values: list[Any]) -> Entry:
-        """Return the entry that :meth:`encode` wrote."""
+        """Return the entry that :meth:`encode` wrote; raises ValueError for anything else."""
         kind, mode, mtime_ns, uid, gid, xattrs, size, ino, nlink, target, digest = values
+        numbers = (mode, mtime_ns, uid, gid, size, ino, nlink)
+        if kind not in _KINDS or not all(type(number) is int for number in numbers):
+            raise ValueError(f"not what is at a path: {values!r}")
+        if target is not None and (not isinstance(target, str) or "\0" in target):
+            raise ValueError(f"not the text of a link: {target!r}")
         return cls(
             kind=kind,
             mode=mode,
@@ -110,7 +159,7 @@ class Entry:
             ino=ino,
             nlink=nlink,
             target=target,
-            digest=digest,
+            digest=None if digest is None else checked_digest(digest),
         )
 
 
@@ -245,7 +294,10 @@ def copy_content(reading: int, writing: int) -> None:
 
 
 class Objects:
-    """Contents by what they are: the same bytes are kept once."""
+    """Contents by what they are: the same bytes are kept once.
+
+    What is read is compared with its name first, so a content is what it was, or none at all.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -258,12 +310,24 @@ class Objects:
         return self.path(digest).exists()
 
     def open(self, digest: str) -> int:
-        """Return a descriptor to read a content from."""
-        return os.open(self.path(digest), os.O_RDONLY)
+        """Return a descriptor to read a content from; raises OSError (DAMAGED) for another one."""
+        fd = os.open(self.path(checked_digest(digest)), os.O_RDONLY | _NOFOLLOW)
+        try:
+            if digest_of(fd) != digest:
+                raise OSError(DAMAGED, "its kept content is damaged", str(self.path(digest)))
+            os.lseek(fd, 0, os.SEEK_SET)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def read(self, digest: str) -> bytes:
-        """Return a content."""
-        return self.path(digest).read_bytes()
+        """Return a content; raises OSError (DAMAGED) if it is not what it was."""
+        fd = self.open(digest)
+        try:
+            return read_all(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
 
     def add(self, data: bytes, *, safe: bool = False) -> str:
         """Keep bytes; returns their digest."""
@@ -313,17 +377,37 @@ class Objects:
         """Forget a content; one that is not there is fine."""
         self.path(digest).unlink(missing_ok=True)
 
-    def digests(self) -> Iterable[str]:
-        """Yield every digest that is kept."""
+    def digests(self, folder: str) -> Iterable[str]:
+        """Yield every digest that is kept and begins with the two letters of a folder."""
         with contextlib.suppress(FileNotFoundError):
-            for folder in os.listdir(self._path):
-                if len(folder) == 2:
-                    for rest in os.listdir(self._path / folder):
-                        yield folder + rest
+            for rest in os.listdir(self._path / folder):
+                with contextlib.suppress(ValueError):
+                    yield checked_digest(folder + rest)
+
+    def tidy(self) -> None:
+        """Remove what a killed process has left unfinished; refuse links that nobody here made."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
+            for each in found:
+                if each.is_symlink():
+                    raise _refused(self._path / each.name, "is a symbolic link")
+                if each.name.startswith("new-"):
+                    os.unlink(each)
 
     def _staged(self) -> Path:
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._path / f"new-{os.urandom(8).hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A content that is read when it is needed."""
+
+    objects: Objects
+    digest: str
+
+    def read(self) -> bytes:
+        """Return its bytes; raises OSError (DAMAGED) if they are not what they were."""
+        return self.objects.read(self.digest)
 
 
 def digest_of(reading: int) -> str:
@@ -334,10 +418,110 @@ def digest_of(reading: int) -> str:
     return hashed.hexdigest()
 
 
-# A record lock belongs to the process and is gone when it closes any descriptor of the file, so a
-# second filesystem in this process must find out here, without opening it.
-_held: set[str] = set()
-_held_lock = threading.Lock()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Which workspace a store is for; its seal says that this user wrote it."""
+
+    id: str
+    """Made once for each store: what is sealed for one is nothing to another."""
+    path: str
+    ino: int
+
+    def encode(self) -> bytes:
+        """Return the note as it is written."""
+        values = {"version": VERSION, "id": self.id, "path": self.path, "ino": self.ino}
+        return Seals(_NOTE).sealed(json.dumps(values).encode())
+
+    @classmethod
+    def read(cls, store: Path) -> Note | None:
+        """Return the note of a store; None if there is no store, or it holds nothing yet.
+
+        Raises:
+            StoreRefused: It is not certain that this user wrote the store.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            fd = _open_store(store)
+            try:
+                return cls.read_from(fd, store)
+            finally:
+                os.close(fd)
+        return None
+
+    @classmethod
+    def read_from(cls, fd: int, store: Path) -> Note | None:
+        """Like :meth:`read`, of a store that is open."""
+        try:
+            reading = os.open("root", os.O_RDONLY | _NOFOLLOW, dir_fd=fd)
+        except FileNotFoundError:
+            if set(os.listdir(fd)) <= _BEFORE_THE_NOTE:
+                return None
+            raise _unsealed(store) from None
+        with open(reading, "rb") as file:
+            data = Seals(_NOTE).unsealed(file.read())
+        try:
+            values = json.loads(data or b"")
+            if values["version"] != VERSION:
+                raise _refused(store, f"has version {values['version']}, and this is {VERSION}")
+            return cls(id=values["id"], path=values["path"], ino=values["ino"])
+        except ValueError:
+            raise _unsealed(store) from None
+
+
+VERSION = 2
+"""Of what is in a store. Version 1 had no seals."""
+_NOTE = "store"
+_BEFORE_THE_NOTE = frozenset({"lock", "root.new"})
+"""What there may be in a store whose first process was killed before it wrote the note."""
+_NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC if os.name == "posix" else 0
+
+
+def _open_store(path: Path) -> int:
+    """Return a descriptor of a store that only this user can have filled; else StoreRefused."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise _refused(path, "is not a directory, or is a symbolic link") from None
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise _refused(path, "belongs to another user")
+        if status.st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+        for name in os.listdir(fd):
+            with contextlib.suppress(FileNotFoundError):
+                _check_inside(path / name, os.stat(name, dir_fd=fd, follow_symlinks=False))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_inside(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise _refused(path, "is a symbolic link")
+    if status.st_uid != os.geteuid():
+        raise _refused(path, "belongs to another user")
+    if not stat.S_ISDIR(status.st_mode) and (
+        not stat.S_ISREG(status.st_mode) or status.st_nlink > 1
+    ):
+        raise _refused(path, "is not a file that only the store has a name for")
+
+
+def _refused(path: Path, reason: str) -> StoreRefused:
+    return StoreRefused(
+        f"{path} {reason}, so nothing in the store is used. Delete the store if you do not know"
+        " where it comes from, or name another place for it with store="
+    )
+
+
+def _unsealed(path: Path) -> StoreRefused:
+    return StoreRefused(
+        f"The store {path} does not carry your seal: an earlier version of wink wrote it, somebody"
+        " else planted it, or it is damaged. If it is yours, adopt it with"
+        " `wink doctor --adopt-store`; else delete it. Until then nothing in it is used"
+    )
 
 
 class Store:
@@ -348,6 +532,9 @@ class Store:
         path: Where to keep it; beside the workspace by default.
         wait: Seconds to wait for another process that has the workspace open.
         safe: Write through to the disk, so that nothing is lost with the power.
+
+    Raises:
+        StoreRefused: It is not certain that this user wrote what is there.
     """
 
     def __init__(
@@ -359,20 +546,29 @@ class Store:
         if self.path == self.root or self.root in self.path.parents:
             raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._key = f"{self.path}"
-        self._lock_fd = _lock(self.path / "lock", self._key, self.root, wait)
+        fd = _open_store(self.path)
+        try:
+            Note.read_from(fd, self.path)  # before anything is written into it
+            self._lock_fd = _lock(fd, self.root, wait)
+        finally:
+            os.close(fd)
         self.pid = os.getpid()
         try:
-            self._claim()
+            self.id = self._claim()
             self.tx = self.path / "tx"
             self.tx.mkdir(mode=0o700, exist_ok=True)
+            self.objects = Objects(self.path / "objects")
+            self._tidy()
             self.tree = Tree(self.tx)
         except BaseException:
             self._unlock()
             raise
-        self.objects = Objects(self.path / "objects")
         self._count = 0
         self.avoid(self.tree.names(()))
+
+    def seals(self, kind: str) -> Seals:
+        """Return the seals for one kind of record in this store."""
+        return seals_of(self.id, kind)
 
     @property
     def tx_fd(self) -> int:
@@ -440,31 +636,52 @@ class Store:
         self.tree.close()
 
     def _unlock(self) -> None:
-        with _held_lock:
-            if self._lock_fd >= 0:
-                os.close(self._lock_fd)
-                self._lock_fd = -1
-                _held.discard(self._key)
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            locks.close(fd)
 
-    def _claim(self) -> None:
+    def _claim(self) -> str:
         """Note which workspace this is for, or refuse one that belongs to another."""
-        note = self.path / "root"
-        status = os.stat(self.root)
-        mine = {"path": str(self.root), "ino": status.st_ino}
-        try:
-            known = json.loads(note.read_text())
-        except (FileNotFoundError, ValueError):
-            known = None
-        if known == mine:
-            return
-        if known is not None and known["path"] != mine["path"] and known["ino"] != mine["ino"]:
+        known = Note.read(self.path)
+        path, ino = str(self.root), os.stat(self.root).st_ino
+        if known is not None and path != known.path and ino != known.ino:
             raise ValueError(
-                f"the store {self.path} belongs to the workspace {known['path']}, not to"
+                f"the store {self.path} belongs to the workspace {known.path}, not to"
                 f" {self.root}. Give this workspace a store of its own"
             )
-        staged = self.path / "root.new"
-        staged.write_text(json.dumps(mine))
-        os.rename(staged, note)
+        mine = Note(id=os.urandom(8).hex() if known is None else known.id, path=path, ino=ino)
+        if mine != known:
+            write_note(self.path, mine)
+        return mine.id
+
+    def _tidy(self) -> None:
+        """Remove what killed processes have left half made."""
+        self.objects.tidy()
+        own = Tree(self.path)
+        try:
+            for name in own.names(()):
+                if name.startswith("probe-") or name.endswith(".new"):
+                    own.remove_all((name,))
+        finally:
+            own.close()
+
+
+def write_note(store: Path, note: Note) -> None:
+    """Put the note into a store, in one step."""
+    staged = store / "root.new"
+    staged.unlink(missing_ok=True)
+    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
+    try:
+        write_all(fd, note.encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(staged, store / "root")
+
+
+def seals_of(store_id: str, kind: str) -> Seals:
+    """Return the seals for one kind of record in the store with this id."""
+    return Seals(f"{kind} {store_id}")
 
 
 def _number(name: str) -> int:
@@ -480,9 +697,8 @@ def location_of(root: Path) -> Path:
     same = root != parent and os.stat(parent).st_dev == os.stat(root).st_dev
     if same and _may_write(beside if beside.is_dir() else parent):
         return beside
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    return Path(os.path.realpath(state)) / "wink" / f"{root.name or 'root'}-{mark}"
+    return state_path() / f"{root.name or 'root'}-{mark}"
 
 
 def _may_write(directory: Path) -> bool:
@@ -490,59 +706,35 @@ def _may_write(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK, effective_ids=effective)
 
 
-def _lock(path: Path, key: str, root: Path, wait: float) -> int:
+def _lock(store: int, root: Path, wait: float) -> int:
     """Take the lock, or raise with the name of who has it."""
     until = SYSTEM_CLOCK.monotonic() + wait
     pause = threading.Event()
-    while True:
-        fd = _try_lock(path, key)
-        if fd is not None:
-            return fd
-        if SYSTEM_CLOCK.monotonic() >= until:
-            raise _locked(path, key, root)
-        pause.wait(0.02)
-
-
-def _try_lock(path: Path, key: str) -> int | None:
-    import fcntl
-
-    with _held_lock:
-        if key in _held:
-            return None
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                return None
-            raise
+    fd = os.open("lock", os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600, dir_fd=store)
+    try:
+        while not locks.take(fd):
+            if SYSTEM_CLOCK.monotonic() >= until:
+                raise _locked(fd, root)
+            pause.wait(0.02)
+        locks.keep_from_forks(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": SYSTEM_CLOCK.time()}).encode(), 0)
-        _held.add(key)
-        return fd
+    except BaseException:
+        locks.close(fd)
+        raise
+    return fd
 
 
-def _locked(path: Path, key: str, root: Path) -> WorkspaceLocked:
-    with _held_lock:
-        owner = os.getpid() if key in _held else None
-    if owner is None:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            owner = json.loads(path.read_text())["pid"]
-        who = f"process {owner}"
-    else:
-        who = f"this process ({owner})"
+def _locked(fd: int, root: Path) -> WorkspaceLocked:
+    owner = lock_owner(fd)
+    who = f"this process ({owner})" if owner == os.getpid() else f"process {owner}"
     return WorkspaceLocked(
         f"{root} is open in {who}. Close it there, or pass wait= to wait for it", owner
     )
 
 
-def _forget_locks() -> None:
-    """A forked child holds none of its parent's locks."""
-    global _held_lock
-    _held_lock = threading.Lock()
-    _held.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+def lock_owner(fd: int) -> int | None:
+    """Return the process that has noted itself in a lock file; None if that cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(os.pread(fd, 1000, 0))["pid"])
+    return None

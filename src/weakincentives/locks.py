@@ -1,0 +1,92 @@
+"""Locks on open files, which nothing else in the process can lose or keep.
+
+A POSIX record lock is gone as soon as the process closes any descriptor of the file. These belong
+to the one open file: on Linux as open-file-description locks, elsewhere as ``flock`` has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps a second process away there
+    fcntl = None
+
+__all__ = ["close", "holder", "keep_from_forks", "release", "take"]
+
+_FORM = "hhqqi4x"
+_WHOLE = 0
+
+
+def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
+    """Lock an open file, or one byte of it, against all others; False if another has it."""
+    if fcntl is None:
+        return True
+    try:
+        if sys.platform == "linux":
+            command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+            fcntl.fcntl(fd, command, _question(fcntl.F_WRLCK, byte))
+        elif byte is None:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        else:
+            fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def release(fd: int, *, byte: int | None = None) -> None:
+    """Let others have it at once, also while a child between fork and exec has the file open."""
+    if fcntl is None:
+        return
+    if sys.platform == "linux":
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _question(fcntl.F_UNLCK, byte))
+    elif byte is None:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
+
+
+def holder(fd: int) -> bool:
+    """Tell whether somebody else has a lock on the file, without taking it; False if unknown."""
+    if fcntl is None or sys.platform != "linux":
+        return False
+    question = _question(fcntl.F_WRLCK, None)
+    answer = struct.unpack(_FORM, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
+    return answer[0] != fcntl.F_UNLCK
+
+
+def keep_from_forks(fd: int) -> None:
+    """Have forked children close a locked file: else the lock would outlive this process."""
+    _mine.add(fd)
+
+
+def close(fd: int) -> None:
+    """Release the lock on a file, and close it."""
+    _mine.discard(fd)
+    with contextlib.suppress(OSError):
+        release(fd)
+    os.close(fd)
+
+
+def _question(kind: int, byte: int | None) -> bytes:
+    start, length = (0, _WHOLE) if byte is None else (byte, 1)
+    return struct.pack(_FORM, kind, os.SEEK_SET, start, length, 0)
+
+
+_mine: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for fd in _mine:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _mine.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
