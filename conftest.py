@@ -14,9 +14,8 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 # Tests, and what they start, keep their state here: never in the home of whoever runs them. Those
 # that become another user name a directory of that user.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wink-tests-state-")
-    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wink-tests-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],

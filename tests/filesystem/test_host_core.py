@@ -32,7 +32,6 @@ from weakincentives.filesystem.records import Record, read_journal
 from weakincentives.filesystem.store import Entry
 from weakincentives.state import Seals
 
-
 ENTRY = Entry(kind="file", mode=0o644, mtime_ns=1, uid=0, gid=0)
 
 

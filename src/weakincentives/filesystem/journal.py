@@ -1141,7 +1141,7 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     sentences: tuple[str, ...] = ()
     if not committed:
         # First of all: what is undone may take away what shows that nothing is missing.
-        sentences = _spare(history, rooms, records, cut=damage != "whole")
+        sentences = _spare(history, rooms, records, damage)
     if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
     if committed:
@@ -1187,12 +1187,12 @@ def _move_to_left(room: Room, name: str, place: Path) -> None:
 
 
 def _spare(
-    history: History, rooms: Rooms, records: Sequence[Record], *, cut: bool
+    history: History, rooms: Rooms, records: Sequence[Record], damage: str
 ) -> tuple[str, ...]:
     """Set aside what a record that is lost may have been about, if it may be the only one.
 
     A change is made after its record was written: what is kept has its place in the workspace, too.
-    ``cut`` says that a record is damaged; also without that, a disk may have lost some altogether.
+    A journal that looks whole, or just not written to its end, may also have lost its last records.
     """
     store = history.store
     found = {
@@ -1209,7 +1209,7 @@ def _spare(
     for name, room in sorted(found.items()):
         if name in known or _is_spare(found, ours, name):
             continue
-        if name[0] == "n" and not cut and _is_new(store, room, name):
+        if name[0] == "n" and damage == "whole" and _is_new(store, room, name):
             continue  # it was to be put somewhere, and was not yet
         place = store.left((name,))
         _move_to_left(room, name, place)
@@ -1217,9 +1217,9 @@ def _spare(
             "The last change of a call that was not finished cannot be told. What it may have"
             f" replaced is in {place}"
         )
-        if cut or name[0] == "k":
+        if damage == "torn" or name[0] == "k":
             sentences.append(sentence)
-        else:  # more likely than not it is a copy of what is in the workspace
+        else:  # more likely it was to be put somewhere, or is a copy of what is there
             logger.warning("%s", sentence)
     return tuple(sentences)
 
