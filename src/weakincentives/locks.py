@@ -16,10 +16,9 @@ try:
 except ImportError:  # Windows: nothing keeps a second process away there
     fcntl = None
 
-__all__ = ["close", "holder", "keep_from_forks", "release", "take"]
+__all__ = ["close", "is_taken", "keep_from_forks", "release", "take"]
 
 _FORM = "hhqqi4x"
-_WHOLE = 0
 
 
 def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
@@ -51,13 +50,18 @@ def release(fd: int, *, byte: int | None = None) -> None:
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
 
 
-def holder(fd: int) -> bool:
-    """Tell whether somebody else has a lock on the file, without taking it; False if unknown."""
-    if fcntl is None or sys.platform != "linux":
+def is_taken(fd: int, *, byte: int | None = None) -> bool:
+    """Tell whether another open file has the lock."""
+    if fcntl is None:
         return False
-    question = _question(fcntl.F_WRLCK, None)
-    answer = struct.unpack(_FORM, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
-    return answer[0] != fcntl.F_UNLCK
+    if sys.platform == "linux":  # asked for, not taken: nobody who wants it now is turned away
+        question = _question(fcntl.F_WRLCK, byte)
+        answer = struct.unpack(_FORM, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
+        return answer[0] != fcntl.F_UNLCK
+    if not take(fd, byte=byte):
+        return True
+    release(fd, byte=byte)
+    return False
 
 
 def keep_from_forks(fd: int) -> None:
@@ -74,7 +78,7 @@ def close(fd: int) -> None:
 
 
 def _question(kind: int, byte: int | None) -> bytes:
-    start, length = (0, _WHOLE) if byte is None else (byte, 1)
+    start, length = (0, 0) if byte is None else (byte, 1)
     return struct.pack(_FORM, kind, os.SEEK_SET, start, length, 0)
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -16,11 +18,14 @@ from urllib.request import urlopen
 
 import ledger_service
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import weakincentives as wink
 from weakincentives.errors import WinkError
 from weakincentives.prompt import Effect
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
+from weakincentives.state import Seals
 
 CHILD = Path(__file__).with_name("ledger_child.py")
 
@@ -288,12 +293,20 @@ def test_only_what_is_on_record_is_settled_and_only_as_something(world: World, p
 # The file
 
 
+def lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
 @pytest.mark.parametrize("cut", [1, 10, 40])
 def test_a_line_that_a_kill_cut_short_is_left_out(world: World, path: Path, cut: int):
     """Neither it nor what is written after it misleads anyone."""
     Agent(sender(world), OutcomeLedger(path)).call("a")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    size = Seals("size of outcomes").sealed(b"%020d" % path.stat().st_size)
+    lock_of(path).write_bytes(size)
+    with path.open("ab") as file:
+        file.write(lines[-1][:-cut])
 
     ledger = OutcomeLedger(path)
     agent = Agent(sender(world), ledger)
@@ -302,6 +315,111 @@ def test_a_line_that_a_kill_cut_short_is_left_out(world: World, path: Path, cut:
     assert agent.call("b").success
     assert code(Agent(sender(world), OutcomeLedger(path)).call("b")) == "ALREADY_COMMITTED"
     assert world.reached == 2
+
+
+def ledger_of(directory: Path, *calls: str) -> Path:
+    """A ledger in which these calls were committed."""
+    path = directory / "outcomes.jsonl"
+    for call_id in calls:
+        assert Agent(sender(World()), OutcomeLedger(path)).call(call_id).success
+    return path
+
+
+@given(flip=st.booleans(), place=st.integers(0, 1 << 20), bit=st.integers(0, 7))
+def test_whatever_is_damaged_no_call_on_record_runs_twice(
+    tmp_path_factory: pytest.TempPathFactory, flip: bool, place: int, bit: int
+):
+    """One flipped bit, or an end that is missing: a call that took effect is never run again."""
+    path = ledger_of(tmp_path_factory.mktemp("ledger"), "a", "b", "c")
+    content = bytearray(path.read_bytes())
+    place %= len(content)
+    if flip:
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content[:place])
+    world = World()
+
+    for _ in range(2):
+        agent = Agent(sender(world), OutcomeLedger(path))
+        codes = {call_id: code(agent.call(call_id)) for call_id in ("a", "b", "c")}
+        assert set(codes.values()) <= {"ALREADY_COMMITTED", "OUTCOME_UNKNOWN"}
+    assert world.reached == 0
+    # Whoever has looked at it goes on, and what is still known is known.
+    assert isinstance(OutcomeLedger.adopt(path), tuple)
+    agent = Agent(sender(world), OutcomeLedger(path))
+    assert agent.call("new").success
+    known = {call_id for call_id, told in codes.items() if told == "ALREADY_COMMITTED"}
+    assert {code(agent.call(call_id)) for call_id in known} <= {"ALREADY_COMMITTED"}
+
+
+def test_a_damaged_entry_of_a_known_call_costs_no_other_call_anything(world: World, path: Path):
+    ledger_of(path.parent, "a", "b")
+    path.write_bytes(path.read_bytes().replace(b"sent it", b"sent at", 1))
+    agent = Agent(sender(world), OutcomeLedger(path))
+
+    assert code(agent.call("a")) == "OUTCOME_UNKNOWN"
+    assert code(agent.call("b")) == "ALREADY_COMMITTED"
+    assert agent.call("c").success
+    assert world.reached == 1
+
+
+def test_lines_that_were_taken_out_or_put_in_elsewhere_count_for_nothing(world: World, path: Path):
+    """The seal of each is good; its place is not."""
+    ledger_of(path.parent, "a", "b")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[2:], *lines[:2]]))
+    agent = Agent(sender(world), OutcomeLedger(path))
+
+    assert {code(agent.call(call_id)) for call_id in ("a", "b")} == {"OUTCOME_UNKNOWN"}
+    assert world.reached == 0
+
+
+def test_a_ledger_without_seals_is_refused_until_a_person_adopts_it(world: World, path: Path):
+    """As an earlier version wrote it, or as somebody planted it: nobody can tell."""
+    path.parent.mkdir()
+    entries = [("a", "started"), ("a", "committed"), ("b", "started")]
+    path.write_text(
+        "".join(
+            json.dumps({"call_id": c, "tool_name": "send", "outcome": o, "timestamp": 1.0}) + "\n"
+            for c, o in entries
+        )
+    )
+    refused = Agent(sender(world), OutcomeLedger(path)).call("new")
+    assert code(refused) == "OUTCOME_UNKNOWN"
+    assert str(path) in refused.message
+
+    assert OutcomeLedger.adopt(path) == ()
+
+    agent = Agent(sender(world), OutcomeLedger(path))
+    assert code(agent.call("a")) == "ALREADY_COMMITTED"
+    assert code(agent.call("b")) == "OUTCOME_UNKNOWN"
+    assert agent.call("new").success
+    assert world.reached == 1
+
+
+def test_only_the_owner_can_read_the_file(path: Path):
+    ledger_of(path.parent, "a")
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_two_ledgers_of_one_file_keep_their_locks(path: Path):
+    """Closing one, or any other descriptor of the lock file, takes none from the other."""
+    one, other = OutcomeLedger(path), OutcomeLedger(path)
+    one.begin("a", "send", 1.0)
+    other.begin("b", "send", 1.0)
+    lock_of(path).read_bytes()
+    del other
+    gc.collect()
+    script = f"""
+from weakincentives.runtime.ledger import OutcomeLedger
+ledger = OutcomeLedger({str(path)!r})
+print(ledger.find("a").outcome, ledger.find("b").outcome)
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert told.stdout.split() == ["started", "unknown"], told.stderr
 
 
 def test_two_ledgers_of_one_file_know_the_same(world: World, path: Path):

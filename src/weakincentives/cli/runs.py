@@ -39,11 +39,11 @@ class RunFile:
         except OSError:
             return 0.0
 
-    def read(self) -> SavedSessionData:
-        """Return what it holds, also while the run is under way."""
+    def read(self, *, partly: bool = False) -> SavedSessionData:
+        """Return what it holds, also while the run is under way: see ``SavedSessionData.read``."""
         from weakincentives.runtime import SavedSessionData
 
-        return SavedSessionData.read(self.path)
+        return SavedSessionData.read(self.path, partly=partly)
 
 
 def new_run(store: Path) -> RunFile:

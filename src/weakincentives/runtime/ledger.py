@@ -9,22 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from weakincentives import locks
 from weakincentives.errors import OutcomeOnRecord, WinkError
 from weakincentives.logs import get_logger
 from weakincentives.slices import SlicePolicy, slice_policy
-
-try:
-    import fcntl
-except ImportError:  # Windows: calls of one id in two processes at once are not told apart
-    fcntl = None
+from weakincentives.state import Seals
 
 __all__ = ["CallOutcome", "Outcome", "OutcomeLedger"]
 
@@ -50,8 +48,12 @@ class CallOutcome:
 class OutcomeLedger:
     """The outcomes of calls that reach outside, by call id; in a file when it has a path.
 
+    A line of the file that is damaged, or that this user did not write, counts for no outcome. The
+    call that it is about is unknown then; where that cannot be told either, every call that is not
+    on record is. :meth:`adopt` is for a person who has looked at it.
+
     Args:
-        path: An append-only file of JSON lines; it is made when first needed.
+        path: An append-only file of sealed JSON lines; it is made when first needed.
         resolve: Asked about a call whose outcome is unknown: returns ``"committed"`` or
             ``"rolled_back"`` when it can be found out, at the service for example, else None.
     """
@@ -70,6 +72,9 @@ class OutcomeLedger:
         self._running: set[str] = set()
         self._read = 0
         self._locks: _Locks | None = None
+        self._depth = 0
+        self._doubt = ""
+        """What is wrong with the file, where nobody can tell which calls that is about."""
 
     @classmethod
     def at(cls, path: Path) -> OutcomeLedger:
@@ -85,11 +90,11 @@ class OutcomeLedger:
         with self._lock:
             self._catch_up()
             found = self._known.get(call_id)
+            if found is None and self._doubt:
+                return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
             if found is None or found.outcome != "started" or self._is_under_way(call_id):
                 return found
-            return CallOutcome(
-                found.call_id, found.tool_name, "unknown", found.timestamp, found.message
-            )
+            return replace(found, outcome="unknown")
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls of which nobody knows whether they took effect."""
@@ -112,7 +117,7 @@ class OutcomeLedger:
         with self._lock, self._alone():
             found = self.find(call_id)
             if found is not None and found.outcome == "unknown":
-                found = self._ask(found)
+                found = self._ask(replace(found, tool_name=found.tool_name or tool_name))
             if found is not None:
                 _refuse(found)
             self._running.add(call_id)
@@ -128,24 +133,64 @@ class OutcomeLedger:
             if self._locks is not None:
                 self._locks.release(outcome.call_id)
 
+    @classmethod
+    def adopt(cls, path: str | os.PathLike[str]) -> tuple[str, ...]:
+        """Seal a file that an earlier version wrote, or that is damaged; returns what was lost.
+
+        For a person who knows where the file comes from. Lines that cannot be read are left out,
+        and are then in the copy that is kept beside it. Nobody may have the file in use.
+        """
+        path = Path(path)
+        ledger = cls(path)
+        with ledger._lock, ledger._alone():
+            data = _read_file(path)
+            entries, lost = _readable(data)
+            copy = path.with_name(f"{path.name}.before-{os.urandom(4).hex()}")
+            staged = path.with_name(f"{path.name}.new")
+            _write_new(copy, data)
+            sealed, seals = b"", Seals(_SEAL)
+            for entry in entries:
+                sealed += seals.sealed(entry, len(sealed)) + b"\n"
+            staged.unlink(missing_ok=True)
+            _write_new(staged, sealed)
+            os.replace(staged, path)
+            if ledger._locks is not None:
+                ledger._locks.note_size(len(sealed))
+        return tuple(f"line {number} of {copy} cannot be read" for number in lost)
+
+    def damage(self) -> str:
+        """Return what is wrong with the file, if calls are refused for it; else nothing."""
+        with self._lock:
+            self._catch_up()
+            return self._doubt
+
     def _is_under_way(self, call_id: str) -> bool:
         if call_id in self._running:
             return True
-        return self._locks is not None and self._locks.are_held_elsewhere(call_id)
+        if self._locks is None and self.path is not None and self._lock_file.exists():
+            self._locks = _Locks(self._lock_file)
+        return self._locks is not None and self._locks.is_taken(call_id)
+
+    @property
+    def _lock_file(self) -> Path:
+        assert self.path is not None
+        return self.path.with_name(self.path.name + ".lock")
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Keep other processes from beginning a call between a look and an entry."""
-        if self.path is None:
+        """Keep other processes from adding anything between a look and an entry."""
+        if self.path is None or self._depth:
             yield
             return
         if self._locks is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._locks = _Locks(self.path.with_name(self.path.name + ".lock"))
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._locks = _Locks(self._lock_file)
         self._locks.take("")
+        self._depth += 1
         try:
             yield
         finally:
+            self._depth -= 1
             self._locks.release("")
 
     def _ask(self, found: CallOutcome) -> CallOutcome:
@@ -163,67 +208,201 @@ class OutcomeLedger:
         return cast("CallOutcome", self.find(found.call_id))
 
     def _add(self, outcome: CallOutcome) -> None:
-        with self._lock:
-            if self.path is not None:
-                line = json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("ab") as file:
-                    # A line that a kill cut short must not swallow this one.
-                    torn = file.tell() and not _ends_a_line(self.path)
-                    file.write(b"\n" * bool(torn) + line.encode())
-                    file.flush()
-                    # It says what happens outside: it must be on disk before that does.
-                    os.fsync(file.fileno())
+        with self._lock, self._alone():
+            if self.path is not None and self._locks is not None:
+                self._catch_up()
+                mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
+                self._append({**asdict(outcome), "mark": mark}, self._locks)
             self._known[outcome.call_id] = outcome
+
+    def _append(self, entry: dict[str, Any], locks_: _Locks) -> None:
+        """Add a line, on the disk when this returns: it says what happens outside next."""
+        assert self.path is not None
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        fd = os.open(self.path, flags, 0o600)
+        try:
+            size = os.fstat(fd).st_size
+            # What a kill cut short was not on the disk yet, so what it is about did not happen.
+            os.ftruncate(fd, self._read)
+            line = b""
+            if size < locks_.noted_size():
+                line = Seals(_SEAL).sealed(b'{"lost": true}', self._read) + b"\n"
+            text = json.dumps(entry).encode()
+            line += Seals(_SEAL).sealed(text, self._read + len(line)) + b"\n"
+            os.lseek(fd, self._read, os.SEEK_SET)
+            written = 0
+            while written < len(line):
+                written += os.write(fd, line[written:])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if not self._read:
+            _sync_directory(self.path.parent)
+        self._read += len(line)
+        locks_.note_size(self._read)
 
     def _catch_up(self) -> None:
         """Read what the file has got since, from this process or another."""
         if self.path is None:
             return
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read()
-        except FileNotFoundError:
+        if self._locks is None and self._lock_file.exists():
+            self._locks = _Locks(self._lock_file)
+        noted = 0 if self._locks is None else self._locks.noted_size()  # first: the file only grows
+        data = _read_file(self.path, self._read)
+        if self._read + len(data) < noted:
+            self._note_doubt("the end of it is missing")
+        if not data:
             return
-        whole = data.rfind(b"\n") + 1
-        self._read += whole
-        for line in data[:whole].splitlines():
-            try:
-                entry: dict[str, Any] = json.loads(line)
-                self._known[entry["call_id"]] = CallOutcome(**entry)
-            except (ValueError, TypeError, KeyError):
-                _logger.warning("a line of %s cannot be read and is left out", self.path)
+        seals = Seals(_SEAL)
+        for line in data.split(b"\n")[:-1]:
+            text = seals.unsealed(line, self._read)
+            self._read += len(line) + 1
+            self._take_in(line, text)
+
+    def _take_in(self, line: bytes, text: bytes | None) -> None:
+        entry: dict[str, Any] = {} if text is None else json.loads(text)
+        if "lost" in entry:
+            self._note_doubt("the end of it was missing")
+        elif text is not None:
+            entry.pop("mark", None)
+            self._known[entry["call_id"]] = CallOutcome(**entry)
+        elif (call_id := _call_of(line)) is not None:
+            _logger.error("an entry of %s is damaged: call %s is unknown", self.path, call_id)
+            earlier = self._known.get(call_id) or CallOutcome(call_id, "", "unknown", 0.0)
+            self._known[call_id] = replace(earlier, outcome="unknown")
+        else:
+            self._note_doubt(f"the line that ends at byte {self._read} is damaged, or is not ours")
+
+    def _note_doubt(self, what: str) -> None:
+        if not self._doubt:
+            self._doubt = f"{self.path} is damaged: {what}"
+            _logger.error(
+                "%s. Calls that reach outside and are not on record are refused until it is"
+                " adopted: `wink doctor --adopt-store`, or OutcomeLedger.adopt",
+                self._doubt,
+            )
+
+
+_SEAL = "outcomes"
+_MARK = "call of an outcome"
+_SIZE = "size of outcomes"
+_CALL = re.compile(rb'"call_id": ("(?:[^"\\\\]|\\\\.)*")')
+_MARKED = re.compile(rb'"mark": "([0-9a-f]+)"')
+
+
+def _call_of(line: bytes) -> str | None:
+    """Return which call a damaged line is about, if it still proves that; else None."""
+    call, mark = _CALL.search(line), _MARKED.search(line)
+    if call is None or mark is None:
+        return None
+    try:
+        call_id = json.loads(call[1])
+        data = call_id.encode("utf-8", "surrogatepass")
+    except ValueError:
+        return None
+    return call_id if Seals(_MARK).seal(data).encode() == mark[1] else None
+
+
+def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
+    """Return the entries of a file, sealed or not, and the numbers of lines that are none."""
+    entries: list[bytes] = []
+    lost: list[int] = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line:
+            continue
+        text = line if line.startswith(b"{") else line[33:]
+        try:
+            entry = json.loads(text)
+            if "lost" in entry:
+                continue
+            entry.pop("mark", None)
+            outcome = CallOutcome(**entry)
+            mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
+            entries.append(json.dumps({**asdict(outcome), "mark": mark}).encode())
+        except (ValueError, TypeError, AttributeError):
+            if (call_id := _call_of(line)) is not None:
+                unknown = asdict(CallOutcome(call_id, "", "unknown", 0.0))
+                mark = Seals(_MARK).seal(call_id.encode("utf-8", "surrogatepass"))
+                entries.append(json.dumps({**unknown, "mark": mark}).encode())
+            lost.append(number)
+    return entries, lost
+
+
+def _read_file(path: Path, start: int = 0) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        return b""
+    with open(fd, "rb") as file:
+        file.seek(start)
+        return file.read()
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    with suppress(OSError):  # not every system has this
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 class _Locks:
-    """Locks by name between processes. The system lets go of them when their process ends.
+    """Locks by name, each for one ledger, and how long the ledger's file must be at least.
 
-    Record locks of one file, a byte for each name, so that no file is left for each call. They do
-    nothing between threads, nor where the system has none.
+    The system lets go of the locks when their process ends. They are locks of one file, a byte for
+    each name, so that no file is left for each call. They do nothing where the system has none.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        weakref.finalize(self, os.close, self._file)
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self._pid, self._fd = os.getpid(), os.open(self._path, flags, 0o600)
+        locks.keep_from_forks(self._fd)
+        weakref.finalize(self, _close, self._pid, self._fd)
+
+    @property
+    def _file(self) -> int:
+        if self._pid != os.getpid():  # a forked child has locks of its own
+            self._open()
+        return self._fd
 
     def take(self, name: str) -> None:
-        if fcntl is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _byte(name))
+        locks.take(self._file, byte=_byte(name), wait=True)
 
     def release(self, name: str) -> None:
-        if fcntl is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _byte(name))
+        locks.release(self._file, byte=_byte(name))
 
-    def are_held_elsewhere(self, name: str) -> bool:
-        if fcntl is None:
-            return False
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(name))
-        except OSError:
-            return True
-        self.release(name)
-        return False
+    def is_taken(self, name: str) -> bool:
+        return locks.is_taken(self._file, byte=_byte(name))
+
+    def note_size(self, size: int) -> None:
+        """Note how long the ledger's file is: one that is shorter later has lost something."""
+        note = Seals(_SIZE).sealed(b"%020d" % size)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.write(self._file, note)
+
+    def noted_size(self) -> int:
+        """Return how long the file was; 0 where that is not noted, or the note is damaged."""
+        os.lseek(self._file, 0, os.SEEK_SET)
+        noted = Seals(_SIZE).unsealed(os.read(self._file, 100))
+        return 0 if noted is None else int(noted)
+
+
+def _close(pid: int, fd: int) -> None:
+    if pid == os.getpid():
+        locks.close(fd)
 
 
 def _byte(name: str) -> int:
@@ -233,12 +412,6 @@ def _byte(name: str) -> int:
 
 _ledgers: dict[Path, OutcomeLedger] = {}
 _ledgers_lock = threading.Lock()
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def _refuse(found: CallOutcome) -> None:
@@ -252,8 +425,9 @@ def _refuse(found: CallOutcome) -> None:
     if found.outcome == "started":
         raise OutcomeOnRecord(f"{call} is under way", code="ALREADY_STARTED")
     if found.outcome == "unknown":
+        why = f" ({found.message})" if not found.timestamp and found.message else ""
         raise OutcomeOnRecord(
-            f"It is not known whether {call} took effect, so it is not run again",
+            f"It is not known whether {call} took effect, so it is not run again{why}",
             code="OUTCOME_UNKNOWN",
             suggestions=("Find out what happened, then settle it in the ledger",),
         )

@@ -1,7 +1,8 @@
 """A session kept in a file as it goes, so that another process can take it up after a kill.
 
-The file is JSON lines. The first says whose session it is; each of the others is one save, and
-says of every slice that changed how many of its values stay and which ones follow them.
+The file is JSON lines, each under a seal that only this user can make. The first says whose session
+it is; each of the others is one save, and says of every slice that changed how many of its values
+stay and which ones follow them. The seal of a save holds for this session and this place only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from weakincentives import locks
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.logs import get_logger
 from weakincentives.runtime.conversation import Message
@@ -23,18 +25,19 @@ from weakincentives.runtime.events import PromptExecuted, ToolInvoked
 from weakincentives.runtime.session import Session, Snapshot, type_name
 from weakincentives.serde import freeze, thaw
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
+from weakincentives.state import Seals
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
 
-try:
-    import fcntl
-except ImportError:  # Windows has it not; nothing keeps a second process away there
-    fcntl = None
-
 __all__ = ["SavedSession", "SavedSessionData"]
 
 _logger = get_logger(__name__)
+
+VERSION = 2
+"""Of the file. Version 1 had no seals."""
+
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 _UNSAVED = "unsaved"
 """What stands in the place of a value that could not be written."""
@@ -63,6 +66,7 @@ class SavedSession:
         self._pid = os.getpid()
         self._size = size
         """How much of the file is whole lines."""
+        self._seals = Seals(_HEAD)
         self._saved: dict[type, Slice[Any]] = {}
         self._names: dict[str, type] = {}
         self._stops: list[Callable[[], None]] = []
@@ -83,18 +87,20 @@ class SavedSession:
         """
         path, about = Path(path), dict(about or {})
         head = {
-            "wink_session": 1,
+            "wink_session": VERSION,
             "id": session.session_id,
             "tags": freeze(dict(session.tags)),
             "began": session.clock.time(),
             "about": freeze(about),
         }
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
         with _closed_on_error(fd):
             _take_lock(fd, path)
             saved = cls(path, session, about, fd, 0)
-            saved._append(json.dumps(head, ensure_ascii=False))
+            text = json.dumps(head)
+            saved._append(text)
+            saved._seals = _seals_after(text.encode())
             saved.save()
         saved._listen()
         return saved
@@ -110,19 +116,51 @@ class SavedSession:
 
         Raises:
             SessionInUse: Another process, or this one, has the file open.
-            SnapshotError: The file is none of ours, or holds a type that is not known here.
+            SnapshotError: The file is damaged, was not written by this user, or holds a type that
+                is not known here.
         """
         path = Path(path)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | _NOFOLLOW)
         with _closed_on_error(fd):
             _take_lock(fd, path)
             data = SavedSessionData.read(path)
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
             session = Session.from_snapshot(data.snapshot(types), **options)
             saved = cls(path, session, data.about, fd, data.size)
+            saved._seals = data.seals
             saved._note_what_is_there(data)
         saved._listen()
         return saved
+
+    @staticmethod
+    def adopt(path: str | Path) -> int:
+        """Seal a file that an earlier version wrote, or that is damaged; returns the lines lost.
+
+        For a person who knows where the file comes from: a run that is resumed loads what its
+        flags name. What follows a line that cannot be read is left out, and is then in the copy
+        that is kept beside the file.
+        """
+        path = Path(path)
+        fd = os.open(path, os.O_RDWR | _NOFOLLOW)
+        try:
+            _take_lock(fd, path)
+            data = path.read_bytes()
+            texts = list(_readable(data))
+            if not texts:
+                raise SnapshotError(f"{path} is not the file of a session")
+            copy = path.with_name(f"{path.name}.before-{os.urandom(4).hex()}")
+            copy.touch(mode=0o600, exist_ok=False)
+            copy.write_bytes(data)
+            sealed, seals = b"", Seals(_HEAD)
+            for text in texts:
+                sealed += seals.sealed(text, len(sealed)) + b"\n"
+                seals = _seals_after(texts[0])
+            os.pwrite(fd, sealed, 0)
+            os.ftruncate(fd, len(sealed))
+            os.fsync(fd)
+        finally:
+            locks.close(fd)
+        return data.count(b"\n") - len(texts)
 
     def save(self) -> None:
         """Append what has changed since the last save; nothing when nothing has."""
@@ -177,7 +215,7 @@ class SavedSession:
                 self.save()
             finally:
                 fd, self._fd = self._fd, -1
-                os.close(fd)
+                locks.close(fd)
 
     def __enter__(self) -> SavedSession:
         return self
@@ -225,7 +263,7 @@ class SavedSession:
 
     def _append(self, line: str) -> None:
         """Add a line, all of it or nothing."""
-        data = line.encode() + b"\n"
+        data = self._seals.sealed(line.encode(), self._size) + b"\n"
         if os.fstat(self._fd).st_size != self._size:
             os.ftruncate(self._fd, self._size)  # a torn line, or a save that was interrupted
         try:
@@ -254,32 +292,63 @@ class SavedSessionData:
     """When it was last saved."""
     size: int
     """How much of the file is whole lines."""
+    seals: Seals
+    """What its saves are sealed with."""
     incomplete: frozenset[str] = field(default_factory=frozenset[str])
     """The slices that hold what could not be saved."""
+    damage: str = ""
+    """What is wrong with the rest of the file, if only a part of it could be read."""
 
     @classmethod
-    def read(cls, path: Path) -> SavedSessionData:
+    def read(cls, path: Path, *, partly: bool = False) -> SavedSessionData:
         """Read a file, also one that is written to at this moment.
 
+        With ``partly`` what comes before the first damaged line is returned: to be looked at, not
+        to go on from.
+
         Raises:
-            SnapshotError: It is not the file of a session.
+            SnapshotError: It is not the file of a session, is damaged, or was not written by this
+                user.
         """
         whole, end, _ = path.read_bytes().rpartition(b"\n")  # the rest is torn, or on its way
         if not end:
             raise SnapshotError(f"{path} holds no session: nothing was saved in it")
         lines = whole.split(b"\n")
         try:
-            head = _head(json.loads(lines[0]))
+            text = Seals(_HEAD).unsealed(lines[0])
+            if text is None:
+                raise _unsealed(path)
+            head = _head(json.loads(text))
+            seals = _seals_after(text)
             state: dict[str, list[Any]] = {}
             log: dict[str, list[Any]] = {}
-            at = head["began"]
-            for line in map(json.loads, lines[1:]):
+            at, size, damage = head["began"], len(lines[0]) + 1, ""
+            for number, sealed in enumerate(lines[1:], 2):
+                text = seals.unsealed(sealed, size)
+                if text is None:
+                    damage = f"line {number} of {path} is damaged, or is not ours"
+                    break
+                line = json.loads(text)
                 at = line["at"]
                 _apply(line["state"], state)
                 _apply(line["log"], log)
+                size += len(sealed) + 1
+            if damage and not partly:
+                raise SnapshotError(
+                    f"{damage}, so nothing goes on from it: a call that it has on record would be"
+                    " made again. `wink log` shows what comes before"
+                )
             incomplete = _incomplete({**state, **log})
-            size = len(whole) + len(end)
-            return cls(**head, state=state, log=log, at=at, size=size, incomplete=incomplete)
+            return cls(
+                **head,
+                state=state,
+                log=log,
+                at=at,
+                size=size,
+                seals=seals,
+                incomplete=incomplete,
+                damage=damage,
+            )
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
 
@@ -299,8 +368,44 @@ class SavedSessionData:
         return Snapshot.from_data(document, types=types)
 
 
+_HEAD = "session"
+
+
+def _seals_after(head: bytes) -> Seals:
+    """Return the seals of the saves that follow a head."""
+    return Seals(f"save of session {Seals(_HEAD).seal(head)}")
+
+
+def _unsealed(path: Path) -> SnapshotError:
+    return SnapshotError(
+        f"{path} does not carry your seal: it is not the file of a session, an earlier version"
+        " of wink wrote it, somebody else did, or it is damaged. If it is yours, adopt it:"
+        " `wink doctor --adopt-store`, or SavedSession.adopt"
+    )
+
+
+def _readable(data: bytes) -> Generator[bytes]:
+    """Yield the texts of a file's lines, sealed or not, up to the first that is none."""
+    state: dict[str, list[Any]] = {}
+    log: dict[str, list[Any]] = {}
+    for number, line in enumerate(data.split(b"\n")[:-1]):
+        text = line if line.startswith(b"{") else line[33:]
+        try:
+            values = json.loads(text)
+            if number:
+                float(values["at"])
+                _apply(values["state"], state)
+                _apply(values["log"], log)
+            else:
+                values["wink_session"] = VERSION
+                _head(values)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return
+        yield json.dumps(values).encode()
+
+
 def _head(line: Any) -> dict[str, Any]:
-    if line["wink_session"] != 1:
+    if line["wink_session"] != VERSION:
         raise ValueError(f"it has the version {line['wink_session']!r}")
     return {
         "session_id": line["id"],
@@ -363,17 +468,14 @@ def _closed_on_error(fd: int) -> Generator[None]:
     try:
         yield
     except BaseException:
-        os.close(fd)
+        locks.close(fd)
         raise
 
 
 def _take_lock(fd: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not locks.take(fd):
         raise SessionInUse(
             f"the session in {path} is under way in another process, or open in this one: "
             "wait until it has ended"
-        ) from error
+        )
+    locks.keep_from_forks(fd)
