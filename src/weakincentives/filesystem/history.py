@@ -7,7 +7,6 @@ import errno
 import functools
 import logging
 import os
-import shutil
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.filesystem.confined import Ident, Tree, ident_of
+from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Journal, Record, read_journal
 from weakincentives.filesystem.store import (
@@ -425,7 +424,8 @@ class History(Past):
             if small or (floor is not None and serial > floor):
                 break
             self._file(serial).unlink()
-            shutil.rmtree(self.trees(serial), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(self.trees(serial))
             total -= sizes.pop(serial)
             count -= 1
         self._drop_objects()
