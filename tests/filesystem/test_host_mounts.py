@@ -43,8 +43,12 @@ def mount() -> Iterator[Mount]:
         return done[-1]
 
     yield one
-    for place in reversed(done):
-        subprocess.run(["umount", "--lazy", place], check=True)
+    failed = [
+        place
+        for place in reversed(done)
+        if subprocess.run(["umount", "--lazy", place], check=False).returncode
+    ]
+    assert not failed, "what was mounted there is elsewhere"
 
 
 def kill_in_the_middle(root: Path, change: str) -> None:

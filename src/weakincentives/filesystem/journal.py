@@ -516,8 +516,6 @@ class Changes:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
                 self._take_after(fd, above, parts[-1], status)
-            if self.store.safe:
-                os.fsync(fd)
         finally:
             os.close(fd)
         return staged
@@ -567,7 +565,11 @@ class Changes:
     ) -> None:
         """Put something staged at a path, and keep what is there."""
         with room.open() as fd:
-            new = lasting(os.stat(staged, dir_fd=fd, follow_symlinks=False))
+            found = os.stat(staged, dir_fd=fd, follow_symlinks=False)
+            if self.store.safe and stat.S_ISREG(found.st_mode):
+                # Before it is in place: recovery knows what we have put there by what it holds.
+                _sync_in(fd, staged)
+        new = lasting(found)
         first = self._kept.get(parts)
         record = Record(op="put", path=parts, room=room.mark, new=new)
         if first is not None:
@@ -821,18 +823,11 @@ class Changes:
 
     def _sync(self, parts: Parts) -> None:
         try:
-            fd = self.tree.open_file(parts) if parts else os.dup(self.tree.fd)
-        except PermissionError:  # it cannot even be opened: everything, then
-            self._sync_all({parts[:-1]})
-            return
+            with self.tree.parent(parts) as above:
+                _sync_in(above, parts[-1] if parts else ".")
         except OSError as error:
             if error.errno not in (errno.ENOENT, *BARRED):
-                raise
-            return  # it went with the directory it was in
-        try:
-            sync(fd)
-        finally:
-            os.close(fd)
+                raise  # else it went with the directory it was in
 
     def _sync_all(self, directories: AbstractSet[Parts]) -> None:
         """Have the disk hold all of the filesystems that some directories are on."""
@@ -1383,6 +1378,19 @@ def _status(above: int, name: str) -> os.stat_result | None:
         return os.stat(name, dir_fd=above, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def _sync_in(above: int, name: str) -> None:
+    """Have the disk hold a file's content."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+    except PermissionError:  # it cannot even be opened: everything, then
+        sync_all(above)
+        return
+    try:
+        sync(fd)
+    finally:
+        os.close(fd)
 
 
 def _ino(ident: Ident | None) -> int | None:
