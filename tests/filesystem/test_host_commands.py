@@ -936,3 +936,75 @@ def test_a_command_without_an_overlay_dies_with_the_process_that_started_it(
     finally:
         os.close(alive)
     assert look(root) == before
+
+
+# What the overlay knows of files with several names, and leaves on them
+
+
+def _linked(root: Path, tmp_path: Path) -> Path:
+    """Make a file with two names in the workspace and one outside of it."""
+    put(root / "deep/first", "line\n", 0o640)
+    os.link(root / "deep/first", root / "second")
+    os.link(root / "second", tmp_path / "outside")
+    return tmp_path / "outside"
+
+
+NAMES_GO = {
+    "removed": "echo x >>deep/first; rm deep/first",
+    "removed with its directory": "echo x >>deep/first; rm -r deep",
+    "replaced": "echo x >>deep/first; echo other >new; mv new deep/first",
+    "both removed": "echo x >>deep/first; rm deep/first second",
+    "mode": "echo x >>second; chmod 600 second; rm second",
+}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's overlay keeps hard links together")
+@pytest.mark.parametrize("private", [False, True], ids=["in place", "private"])
+@pytest.mark.parametrize("command", NAMES_GO.values(), ids=NAMES_GO)
+def test_what_is_written_under_a_name_that_goes_stays_under_the_others(
+    root: Path,
+    tmp_path: Path,
+    open_fs: Callable[[Path], HostFilesystem],
+    command: str,
+    private: bool,
+):
+    outside = _linked(root, tmp_path)
+    before = look(root)
+    expected = tmp_path / "expected"
+    subprocess.run(["cp", "-a", root, expected], check=True)
+    subprocess.run(command, shell=True, cwd=expected, check=True)
+    fs = open_fs(root)
+    _needs_overlays(fs)
+
+    view = fs.fork_in_place()
+    view.run(command, check=True)
+    assert outside.read_text() == "line\nx\n"
+    assert fs.discard(view) == ()
+    assert look(root) == before
+    assert outside.read_text() == "line\n"
+
+    view = fs.fork() if private else fs.fork_in_place()
+    view.run(command, check=True)
+    fs.merge(view)
+    after = {path: (one.kind, one.mode, one.content) for path, one in look(root).items()}
+    assert after == {path: (s.kind, s.mode, s.content) for path, s in look(expected).items()}
+    assert outside.read_text() == "line\nx\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's overlay leaves such attributes")
+def test_nothing_of_the_overlay_stays_on_what_a_command_has_moved(
+    root: Path, open_fs: Callable[[Path], HostFilesystem]
+):
+    put(root / "moved/inner/file", "x")
+    os.symlink("file", root / "moved/inner/link")
+    fs = open_fs(root)
+    _needs_overlays(fs)
+    fs.run(
+        "mv link renamed; mv pipe sub-pipe; mv moved elsewhere || true; touch -h dangling;"
+        " chmod 700 empty; mv run.sh ran.sh; echo x >>data.bin; ln dangling again",
+        check=True,
+    )
+    assert (root / "renamed").is_symlink()
+    for path in [root, *root.rglob("*")]:
+        names = os.listxattr(path, follow_symlinks=False)
+        assert [name for name in names if "overlay" in name] == [], path

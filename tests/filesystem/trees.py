@@ -6,6 +6,7 @@ Nothing here uses the library to look at a directory: what it does is checked wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -134,9 +135,15 @@ def xattrs(path: str) -> tuple[tuple[str, bytes], ...]:
     """Return a path's own extended attributes, where the system has any."""
     if not hasattr(os, "listxattr"):
         return ()
+    try:
+        names = sorted(os.listxattr(path, follow_symlinks=False))
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        return ()  # a filesystem without any
     return tuple(
         (name, os.getxattr(path, name, follow_symlinks=False))
-        for name in sorted(os.listxattr(path, follow_symlinks=False))
+        for name in names
         if name.startswith("user.")
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import selectors
@@ -326,8 +327,7 @@ class Commands:
         self._is_open = True
         for folder in (self._folder, store.path / "views"):
             # Of a process that was killed: nothing of it has reached the workspace.
-            if folder.exists():
-                remove_tree(folder)
+            _discard(folder)
 
     def way(self, workspace: Path) -> Way | str:
         """Return how a command is run over an overlay, or why it cannot be."""
@@ -351,13 +351,13 @@ class Commands:
             self._ended.notify_all()
             if self._is_open:
                 self._rubbish.put(layers)
-                if self._sweeper is None:
+                if self._sweeper is None or not self._sweeper.is_alive():
                     self._sweeper = threading.Thread(
                         target=_sweep, args=(self._rubbish,), name="wink-sweeper", daemon=True
                     )
                     self._sweeper.start()
                 return
-        _discard(layers)
+        _discard(layers.place, layers.discard)
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
@@ -394,14 +394,15 @@ class Commands:
 def _sweep(rubbish: SimpleQueue[Layers | None]) -> None:
     # Nobody needs to wait for this: removing directories is slow, above all on a busy machine.
     while (layers := rubbish.get()) is not None:
-        _discard(layers)
+        _discard(layers.place, layers.discard)
 
 
-def _discard(layers: Layers) -> None:
+def _discard(place: Path, remove: Callable[[], None] | None = None) -> None:
+    """Remove what is not needed any more. Whatever goes wrong is logged: nothing depends on it."""
     try:
-        layers.discard()
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", layers.place, error)
+        (remove or functools.partial(remove_tree, place))()
+    except Exception as error:
+        logger.warning("%s could not be removed: %s", place, error)
 
 
 def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:
@@ -522,10 +523,12 @@ def apply_steps(steps: Sequence[Step], edit: Edit) -> None:
         elif step.handle is not None:
             _link(step.handle, step.parts, edit)
         elif step.source is not None:
+            tree, place = step.source
             if step.action == "move":
-                edit.put_file(step.parts, step.source)
+                with tree.reached(place) as path:
+                    edit.put_file(step.parts, Path(path))
             else:
-                edit.write(step.parts, step.source.read_bytes())
+                edit.write(step.parts, tree.read(place)[0])
         elif step.attributes is not None:
             own = step.attributes
             edit.set_attributes(

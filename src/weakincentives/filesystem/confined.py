@@ -10,10 +10,12 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError, PathEscapesRoot
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 
@@ -23,16 +25,30 @@ if TYPE_CHECKING:
 __all__ = [
     "Held",
     "Ident",
+    "Mount",
     "Tree",
     "exchange",
     "ident_of",
+    "mount_of",
+    "mounted_below",
+    "remove_directory",
+    "remove_tree",
     "supported",
+    "sync",
+    "sync_all",
+    "without_privileges",
     "write_all",
     "xattrs_of",
 ]
 
 MAX_LINKS = 40
 CHUNK = 1 << 20
+LONGEST = 4000
+"""Bytes of a path for one system call: Linux takes 4095. A longer path is opened in pieces."""
+
+# Seconds for what takes milliseconds, unless the machine stands still: to take such a moment for an
+# answer would be wrong for as long as this process lives.
+PATIENCE = 60.0
 
 # Missing on some systems; the module must still load there.
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -93,7 +109,9 @@ class Tree:
         self.path = Path(os.path.realpath(root))
         self._spellings = {self.path.parts[1:], Path(os.path.abspath(root)).parts[1:]}
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
-        self.device = os.fstat(self.fd).st_dev
+        self.mount = mount_of(self.fd)
+        self.exchanges: dict[Mount, bool] = {}
+        """Where two names can change places in one step, as far as that was tried."""
         self._openat2 = _find_openat2() if openat2 else None
 
     def close(self) -> None:
@@ -119,6 +137,15 @@ class Tree:
         """Return the descriptor of the directory that holds the last name of a path."""
         return self.directory(parts[:-1])
 
+    @contextlib.contextmanager
+    def reached(self, parts: Parts) -> Generator[str]:
+        """Give a short path to something, however deep it is: for calls that take no descriptor.
+
+        Linux only; the path leads there for as long as the block takes.
+        """
+        with self.parent(parts) as above:
+            yield f"/proc/self/fd/{above}/{parts[-1] if parts else '.'}"
+
     def open_file(self, parts: Parts) -> int:
         """Return a new descriptor for reading; the caller looks at what was opened."""
         return self._open(parts, _OPEN_FILE)
@@ -127,12 +154,37 @@ class Tree:
         if len(parts) == 1:
             return os.open(parts[0], flags, dir_fd=self.fd)
         if self._openat2 is not None and parts:
-            fd = self._openat2(self.fd, os.fsencode("/".join(parts)), flags)
+            path = os.fsencode("/".join(parts))
+            if len(path) > LONGEST:
+                return self._open_far(parts, path, flags)
+            fd = self._openat2(self.fd, path, flags)
             if fd >= 0:
                 return fd
             if fd not in (-errno.EAGAIN, -errno.EACCES):
                 raise OSError(-fd, os.strerror(-fd), join_path(parts))
         return self._walk_open(parts, flags)
+
+    def _open_far(self, parts: Parts, path: bytes, flags: int) -> int:
+        """Open a path that is too long for one system call, piece by piece."""
+        assert self._openat2 is not None
+        above = self.fd
+        try:
+            pieces = _pieces(path)
+            for number, piece in enumerate(pieces):
+                last = number == len(pieces) - 1
+                below = self._openat2(above, piece, flags if last else _OPEN_DIRECTORY)
+                if below in (-errno.EAGAIN, -errno.EACCES):
+                    return self._walk_open(parts, flags)
+                if below < 0:
+                    raise OSError(-below, os.strerror(-below), join_path(parts))
+                if above != self.fd:
+                    os.close(above)
+                above = below
+            fd, above = above, self.fd
+            return fd
+        finally:
+            if above != self.fd:
+                os.close(above)
 
     def _walk_open(self, parts: Parts, flags: int) -> int:
         above = self.fd
@@ -236,43 +288,10 @@ class Tree:
         """Remove whatever is at a path; nothing there is fine."""
         with contextlib.suppress(FileNotFoundError), self.parent(parts) as fd:
             status = os.stat(parts[-1], dir_fd=fd, follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
+            if stat.S_ISDIR(status.st_mode):
+                remove_directory(fd, parts[-1])
+            else:
                 os.unlink(parts[-1], dir_fd=fd)
-                return
-        if status_is_directory(self, parts):
-            self._remove_directory(parts)
-
-    def _remove_directory(self, top: Parts) -> None:
-        # Not recursive: a directory may be nested deeper than Python's stack.
-        pending = [top]
-        while pending:
-            parts = pending[-1]
-            inner = [(*parts, name) for name, kind in self.kinds(parts) if kind == stat.S_IFDIR]
-            if inner:
-                pending.extend(inner)
-                continue
-            try:
-                self._empty(parts)
-            except PermissionError:
-                self.chmod(parts, 0o700)
-                self._empty(parts)
-            try:
-                self._remove_empty(parts)
-            except PermissionError:
-                if parts == top:
-                    raise
-                self.chmod(parts[:-1], 0o700)
-                self._remove_empty(parts)
-            pending.pop()
-
-    def _remove_empty(self, parts: Parts) -> None:
-        with self.parent(parts) as fd:
-            os.rmdir(parts[-1], dir_fd=fd)
-
-    def _empty(self, parts: Parts) -> None:
-        with self.listing(parts) as fd:
-            for name in os.listdir(fd):
-                os.unlink(name, dir_fd=fd)
 
     def walk(self, top: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
         """Yield path and status of a path and all that is below it, directories first."""
@@ -287,6 +306,99 @@ class Tree:
                 yield (*parts, name), status
                 if stat.S_ISDIR(status.st_mode):
                     pending.append((*parts, name))
+
+
+def _pieces(path: bytes) -> list[bytes]:
+    """Return a path in pieces, each short enough for one system call."""
+    pieces: list[bytes] = []
+    while len(path) > LONGEST:
+        cut = path.rfind(b"/", 0, LONGEST)
+        pieces.append(path[:cut])
+        path = path[cut + 1 :]
+    return [*pieces, path]
+
+
+def remove_directory(above: int, name: str) -> None:
+    """Remove a directory with all that is in it, however deep and whatever its modes.
+
+    Two descriptors are open at a time, and no path is longer than one name. What is mounted in it
+    is not touched: that raises ``EBUSY``.
+    """
+    fd = _open_to_remove(name, above)
+    try:
+        mount = mount_of(fd)
+        # For each directory on the way down: its name, what it is, the directories left in it.
+        way = [(name, os.fstat(fd), _unlink_files(fd))]
+        while True:
+            here, status, inner = way[-1]
+            if inner:
+                child = inner.pop()
+                below = _open_to_remove(child, fd)
+                os.close(fd)
+                fd = below
+                if mount_of(fd) != mount:
+                    raise OSError(errno.EBUSY, "a filesystem is mounted there", child)
+                way.append((child, os.fstat(fd), _unlink_files(fd)))
+                continue
+            way.pop()
+            if not way:
+                break
+            up = os.open("..", _OPEN_DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd, status = up, way[-1][1]
+            if not os.path.samestat(os.fstat(fd), status):
+                raise FileNotFoundError(errno.ENOENT, "it was moved while it was removed", here)
+            os.rmdir(here, dir_fd=fd)
+    finally:
+        os.close(fd)
+    os.rmdir(name, dir_fd=above)
+
+
+def remove_tree(place: Path) -> None:
+    """Remove a directory with all that is in it, whatever the modes of its directories.
+
+    Others may come and go in there meanwhile: a command whose caller was killed is killed, too, but
+    not at the same instant.
+    """
+    until = SYSTEM_CLOCK.monotonic() + PATIENCE
+    while os.path.lexists(place):
+        try:
+            above = os.open(place.parent, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+            try:
+                remove_directory(above, place.name)
+            finally:
+                os.close(above)
+        except OSError as error:
+            if error.errno not in _CHANGING or SYSTEM_CLOCK.monotonic() >= until:
+                raise
+
+
+_CHANGING = (errno.ENOENT, errno.ENOTEMPTY)
+"""What removing a directory fails with when somebody is at work in it."""
+
+
+def _open_to_remove(name: str, above: int) -> int:
+    """Open a directory so that what is in it can be removed, also one that is closed to that."""
+    try:
+        fd = os.open(name, _OPEN_DIRECTORY, dir_fd=above)
+    except PermissionError:
+        chmod_at(above, name, 0o700)
+        fd = os.open(name, _OPEN_DIRECTORY, dir_fd=above)
+    if os.fstat(fd).st_mode & 0o700 != 0o700:
+        with contextlib.suppress(OSError):  # not ours, or no modes: removing tells what is wrong
+            os.fchmod(fd, 0o700)
+    return fd
+
+
+def _unlink_files(fd: int) -> list[str]:
+    """Remove all but the directories in a directory; returns the names of those."""
+    with os.scandir(fd) as entries:
+        kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in kinds:
+        if not is_directory:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+    return [name for name, is_directory in kinds if is_directory]
 
 
 def resolve(
@@ -375,6 +487,44 @@ def write_all(fd: int, data: bytes) -> None:
             written += os.write(fd, view[written:])
 
 
+def without_privileges(mode: int) -> int:
+    """Return a file's permission bits for when its content changes: it acts for nobody any more.
+
+    That is what the kernel does when anybody but root writes to it: setuid goes, and setgid where
+    the group may execute it.
+    """
+    dropped = stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0)
+    return mode & ~dropped
+
+
+PRIVILEGES = "security.capability"
+"""The extended attribute that lets a program act with a privilege; goes with any write, too."""
+
+
+def sync(fd: int) -> None:
+    """Have the disk hold a file or directory, where its filesystem knows of that."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+def sync_all(fd: int) -> None:
+    """Have the disk hold all of the filesystem that something open is on."""
+    if os.uname().sysname != "Linux":
+        os.sync()
+        return
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
+
+
 def chmod_at(above: int, name: str, mode: int) -> None:
     """Set permission bits by directory descriptor and name, never through a link."""
     try:
@@ -460,6 +610,99 @@ def _type_of(entry: os.DirEntry[str]) -> int:
     if entry.is_dir(follow_symlinks=False):
         return stat.S_IFDIR
     return stat.S_IFREG if entry.is_file(follow_symlinks=False) else 0
+
+
+def mounted_below(place: Path | str) -> str | None:
+    """Return where, below a directory, something is mounted; None if nothing is."""
+    start = os.fsencode(place) + b"/"
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in lines:
+        target = line.split(b" ", 5)[4]
+        if b"\\" in target:
+            target = target.decode("unicode_escape").encode("latin-1")
+        if target.startswith(start):
+            return os.fsdecode(target)
+    return None
+
+
+Mount = tuple[int, int]
+"""Tells where a rename is possible: device, and mount where the system tells mounts apart.
+
+The same disk may be mounted in several places, and nothing can be renamed from one to another.
+"""
+
+
+def mount_of(fd: int) -> Mount:
+    """Return where an open file or directory is mounted."""
+    statx = _find_statx()
+    if statx is not None:
+        return statx(fd)
+    return os.fstat(fd).st_dev, _mount_in_proc(fd)
+
+
+def _mount_in_proc(fd: int) -> int:
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+    except OSError:
+        return 0
+    return next((int(line[7:]) for line in lines if line.startswith(b"mnt_id:")), 0)
+
+
+_stater: list[Callable[[int], Mount] | None] = []
+
+
+def _find_statx() -> Callable[[int], Mount] | None:
+    if not _stater:
+        _stater.append(_load_statx())
+    return _stater[0]
+
+
+def _load_statx() -> Callable[[int], Mount] | None:
+    if os.uname().sysname != "Linux":
+        return None
+    import ctypes
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).statx
+    except (OSError, AttributeError):
+        return None
+    call.restype = ctypes.c_int
+    call.argtypes = [
+        ctypes.c_int,
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_char_p,
+    ]
+    empty_path, mount_id = 0x1000, 0x1000  # AT_EMPTY_PATH, STATX_MNT_ID
+    size, mask, device, mount, end = 256, slice(0, 4), 136, 144, 152  # of a struct statx
+
+    def ask(fd: int) -> bytes:
+        found = ctypes.create_string_buffer(size)
+        if call(fd, b"", empty_path, mount_id, found):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return found.raw
+
+    root = os.open("/", _OPEN_DIRECTORY)
+    try:
+        tells = int.from_bytes(ask(root)[mask], sys.byteorder) & mount_id
+    except OSError:
+        return None
+    finally:
+        os.close(root)
+    if not tells:  # a kernel before 5.8
+        return None
+
+    def statx(fd: int) -> Mount:
+        found = ask(fd)
+        order = sys.byteorder
+        return int.from_bytes(found[device:mount], order), int.from_bytes(found[mount:end], order)
+
+    return statx
 
 
 _opener: list[Callable[[int, bytes, int], int] | None] = []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import HistoryDamaged, StoreRefused
-from weakincentives.filesystem.confined import Ident, Tree, ident_of
+from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import JOURNAL, Journal, Record, read_journal
 from weakincentives.filesystem.store import (
@@ -521,12 +521,7 @@ class History(Past):
     def _forget(self, serial: int, uses: _Uses) -> None:
         uses.forget(serial)
         self._file(serial).unlink(missing_ok=True)
-        if (trees := self.trees(serial)).exists():
-            own = Tree(self._path)
-            try:
-                own.remove_all((trees.name,))
-            finally:
-                own.close()
+        remove_tree(self.trees(serial))
         size = self._known().pop(serial)
         self._total = None if self._total is None else self._total - size
 

@@ -600,6 +600,12 @@ class HostFilesystem:
         mode = node.mode & ~0o222 if readonly else node.mode | 0o200
         if mode != node.mode:
             self._edit.set_attributes(where, mode=mode)
+            now = self._look.node(where)
+            if now is not None and now.readonly != readonly:
+                raise FilesystemError(
+                    f"{shown(join_path(parts))} cannot be marked: its filesystem does not keep"
+                    " permissions"
+                )
 
     @_writing
     def mkdir(self, path: str) -> None:

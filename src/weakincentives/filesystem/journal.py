@@ -20,16 +20,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weakincentives.call import ToolCall
-from weakincentives.errors import SnapshotExpired
+from weakincentives.errors import FilesystemError, SnapshotExpired
 from weakincentives.filesystem.confined import (
     BARRED,
     CHUNK,
+    PRIVILEGES,
     Held,
     Ident,
+    Mount,
     Tree,
+    exchange,
     ident_of,
+    mount_of,
+    mounted_below,
     set_xattrs,
     status_is_directory,
+    sync,
+    sync_all,
+    without_privileges,
     write_all,
     xattrs_of,
 )
@@ -50,6 +58,9 @@ from weakincentives.filesystem.store import (
 __all__ = ["Changes", "lasting", "matches", "recover"]
 
 logger = logging.getLogger("weakincentives.filesystem")
+
+SYNCED_ONE_BY_ONE = 64
+"""More changed paths than this are written to the disk with all that its filesystem has."""
 
 COPIED_WHEN_MOVED = 8 << 20
 """A moved file up to this size is copied, so that it comes back as it was even if it was edited."""
@@ -98,8 +109,8 @@ class Changes:
         self._next_mark = 0
         self._kept: dict[Parts, Record] = {}
         """What was first put at a path since the last mark: what was there before is kept."""
-        self._touched: dict[Parts, int] = {}
-        """The directories that were changed since the last mark, with their devices."""
+        self._touched: dict[Parts, Mount] = {}
+        """The directories that were changed since the last mark, and where they are mounted."""
         self._litter: set[tuple[Room, str]] = set()
         self._arrived: dict[Ident, Parts] = {}
         """Where files went that have more names in the store, and come from there one by one."""
@@ -162,12 +173,12 @@ class Changes:
 
     def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
         """Make a directory, and those it needs; one that is there is fine."""
-        for depth in range(1, len(parts) + 1):
+        there = len(parts)
+        while there and not _is_directory(self.tree.status(parts[:there])):
+            there -= 1
+        for depth in range(there + 1, len(parts) + 1):
             here = parts[:depth]
             with self.tree.parent(here) as above:
-                status = _status(above, here[-1])
-                if status is not None and stat.S_ISDIR(status.st_mode):
-                    continue
                 record = Record(op="made", path=here, times=self._times(above, here[:-1]))
                 with self._change(record):
                     os.mkdir(here[-1], mode if depth == len(parts) else 0o777, dir_fd=above)
@@ -191,10 +202,12 @@ class Changes:
             if replaced is not None and directories:
                 self._take_away(there, target, replaced)
                 replaced = None
-            if os.fstat(here).st_dev != os.fstat(there).st_dev:
+            if self._mount(here, origin[:-1]) != self._mount(there, target[:-1]):
                 self._place_copy(self.tree, origin, there, target)
                 self._take_away(here, origin, status)
                 return
+            if stat.S_ISDIR(status.st_mode):
+                self._check_no_mount(origin)
             times = self._times(here, origin[:-1]) + self._times(there, target[:-1])
             if replaced is not None:
                 # Always kept anew: undoing the move clears the path.
@@ -203,20 +216,29 @@ class Changes:
                 record = Record(
                     op="put",
                     path=target,
-                    kept=self._keep(room, there, target, replaced),
                     room=room.mark,
                     old=lasting(replaced),
                     new=lasting(status),
                     times=times,
                 )
+                self._keep(room, there, record)
                 with self._change(record):
                     self._take_if_not_kept(there, record)
                 times = ()
             record = self._moved_record(here, origin, target, status, times)
             if replaced is not None:
                 record.op = "moved over"
-            with self._change(record):
-                os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
+            try:
+                with self._change(record):
+                    os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                # Some cannot be renamed within their filesystem: directories of an overlay's lower
+                # layer, or what belongs to another project or subvolume.
+                self._place_copy(self.tree, origin, there, target)
+                self._take_away(here, origin, status)
+                return
             if stat.S_ISDIR(status.st_mode):
                 self._forget_below(origin)
             else:
@@ -341,7 +363,8 @@ class Changes:
             return None
         if self.store.safe:
             self._write_through(self.records)
-        self.bring_over(self.records)
+        if self.bring_over(self.records) and self.store.safe:
+            sync_all(self.store.tx_fd)
         after, modes = self._left_now()
         serial = self.history.add(self.records, call, after, modes, self.tree, undoes)
         unfinished = self.history.unfinished is not None
@@ -351,8 +374,12 @@ class Changes:
         self._forget()
         return serial
 
-    def bring_over(self, records: Sequence[Record]) -> None:
-        """Copy what was replaced on other filesystems to where the history can have it."""
+    def bring_over(self, records: Sequence[Record]) -> bool:
+        """Copy what was replaced on other filesystems to where the history can have it.
+
+        False if nothing was.
+        """
+        copied = False
         for record in records:
             if record.room is not None and record.op in ("put", "gone"):
                 name, room = record.kept or "", self.rooms.of(record.room)
@@ -361,6 +388,8 @@ class Changes:
                     self.rooms.own.remove(name)
                     self._litter.add((self.rooms.own, name))
                     copy_exactly(room.tree, room.at(name), self.store.tree, (name,))
+                    copied = True
+        return copied
 
     def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, int]]:
         """Return what is now at each path that was changed, by whomever; and of files the modes."""
@@ -439,14 +468,25 @@ class Changes:
         """Return a directory's time if this is the first change in it since the last mark."""
         if parent in self._touched:
             return ()
-        status = os.fstat(above)
-        self._touched[parent] = status.st_dev
-        return ((parent, status.st_mtime_ns),)
+        self._touched[parent] = mount_of(above)
+        return ((parent, os.fstat(above).st_mtime_ns),)
 
     def _room(self, above: int, parent: Parts) -> Room:
         """Return the room on a directory's filesystem, from which a rename is enough."""
-        device = self._touched.get(parent)
-        return self.rooms.on(os.fstat(above).st_dev if device is None else device, parent)
+        return self.rooms.on(self._mount(above, parent), parent)
+
+    def _mount(self, fd: int, parts: Parts) -> Mount:
+        """Return where a directory is mounted."""
+        return self._touched.get(parts) or mount_of(fd)
+
+    def _check_no_mount(self, parts: Parts) -> None:
+        """Raise if something is mounted in a directory: it would go along with it."""
+        mounted = mounted_below(f"{self.tree.path}/{join_path(parts)}")
+        if mounted is not None:
+            raise FilesystemError(
+                f"{shown(join_path(parts))} cannot be moved or deleted: another filesystem is"
+                f" mounted in it at {shown(mounted)}. Name what is in it"
+            )
 
     def _fresh(self, room: Room, mark: str = "n") -> str:
         """Return a free name in a room, for something that is removed at the end."""
@@ -454,23 +494,18 @@ class Changes:
         self._litter.add((room, name))
         return name
 
-    def _keep(
-        self, room: Room, above: int, parts: Parts, status: os.stat_result | None
-    ) -> str | None:
-        """Keep what is about to be replaced; None if there is nothing, or it is kept already.
+    def _keep(self, room: Room, above: int, record: Record) -> None:
+        """Have a record keep what is about to be replaced, under a second name.
 
-        Where the system does not give a second name, the name returned is still free: then the
-        thing itself is to be taken away.
+        Where the system does not give one, the thing itself is to be taken away.
         """
-        if status is None or parts in self._kept:
-            return None
-        kept = self._fresh(room, "k")
+        record.kept = self._fresh(room, "k")
         try:
-            room.link(above, parts[-1], kept)
+            room.link(above, record.path[-1], record.kept)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-        return kept
+            record.away = True
 
     def _stage(
         self, room: Room, above: int, parts: Parts, status: os.stat_result | None, data: bytes
@@ -484,8 +519,6 @@ class Changes:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
                 self._take_after(fd, above, parts[-1], status)
-            if self.store.safe:
-                os.fsync(fd)
         finally:
             os.close(fd)
         return staged
@@ -496,12 +529,13 @@ class Changes:
         if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
             with contextlib.suppress(PermissionError):
                 os.fchown(fd, status.st_uid, status.st_gid)
-        if made.st_mode != status.st_mode:
-            os.fchmod(fd, stat.S_IMODE(status.st_mode))
+        mode = without_privileges(status.st_mode)
+        if made.st_mode != mode:
+            os.fchmod(fd, stat.S_IMODE(mode))
         with contextlib.suppress(PermissionError):
             replaced = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
             try:
-                xattrs = xattrs_of(replaced)
+                xattrs = tuple(one for one in xattrs_of(replaced) if one[0] != PRIVILEGES)
             finally:
                 os.close(replaced)
             if xattrs:
@@ -534,7 +568,11 @@ class Changes:
     ) -> None:
         """Put something staged at a path, and keep what is there."""
         with room.open() as fd:
-            new = lasting(os.stat(staged, dir_fd=fd, follow_symlinks=False))
+            found = os.stat(staged, dir_fd=fd, follow_symlinks=False)
+            if self.store.safe and stat.S_ISREG(found.st_mode):
+                # Before it is in place: recovery knows what we have put there by what it holds.
+                _sync_in(fd, staged)
+        new = lasting(found)
         first = self._kept.get(parts)
         record = Record(op="put", path=parts, room=room.mark, new=new)
         if first is not None:
@@ -546,8 +584,7 @@ class Changes:
             self._kept[parts] = record
             return
         if first is None and status is not None:
-            record.kept = self._keep(room, above, parts, status)
-            record.away = status.st_uid != os.geteuid()
+            self._keep(room, above, record)
         with self._change(record):
             self._take_if_not_kept(above, record)
             room.put(staged, above, parts[-1])
@@ -561,6 +598,8 @@ class Changes:
         Never is there nothing at the path; and a filesystem that writes a file out to the disk when
         it replaces another, as many do, does not do so here.
         """
+        if not self._exchanges(room):
+            return False
         record.kept = staged
         self._append(record)
         try:
@@ -573,6 +612,22 @@ class Changes:
         record.kept = None
         return False
 
+    def _exchanges(self, room: Room) -> bool:
+        """Tell whether two names can change places here. That is tried once, before any change:
+        what a killed process leaves must not depend on it.
+        """
+        known = self.tree.exchanges.get(room.mount)
+        if known is None:
+            names = self._fresh(room), self._fresh(room)
+            with room.open() as fd:
+                for name in names:
+                    os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd))
+                known = exchange(fd, names[0], fd, names[1])
+                for name in names:
+                    os.unlink(name, dir_fd=fd)
+            self.tree.exchanges[room.mount] = known
+        return known
+
     def _take_back(self, record: Record) -> None:
         """Forget the newest record: its change was not made."""
         self.journal.cut(record.offset)
@@ -581,9 +636,7 @@ class Changes:
     def _take_if_not_kept(self, above: int, record: Record) -> None:
         """Take a thing away that could not be given a second name."""
         if record.kept is not None and record.away:
-            room = self.rooms.of(record.room)
-            if room.status(record.kept) is None:
-                room.take(above, record.path[-1], record.kept)
+            self.rooms.of(record.room).take(above, record.path[-1], record.kept)
 
     def _place_copy(self, source: Tree, origin: Parts, there: int, target: Parts) -> None:
         """Put a copy of something at a path."""
@@ -593,8 +646,26 @@ class Changes:
         self._place(there, target, room, staged)
 
     def _take_away(self, above: int, parts: Parts, status: os.stat_result) -> None:
+        if not stat.S_ISDIR(status.st_mode):
+            self._take_whole(above, parts, status)
+            return
+        self._check_no_mount(parts)
+        try:
+            self._take_whole(above, parts, status)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            self._take_apart(parts)
+
+    def _take_whole(self, above: int, parts: Parts, status: os.stat_result) -> None:
         room = self._room(above, parts[:-1])
-        record = Record(
+        record = self._gone_record(room, above, parts, status)
+        with self._change(record):
+            room.take(above, parts[-1], record.kept or "")
+        self._forget_below(parts)
+
+    def _gone_record(self, room: Room, above: int, parts: Parts, status: os.stat_result) -> Record:
+        return Record(
             op="gone",
             path=parts,
             kept=self._fresh(room, "k"),
@@ -602,8 +673,37 @@ class Changes:
             old=lasting(status),
             times=self._times(above, parts[:-1]),
         )
+
+    def _take_apart(self, top: Parts) -> None:
+        """Take a directory away piece by piece that cannot be renamed.
+
+        Such are those of an overlay's lower layer, as in a container's image.
+        """
+        pending = [(top, False)]
+        while pending:
+            parts, is_empty = pending.pop()
+            with self.tree.parent(parts) as above:
+                status = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
+                if is_empty:
+                    self._take_empty(above, parts, status)
+                    continue
+                try:
+                    if parts != top:
+                        self._take_whole(above, parts, status)
+                        continue
+                except OSError as error:
+                    if error.errno != errno.EXDEV or not stat.S_ISDIR(status.st_mode):
+                        raise
+            pending.append((parts, True))
+            pending += [((*parts, name), False) for name in self.tree.names(parts)]
+
+    def _take_empty(self, above: int, parts: Parts, status: os.stat_result) -> None:
+        """Take an empty directory away: what is kept is another one that is just like it."""
+        room = self._room(above, parts[:-1])
+        record = self._gone_record(room, above, parts, status)
+        copy_exactly(self.tree, parts, room.tree, room.at(record.kept or ""))
         with self._change(record):
-            room.take(above, parts[-1], record.kept or "")
+            os.rmdir(parts[-1], dir_fd=above)
         self._forget_below(parts)
 
     def _edit(self, above: int, parts: Parts, status: os.stat_result, data: bytes) -> None:
@@ -613,6 +713,10 @@ class Changes:
             fd = _open_to_edit(above, parts[-1], status)
             try:
                 _overwrite(fd, data)
+                mode = stat.S_IMODE(status.st_mode)
+                if mode != without_privileges(mode):
+                    with contextlib.suppress(PermissionError):  # then the system has done so
+                        os.fchmod(fd, without_privileges(mode))
                 if self.store.safe:
                     os.fsync(fd)
             finally:
@@ -700,12 +804,49 @@ class Changes:
         self._litter = {one for one in self._litter if one[1] in used}
 
     def _write_through(self, records: Sequence[Record]) -> None:
-        """Have the disk hold every change before the record that says so."""
-        paths = {record.path[:-1] for record in records}
-        paths |= {record.origin[:-1] for record in records if record.origin is not None}
-        for parts in paths:
-            with contextlib.suppress(OSError), self.tree.directory(parts) as fd:
-                os.fsync(fd)
+        """Have the disk hold every change before the record that says so: contents, then names."""
+        paths = {record.path for record in records}
+        paths |= {record.origin for record in records if record.origin is not None}
+        found = {parts: self.tree.status_if_reached(parts) for parts in paths}
+        whole = any(
+            _is_directory(found[parts])
+            for record in records
+            if record.op in ("put", "again", "moved", "moved over")
+            for parts in (record.path, record.origin or record.path)
+        )
+        parents = {parts[:-1] for parts in paths}
+        if whole or len(paths) > SYNCED_ONE_BY_ONE:
+            self._sync_all(parents)
+            return
+        for parts, status in found.items():
+            if status is not None and stat.S_IFMT(status.st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+                self._sync(parts)
+        for parts in parents - paths:
+            self._sync(parts)
+
+    def _sync(self, parts: Parts) -> None:
+        try:
+            with self.tree.parent(parts) as above:
+                _sync_in(above, parts[-1] if parts else ".")
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, *BARRED):
+                raise  # else it went with the directory it was in
+
+    def _sync_all(self, directories: AbstractSet[Parts]) -> None:
+        """Have the disk hold all of the filesystems that some directories are on."""
+        done: set[Mount] = set()
+        for parts in directories | {()}:
+            try:
+                held = self.tree.directory(parts)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.EACCES, *BARRED):
+                    raise
+                continue  # it is gone, or it is on the same as what is above it
+            with held as fd:
+                mount = mount_of(fd)
+                if mount not in done:
+                    done.add(mount)
+                    sync_all(fd)
 
     # Undoing
 
@@ -954,13 +1095,13 @@ class Changes:
             self._clear(above, record, undoing)
 
     def _rename_to_origin(self, record: Record, origin: Parts, undoing: _Undoing) -> None:
-        wanted = record.new.ino if record.new is not None else None
-        status = self.tree.status(record.path)
-        if status is None or status.st_ino != wanted:
-            there = self.tree.status(origin)
-            if there is None or there.st_ino != wanted:
-                raise OSError(errno.ENOENT, "it is not where it was moved to")
+        status, there = self.tree.status(record.path), self.tree.status(origin)
+        if there is not None and record.new is not None and there.st_ino == record.new.ino:
             return
+        # Where nothing is at the old path, it is the one that was moved, whatever its inode: not
+        # every filesystem keeps these when it is mounted again.
+        if status is None or (there is not None and status.st_ino != _ino(record.new)):
+            raise OSError(errno.ENOENT, "it is not where it was moved to")
         with (
             self._parent_again(origin, undoing) as above,
             self.tree.parent(record.path) as below,
@@ -1263,6 +1404,23 @@ def _status(above: int, name: str) -> os.stat_result | None:
         return os.stat(name, dir_fd=above, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def _sync_in(above: int, name: str) -> None:
+    """Have the disk hold a file's content."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
+    except PermissionError:  # it cannot even be opened: everything, then
+        sync_all(above)
+        return
+    try:
+        sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _ino(ident: Ident | None) -> int | None:
+    return None if ident is None else ident.ino
 
 
 def _is_directory(status: os.stat_result | None) -> bool:

@@ -289,10 +289,12 @@ class Layer:
 
     def make_directories(self, parts: Parts, mtime_ns: int) -> Layer:
         """Return a layer with a directory at the path, and those it needs."""
+        there = len(parts)
+        while there and self.node(parts[:there]) is None:
+            there -= 1
         layer = self
-        for depth in range(1, len(parts) + 1):
-            if layer.node(parts[:depth]) is None:
-                layer = layer.put(parts[:depth], Cover(Node("directory", 0o755, 0, mtime_ns, 0)))
+        for depth in range(there + 1, len(parts) + 1):
+            layer = layer.put(parts[:depth], Cover(Node("directory", 0o755, 0, mtime_ns, 0)))
         return layer
 
     def rename(self, origin: Parts, target: Parts) -> Layer:

@@ -17,14 +17,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.confined import Tree, xattrs_of
+from weakincentives.filesystem.confined import (
+    PATIENCE,
+    Tree,
+    mounted_below,
+    remove_tree,
+    xattrs_of,
+)
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.rooms import TEMPORARY
@@ -54,10 +61,6 @@ MOUNT = """
 "$1" -i -n -t overlay -o "$2" -- overlay "$3" || exit 125
 shift 3
 """
-
-# Seconds for what takes milliseconds, unless the machine stands still: to take such a moment for an
-# answer would be wrong for as long as this process lives.
-PATIENCE = 60.0
 
 CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
 MS_REC, MS_PRIVATE = 0x4000, 0x4_0000
@@ -229,8 +232,10 @@ def find_way(workspace: Path, store: Path) -> Way | str:
         way = _ways.get(key)
         if way is None:
             way = _ways[key] = _try(workspace, store)
-    mounted = None if isinstance(way, str) else _mounted_below(workspace)
-    return way if mounted is None else f"another filesystem is mounted inside it at {mounted}"
+    mounted = None if isinstance(way, str) else mounted_below(workspace)
+    if mounted is None:
+        return way
+    return f"another filesystem is mounted inside it at {shown(mounted)}"
 
 
 def _try(workspace: Path, store: Path) -> Way | str:
@@ -280,18 +285,6 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
         layers.discard()
 
 
-def _mounted_below(workspace: Path) -> str | None:
-    start = os.fsencode(workspace) + b"/"
-    with open("/proc/self/mountinfo", "rb") as lines:
-        for line in lines:
-            target = line.split(b" ", 5)[4]
-            if b"\\" in target:
-                target = target.decode("unicode_escape").encode("latin-1")
-            if target.startswith(start):
-                return shown(os.fsdecode(target))
-    return None
-
-
 class Layers:
     """The directories of one command: what it sees below, and the upper one that it writes to."""
 
@@ -304,6 +297,7 @@ class Layers:
         self._way = way
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline: int | None = None
+        self._trees: list[Tree] = []
 
     def prepare(self, stdin: bytes = b"") -> None:
         """Make the directories; the upper one with the attributes that the workspace has."""
@@ -315,9 +309,16 @@ class Layers:
         (self.place / "stdin").write_bytes(stdin)
         _take_after(self.upper, os.stat(self.workspace), self.workspace)
 
-    def cover(self, look: Look, paths: Iterable[Parts], tree: Tree) -> None:
+    def cover(self, look: Look, paths: AbstractSet[Parts], tree: Tree) -> None:
         """Lay what a view sees at some paths between the workspace and the upper layer."""
-        _Cover(look, tree, self.staged, f"{self._way.xattrs}opaque").lay(paths)
+        if not paths:
+            return
+        self.staged.mkdir(mode=0o700)
+        staged = Tree(self.staged)
+        try:
+            _Cover(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
+        finally:
+            staged.close()
 
     def start(
         self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
@@ -369,23 +370,27 @@ class Layers:
 
     def discard(self) -> None:
         """Throw away everything that was written."""
+        while self._trees:
+            self._trees.pop().close()
         remove_tree(self.place)
 
     def steps(self, tree: Tree) -> list[Step]:
-        """Return what turns the workspace into what the command saw, in the order to do it."""
+        """Return what turns the workspace into what the command saw, in the order to do it.
+
+        They lead to what is in the layers: apply them before these are discarded.
+        """
+        upper = self._opened(self.upper)
+        index = self.place / "work" / "index"
+        indexed = self._opened(index) if self._way.owner is None and index.is_dir() else None
         lower = Lower(tree, self.staged, self._way.xattrs)
         try:
-            return _Reader(self, lower, self._way).read()
+            return _Reader(self.workspace, upper, lower, indexed, self._way.xattrs).read()
         finally:
             lower.close()
 
-    def index(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the inode in the upper layer and the handle below of each file with hard links."""
-        directory = self.place / "work" / "index"
-        if self._way.owner is None and directory.is_dir():
-            for entry in os.scandir(directory):
-                if not entry.name.startswith("#"):
-                    yield entry.stat(follow_symlinks=False).st_ino, bytes.fromhex(entry.name)
+    def _opened(self, place: Path) -> Tree:
+        self._trees.append(Tree(place))
+        return self._trees[-1]
 
 
 def with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
@@ -398,110 +403,101 @@ def _is_plain(name: str) -> bool:
     return name.isascii() and name.isidentifier()
 
 
-def remove_tree(place: Path) -> None:
-    """Remove a directory with all that is in it, whatever the modes of its directories.
-
-    Others may come and go in there meanwhile: a command whose caller was killed is killed, too, but
-    not at the same instant.
-    """
-    until = SYSTEM_CLOCK.monotonic() + PATIENCE
-    closed = True
-    while os.path.lexists(place):
-        try:
-            shutil.rmtree(place)
-        except OSError as error:
-            if closed and isinstance(error, PermissionError):
-                closed = False
-                _open_up(place)
-            elif error.errno not in _CHANGING or SYSTEM_CLOCK.monotonic() >= until:
-                raise
-
-
-_CHANGING = (errno.ENOENT, errno.ENOTEMPTY)
-"""What removing a directory fails with when somebody is at work in it."""
-
-
-def _open_up(place: Path) -> None:
-    for directory, names, _ in os.walk(place):
-        for name in names:
-            path = os.path.join(directory, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.chmod(path, 0o700)
-
-
 # Laying a private view's changes over the workspace
 
 
-@dataclass(slots=True)
 class _Cover:
-    look: Look
-    tree: Tree
-    staged: Path
-    opaque: str
-    done: set[Parts] = field(default_factory=set[Parts])
-    """Paths whose whole content is laid out."""
-    files: dict[tuple[int, int], Path] = field(default_factory=dict[tuple[int, int], Path])
-    """Where the files with several names are laid out."""
+    def __init__(self, look: Look, tree: Tree, staged: Tree, opaque: str) -> None:
+        self._look = look
+        self._tree = tree
+        self._staged = staged
+        self._opaque = opaque
+        self._done: set[Parts] = set()
+        """Paths whose whole content is laid out."""
+        self._files: dict[tuple[int, int], Parts] = {}
+        """Where the files with several names are laid out."""
 
     def lay(self, paths: Iterable[Parts]) -> None:
         for parts in sorted(paths):
-            if not any(parts[:depth] in self.done for depth in range(len(parts) + 1)):
+            if not any(parts[:depth] in self._done for depth in range(len(parts) + 1)):
                 self._lay_one(parts)
 
     def _lay_one(self, parts: Parts) -> None:
         try:
-            node = self.look.node(parts)
+            node = self._look.node(parts)
         except OSError:
             return  # below something else, which is laid out itself
-        status = self.tree.status_if_reached(parts)
+        status = self._tree.status_if_reached(parts)
         directory = None if status is None or not stat.S_ISDIR(status.st_mode) else status.st_ino
         self._make_parents(parts)
         if node is None:
             if status is not None:
-                os.mknod(self.staged.joinpath(*parts), stat.S_IFCHR, 0)
+                with self._staged.reached(parts) as place:
+                    os.mknod(place, stat.S_IFCHR, 0)
         elif node.kind == "directory" and node.ino == directory:
             self._make_parents((*parts, ""))
-            self.staged.joinpath(*parts).chmod(node.mode)
+            self._staged.chmod(parts, node.mode)
             return
         else:
             self._lay(parts, node, status)
-        self.done.add(parts)
+        self._done.add(parts)
 
     def _make_parents(self, parts: Parts) -> None:
-        self.staged.mkdir(mode=0o700, exist_ok=True)
         for depth in range(1, len(parts)):
-            place = self.staged.joinpath(*parts[:depth])
-            if not place.is_dir():
-                place.mkdir()
-                original = self.tree.path.joinpath(*parts[:depth])
-                _take_after(place, os.lstat(original), original)
+            here = parts[:depth]
+            if self._staged.status(here) is None:
+                with self._staged.reached(here) as place, self._tree.reached(here) as original:
+                    os.mkdir(place)
+                    _take_after(place, os.lstat(original), original)
 
-    def _lay(self, parts: Parts, node: Node, status: os.stat_result | None) -> None:
+    def _lay(self, top: Parts, node: Node, status: os.stat_result | None) -> None:
         """Put what the view sees at a path, with all that is in it, into the layer."""
-        place = self.staged.joinpath(*parts)
-        if node.kind == "directory":
-            place.mkdir()
-            os.setxattr(place, self.opaque, b"y")
-            for name, inner in self.look.nodes(parts):
-                self._lay((*parts, name), inner, None)
-        elif node.kind == "link":
-            place.symlink_to(self.look.link_target(parts))
-        elif node.file is not None:
-            if node.links > 1 and self.files.setdefault(node.file, place) is not place:
-                os.link(self.files[node.file], place)
-                return
-            place.write_bytes(self.look.read(parts))
-            if status is not None and stat.S_ISREG(status.st_mode):
-                _take_after(place, status, self.tree.path.joinpath(*parts))
-        else:
+        directories: list[tuple[Parts, Node]] = []
+        pending = [(top, node, status)]
+        while pending:
+            parts, node, status = pending.pop()
+            with self._staged.reached(parts) as place:
+                if node.kind == "directory":
+                    os.mkdir(place)
+                    os.setxattr(place, self._opaque, b"y")
+                    directories.append((parts, node))
+                elif self._lay_file(place, parts, node, status):
+                    _finish(place, node)
+            if node.kind == "directory":
+                inner = self._look.nodes(parts)
+                pending += [((*parts, name), below, None) for name, below in inner]
+        # Last, and inner ones first: what is put into a directory changes its time.
+        for parts, node in reversed(directories):
+            with self._staged.reached(parts) as place:
+                _finish(place, node)
+
+    def _lay_file(
+        self, place: str, parts: Parts, node: Node, status: os.stat_result | None
+    ) -> bool:
+        """Lay out what is not a directory; False for one more name of what is laid out."""
+        if node.kind == "link":
+            os.symlink(self._look.link_target(parts), place)
+        elif node.file is None:
             os.mkfifo(place)
-        if node.kind != "link":
-            place.chmod(node.mode)
-        os.utime(place, ns=(node.mtime_ns, node.mtime_ns), follow_symlinks=False)
+        elif node.links > 1 and self._files.setdefault(node.file, parts) != parts:
+            with self._staged.reached(self._files[node.file]) as other:
+                os.link(other, place)
+            return False
+        else:
+            Path(place).write_bytes(self._look.read(parts))
+            if status is not None and stat.S_ISREG(status.st_mode):
+                with self._tree.reached(parts) as original:
+                    _take_after(place, status, original)
+        return True
 
 
-def _take_after(place: Path, status: os.stat_result, original: Path) -> None:
+def _finish(place: str, node: Node) -> None:
+    if node.kind != "link":
+        os.chmod(place, node.mode)
+    os.utime(place, ns=(node.mtime_ns, node.mtime_ns), follow_symlinks=False)
+
+
+def _take_after(place: Path | str, status: os.stat_result, original: Path | str) -> None:
     if (status.st_uid, status.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(PermissionError):
             os.chown(place, status.st_uid, status.st_gid)
@@ -576,7 +572,7 @@ class Step:
 
     action: Action
     parts: Parts
-    source: Path | None = None
+    source: tuple[Tree, Parts] | None = None
     attributes: Attributes | None = None
     handle: Handle | None = None
 
@@ -609,9 +605,14 @@ class Lower:
 
     def xattrs(self, parts: Parts) -> Xattrs:
         """Return a path's extended attributes."""
-        with self._found(parts).parent(parts) as above:
-            found = xattrs_of(f"/proc/self/fd/{above}/{parts[-1] if parts else '.'}")
+        with self._found(parts).reached(parts) as path:
+            found = xattrs_of(path)
         return tuple((name, value) for name, value in found if not name.startswith(self._prefix))
+
+    def walk(self, parts: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
+        """Yield what is at a path and below it, as far as one tree has it."""
+        tree = self._where(parts)
+        return iter(()) if tree is None else tree.walk(parts)
 
     def _found(self, parts: Parts) -> Tree:
         tree = self._where(parts)
@@ -625,89 +626,150 @@ class Lower:
             return self._tree
         for depth in range(1, len(parts) + 1):
             status = self._staged.status(parts[:depth])
-            path = self._staged.path.joinpath(*parts[:depth])
             if status is None:
                 return self._tree
             if stat.S_ISCHR(status.st_mode):
                 return None
-            if not stat.S_ISDIR(status.st_mode) or _is_marked(path, f"{self._prefix}opaque"):
+            if not stat.S_ISDIR(status.st_mode):
                 return self._staged
+            with self._staged.reached(parts[:depth]) as path:
+                if _is_marked(path, f"{self._prefix}opaque"):
+                    return self._staged
         return self._staged
 
 
-@dataclass(slots=True)
 class _Reader:
-    layers: Layers
-    lower: Lower
-    way: Way
-    found: list[Step] = field(default_factory=list[Step])
-    rewritten: set[int] = field(default_factory=set[int])
-    indexed: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    """Reads what a command changed from the upper layer."""
+
+    def __init__(
+        self, workspace: Path, upper: Tree, lower: Lower, index: Tree | None, prefix: str
+    ) -> None:
+        self._workspace = workspace
+        self._upper = upper
+        self._lower = lower
+        self._index = index
+        self._prefix = prefix
+        self._steps: list[Step] = []
+        self._changed: set[Parts] = set()
+        """The directories in which something changed."""
+        self._handles: dict[int, Handle] = {}
+        """By inode in the upper layer: what stands for each file that had several names before."""
+        self._settled: set[int] = set()
+        """The inodes of those whose content is dealt with."""
+        self._pending: list[tuple[Parts, bool, Attributes | None]] = []
+        """Paths to look at, with whether something may be below them; directories to leave."""
 
     def read(self) -> list[Step]:
-        self.indexed = dict(self.layers.index())
-        self._directory(self.layers.upper, (), True)
-        return self.found
+        names = () if self._index is None else self._index.scan(())
+        indexed = {
+            status.st_ino: (name, Handle(self._workspace, bytes.fromhex(name)))
+            for name, status in names
+            if stat.S_ISREG(status.st_mode) and not name.startswith("#")
+        }
+        self._handles = {ino: handle for ino, (_, handle) in indexed.items()}
+        self._enter((), True)
+        # Not recursive: a command may nest directories deeper than Python's stack.
+        while self._pending:
+            parts, merged, own = self._pending.pop()
+            if own is not None:
+                self._leave(parts, merged, own)
+            else:
+                self._entry(parts, merged)
+        return [*self._nameless(indexed), *self._steps]
 
-    def _directory(self, path: Path, parts: Parts, merged: bool) -> None:
-        """Add the steps for all that is in a directory of the upper layer, then for itself."""
-        status = os.lstat(path)
-        own = _attributes(path, status, self.way.xattrs)
-        if os.geteuid() and status.st_mode & 0o700 != 0o700:
-            os.chmod(path, status.st_mode | 0o700)
-        direct = False
-        for name in sorted(os.listdir(path)):
-            if name.startswith(TEMPORARY):
-                continue  # what the call has replaced so far waits there
-            count = len(self.found)
-            self._entry(path / name, (*parts, name), merged)
-            direct |= any(step.parts[:-1] == parts for step in self.found[count:])
+    def _nameless(self, indexed: Mapping[int, tuple[str, Handle]]) -> list[Step]:
+        """Return the steps for files that were changed, and then lost all names in the layer.
+
+        Those that they have elsewhere show the change. So it is made before the names go.
+        """
+        steps: list[Step] = []
+        for ino, (name, handle) in indexed.items():
+            if ino in self._settled or self._index is None:
+                continue
+            with self._index.reached((name,)) as path:
+                own = _attributes(path, os.lstat(path), self._prefix)
+                was, same, attributes = _compare(handle, path) or (None, True, own)
+            if was is None or (same and own == attributes):
+                continue
+            parts = self._name_of(was)
+            if parts is not None:
+                source = self._index, (name,)
+                steps += [] if same else [Step("rewrite", parts, source)]
+                steps.append(Step("attributes", parts, attributes=own))
+        return steps
+
+    def _name_of(self, file: os.stat_result) -> Parts | None:
+        """Return a name that a file had before the command, first among those that go."""
+        for top in [*(step.parts for step in self._steps if step.action != "directory"), ()]:
+            for parts, status in self._lower.walk(top):
+                if os.path.samestat(file, status):
+                    return parts
+        return None
+
+    def _add(self, step: Step) -> None:
+        self._steps.append(step)
+        self._changed.add(step.parts[:-1])
+
+    def _enter(self, parts: Parts, merged: bool) -> None:
+        """Look at all that is in a directory of the upper layer, then at itself."""
+        with self._upper.reached(parts) as path:
+            status = os.lstat(path)
+            own = _attributes(path, status, self._prefix)
+            if os.geteuid() and status.st_mode & 0o700 != 0o700:
+                os.chmod(path, status.st_mode | 0o700)
+        self._pending.append((parts, merged, own))
+        for name in sorted(self._upper.names(parts), reverse=True):
+            if not name.startswith(TEMPORARY):  # what the call has replaced so far waits there
+                self._pending.append(((*parts, name), merged, None))
+
+    def _leave(self, parts: Parts, merged: bool, own: Attributes) -> None:
         if not merged:
-            self.found.append(Step("attributes", parts, attributes=own))
+            self._add(Step("attributes", parts, attributes=own))
             return
-        status = self.lower.status(parts)
+        status = self._lower.status(parts)
         if status is None:
             return
-        was = _from(status, self.lower.xattrs(parts))
+        was = _from(status, self._lower.xattrs(parts))
         # A directory is in the upper layer when anything below it changed, and its time moves
         # when an entry comes or goes: neither is a change of its own.
-        if own.differs(was) or (own.mtime_ns != was.mtime_ns and not direct):
-            self.found.append(Step("attributes", parts, attributes=own))
+        moved = own.mtime_ns != was.mtime_ns and parts not in self._changed
+        if own.differs(was) or moved:
+            self._add(Step("attributes", parts, attributes=own))
 
-    def _entry(self, path: Path, parts: Parts, merged: bool) -> None:
-        status = os.lstat(path)
-        below = self.lower.status(parts) if merged else None
-        kind = stat.S_IFMT(status.st_mode)
-        if _is_whiteout(path, status, self.way.xattrs):
-            if below is not None:
-                self.found.append(Step("remove", parts))
-        elif kind == stat.S_IFDIR:
-            self._subdirectory(path, parts, below)
-        elif kind == stat.S_IFREG:
-            self._file(path, parts, status, below)
-        elif kind in (stat.S_IFCHR, stat.S_IFBLK):
-            raise FilesystemError(
-                f"The command made a device at {shown(join_path(parts))}. Devices are not kept in"
-                " the workspace, so nothing that the command changed was kept"
-            )
-        elif kind != stat.S_IFLNK or not self._same_link(path, parts, below):
-            self._move(path, parts, below)
+    def _entry(self, parts: Parts, merged: bool) -> None:
+        below = self._lower.status(parts) if merged else None
+        with self._upper.reached(parts) as path:
+            status = os.lstat(path)
+            kind = stat.S_IFMT(status.st_mode)
+            if _is_whiteout(path, status, self._prefix):
+                if below is not None:
+                    self._add(Step("remove", parts))
+            elif kind == stat.S_IFDIR:
+                self._subdirectory(path, parts, below)
+            elif kind == stat.S_IFREG:
+                self._file(path, parts, status, below)
+            elif kind in (stat.S_IFCHR, stat.S_IFBLK):
+                raise FilesystemError(
+                    f"The command made a device at {shown(join_path(parts))}. Devices are not kept"
+                    " in the workspace, so nothing that the command changed was kept"
+                )
+            elif kind != stat.S_IFLNK or not self._same_link(path, parts, below):
+                self._move(path, parts, below)
 
-    def _subdirectory(self, path: Path, parts: Parts, below: os.stat_result | None) -> None:
+    def _subdirectory(self, path: str, parts: Parts, below: os.stat_result | None) -> None:
         is_directory = below is not None and stat.S_ISDIR(below.st_mode)
-        merged = is_directory and not _is_marked(path, f"{self.way.xattrs}opaque")
+        merged = is_directory and not _is_marked(path, f"{self._prefix}opaque")
         if not merged:
             if below is not None:
-                self.found.append(Step("remove", parts))
-            self.found.append(Step("directory", parts))
-        self._directory(path, parts, merged)
+                self._add(Step("remove", parts))
+            self._add(Step("directory", parts))
+        self._enter(parts, merged)
 
     def _file(
-        self, path: Path, parts: Parts, status: os.stat_result, below: os.stat_result | None
+        self, path: str, parts: Parts, status: os.stat_result, below: os.stat_result | None
     ) -> None:
-        own = _attributes(path, status, self.way.xattrs)
-        name = self.indexed.get(status.st_ino)
-        handle = None if name is None else Handle(self.layers.workspace, name)
+        own = _attributes(path, status, self._prefix)
+        handle = self._handles.get(status.st_ino)
         if handle is not None and self._linked(path, parts, status, own, handle, below):
             return
         if (
@@ -717,12 +779,12 @@ class _Reader:
             or not self._same_bytes(path, parts, status, below)
         ):
             self._move(path, parts, below)
-        elif own.differs(_from(below, self.lower.xattrs(parts))):
-            self.found.append(Step("attributes", parts, attributes=own))
+        elif own.differs(_from(below, self._lower.xattrs(parts))):
+            self._add(Step("attributes", parts, attributes=own))
 
     def _linked(
         self,
-        path: Path,
+        path: str,
         parts: Parts,
         status: os.stat_result,
         own: Attributes,
@@ -730,41 +792,35 @@ class _Reader:
         below: os.stat_result | None,
     ) -> bool:
         """Add the steps for a file that had several names before: it keeps them, and its inode."""
-        opened = handle.open()
-        if opened is None:
+        compared = _compare(handle, path)
+        if compared is None:
             return False
-        try:
-            was = os.fstat(opened)
-            if below is None or (below.st_dev, below.st_ino) != (was.st_dev, was.st_ino):
-                self._replace(Step("link", parts, handle=handle), below)
-            if status.st_ino in self.rewritten:
-                return True
-            self.rewritten.add(status.st_ino)
-            with open(f"/proc/self/fd/{opened}", "rb") as old, open(path, "rb") as new:
-                same = was.st_size == status.st_size and _equal(old.fileno(), new.fileno())
-                attributes = _from(was, xattrs_of(old.fileno()))
-        finally:
-            os.close(opened)
+        was, same, attributes = compared
+        if below is None or not os.path.samestat(below, was):
+            self._replace(Step("link", parts, handle=handle), below)
+        if status.st_ino in self._settled:
+            return True
+        self._settled.add(status.st_ino)
         if not same:
-            self.found.append(Step("rewrite", parts, path))
+            self._add(Step("rewrite", parts, (self._upper, parts)))
         if not same or own != attributes:
-            self.found.append(Step("attributes", parts, attributes=own))
+            self._add(Step("attributes", parts, attributes=own))
         return True
 
     def _same_bytes(
-        self, path: Path, parts: Parts, status: os.stat_result, below: os.stat_result
+        self, path: str, parts: Parts, status: os.stat_result, below: os.stat_result
     ) -> bool:
         # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
         if (status.st_size, status.st_mtime_ns) != (below.st_size, below.st_mtime_ns):
             return False
-        old = self.lower.open_file(parts)
+        old = self._lower.open_file(parts)
         try:
             with open(path, "rb") as new:
                 return _equal(old, new.fileno())
         finally:
             os.close(old)
 
-    def _same_link(self, path: Path, parts: Parts, below: os.stat_result | None) -> bool:
+    def _same_link(self, path: str, parts: Parts, below: os.stat_result | None) -> bool:
         if below is None or not stat.S_ISLNK(below.st_mode):
             return False
         own = os.lstat(path)
@@ -772,19 +828,36 @@ class _Reader:
             below.st_uid,
             below.st_gid,
             below.st_mtime_ns,
-        ) and os.readlink(path) == self.lower.link_target(parts)
+        ) and os.readlink(path) == self._lower.link_target(parts)
 
-    def _move(self, path: Path, parts: Parts, below: os.stat_result | None) -> None:
-        _scrub(path, self.way.xattrs)
-        self._replace(Step("move", parts, path), below)
+    def _move(self, path: str, parts: Parts, below: os.stat_result | None) -> None:
+        _scrub(path, self._prefix)
+        self._replace(Step("move", parts, (self._upper, parts)), below)
 
     def _replace(self, step: Step, below: os.stat_result | None) -> None:
         if below is not None and stat.S_ISDIR(below.st_mode):
-            self.found.append(Step("remove", step.parts))
-        self.found.append(step)
+            self._add(Step("remove", step.parts))
+        self._add(step)
 
 
-def _is_whiteout(path: Path, status: os.stat_result, prefix: str) -> bool:
+def _compare(handle: Handle, path: str) -> tuple[os.stat_result, bool, Attributes] | None:
+    """Return what a handle stands for, whether it holds the same as the file at a path, and its
+    attributes; None where the system does not give it.
+    """
+    opened = handle.open()
+    if opened is None:
+        return None
+    try:
+        was = os.fstat(opened)
+        with open(f"/proc/self/fd/{opened}", "rb") as old, open(path, "rb") as new:
+            sizes = was.st_size == os.fstat(new.fileno()).st_size
+            same = sizes and _equal(old.fileno(), new.fileno())
+            return was, same, _from(was, xattrs_of(old.fileno()))
+    finally:
+        os.close(opened)
+
+
+def _is_whiteout(path: str, status: os.stat_result, prefix: str) -> bool:
     if stat.S_ISCHR(status.st_mode):
         return status.st_rdev == 0
     # The other form, which tools write where they cannot make device nodes.
@@ -795,16 +868,16 @@ def _is_whiteout(path: Path, status: os.stat_result, prefix: str) -> bool:
     )
 
 
-def _is_marked(path: Path, name: str) -> bool:
+def _is_marked(path: str, name: str) -> bool:
     try:
         return os.getxattr(path, name, follow_symlinks=False) == b"y"
     except OSError:
         return False
 
 
-def _attributes(path: Path, status: os.stat_result, prefix: str) -> Attributes:
+def _attributes(path: str, status: os.stat_result, prefix: str) -> Attributes:
     """Return a path's attributes without those of the overlay itself."""
-    found = xattrs_of(str(path))
+    found = xattrs_of(path)
     return _from(status, tuple(one for one in found if not one[0].startswith(prefix)))
 
 
@@ -813,11 +886,9 @@ def _from(status: os.stat_result, xattrs: Xattrs) -> Attributes:
     return Attributes(mode, status.st_mtime_ns, status.st_uid, status.st_gid, xattrs)
 
 
-def _scrub(path: Path, prefix: str) -> None:
+def _scrub(path: str, prefix: str) -> None:
     """Take away the extended attributes that only the overlay needed."""
     status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        return  # nothing else can have those of a user, and only files are copied up with any
     names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(prefix)]
     if not names:
         return

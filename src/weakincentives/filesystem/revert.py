@@ -133,7 +133,7 @@ def _mode(look: Look, parts: Parts) -> int | None:
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
-    return any(parts[:depth] in others for depth in range(len(parts) + 1))
+    return bool(others) and any(parts[:depth] in others for depth in range(len(parts) + 1))
 
 
 def _ident(node: Node) -> Ident:

@@ -1,7 +1,8 @@
 """Where things wait while a path is changed: a directory from which one rename puts them in place.
 
-That is the transaction's own directory in the store. What lies on another filesystem than the store
-gets a directory at the top of that one, for as long as the transaction takes.
+That is the transaction's own directory in the store. What lies on another filesystem than the
+store, or on another mount of the same, gets a directory at the top of that one, for as long as the
+transaction takes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from weakincentives.filesystem.confined import Held, Tree, exchange, write_all
+from weakincentives.filesystem.confined import Held, Mount, Tree, exchange, mount_of, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Store, checked_parts
 
@@ -32,6 +33,7 @@ class Room:
     """A directory for what was replaced, and for what is about to be put somewhere."""
 
     tree: Tree
+    mount: Mount
     base: Parts = ()
 
     @property
@@ -88,8 +90,8 @@ class Rooms:
     def __init__(self, tree: Tree, store: Store) -> None:
         self._tree = tree
         self._store = store
-        self.own = Room(store.tree)
-        self._by_device = {store.tree.device: self.own}
+        self.own = Room(store.tree, store.tree.mount)
+        self._by_mount = {self.own.mount: self.own}
         self._times: dict[Parts, int | None] = {}
         """Of each room: the time that the directory it is in is to have, if it may have another."""
 
@@ -98,23 +100,24 @@ class Rooms:
         """Where the rooms are noted, for whoever comes after a kill."""
         return self._store.path / "rooms"
 
-    def on(self, device: int, parent: Parts) -> Room:
-        """Return the room for what is in a directory; made if it is the first on its device."""
-        room = self._by_device.get(device)
+    def on(self, mount: Mount, parent: Parts) -> Room:
+        """Return the room for what is in a directory; made if it is the first on its mount."""
+        room = self._by_mount.get(mount)
         if room is None:
-            room = self._by_device[device] = self._make(device, parent)
+            room = self._by_mount[mount] = self._make(mount, parent)
         return room
 
     def of(self, mark: Parts | None) -> Room:
         """Return the room that a record names."""
         if mark is None:
             return self.own
-        return next((room for room in self.made if room.base == mark), Room(self._tree, mark))
+        known = next((room for room in self.made if room.base == mark), None)
+        return known or Room(self._tree, self._tree.mount, mark)
 
     @property
     def made(self) -> list[Room]:
         """The rooms outside of the store."""
-        return [room for room in self._by_device.values() if room is not self.own]
+        return [room for room in self._by_mount.values() if room is not self.own]
 
     def recall(self) -> bool:
         """Take over the rooms of a process that is gone; False if there are none."""
@@ -124,7 +127,8 @@ class Rooms:
             self._settle(base, time)
             with contextlib.suppress(OSError), self._tree.directory(base) as fd:
                 self._store.avoid(os.listdir(fd))
-                self._by_device[os.fstat(fd).st_dev] = Room(self._tree, base)
+                mount = mount_of(fd)
+                self._by_mount[mount] = Room(self._tree, mount, base)
                 self._times[base] = None
         if noted:
             self._write_note()
@@ -155,7 +159,7 @@ class Rooms:
         """Remove the rooms that were made. One that cannot be removed is tried again later."""
         if not self._times:
             return
-        self._by_device = {self._store.tree.device: self.own}
+        self._by_mount = {self.own.mount: self.own}
         self._times = {base: self._time_of(base[:-1]) for base in self._times}
         self._write_note()
         left: dict[Parts, int | None] = {}
@@ -168,24 +172,28 @@ class Rooms:
         self._times = left
         self._write_note()
 
-    def _make(self, device: int, parent: Parts) -> Room:
+    def _make(self, mount: Mount, parent: Parts) -> Room:
         """Make a room as far up as possible: no change of a call can move or remove it there."""
         tops = (parent[:depth] for depth in range(len(parent) + 1))
-        same = [top for top in tops if self._is_on(device, top)]
+        same = [top for top in tops if self._is_on(mount, top)]
         for top in same:
             try:
-                return self._make_in(top)
+                return self._make_in(top, mount)
             except PermissionError:
                 if top == same[-1]:
                     raise
         raise FileNotFoundError(parent)
 
-    def _is_on(self, device: int, parts: Parts) -> bool:
-        status = self._tree.status(parts)
-        return status is not None and status.st_dev == device
+    def _is_on(self, mount: Mount, parts: Parts) -> bool:
+        try:
+            held = self._tree.directory(parts)
+        except PermissionError:
+            return False
+        with held as fd:
+            return mount_of(fd) == mount
 
-    def _make_in(self, top: Parts) -> Room:
-        room = Room(self._tree, (*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
+    def _make_in(self, top: Parts, mount: Mount) -> Room:
+        room = Room(self._tree, mount, (*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
         # Noted first: whoever comes after a kill knows what to remove, and which time to set.
         self._times[room.base] = self._time_of(top)
         self._write_note()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.filesystem.confined import without_privileges
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -161,10 +162,10 @@ class Staging:
         layer = self.layer.make_directories(parts[:-1], now)
         old = layer.node(parts)
         content = data if len(data) <= IN_MEMORY else self._spill(data)
+        mode = 0o644 if old is None else without_privileges(old.mode)
         if old is not None and old.links > 1:  # the same file, for all the names it has
-            node = old._replace(size=len(data), mtime_ns=now)
+            node = old._replace(mode=mode, size=len(data), mtime_ns=now)
         else:
-            mode = 0o644 if old is None else old.mode
             node = Node("file", mode, len(data), now, next(_numbers))
         steps = self.state.steps
         if steps and steps[-1].action == "write" and steps[-1].parts == parts:

@@ -26,6 +26,7 @@ from weakincentives.filesystem.confined import (
     chmod_at,
     read_all,
     set_xattrs,
+    without_privileges,
     write_all,
     xattrs_of,
 )
@@ -200,16 +201,19 @@ def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
     """Give what is at a path an entry's owner, permissions, attributes and time."""
     with tree.parent(parts) as above:
         name = parts[-1] if parts else "."
-        status = os.stat(name, dir_fd=above, follow_symlinks=False)
+        status, mode = os.stat(name, dir_fd=above, follow_symlinks=False), entry.mode
         if (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
-            with contextlib.suppress(PermissionError):
+            try:
                 os.chown(name, entry.uid, entry.gid, dir_fd=above, follow_symlinks=False)
+            except PermissionError:
+                if entry.kind == "file":
+                    mode = without_privileges(mode)  # it would act for another one than it did
         if entry.kind in ("file", "directory"):
             _apply_xattrs(tree, parts, entry)
         if entry.kind in ("file", "directory", "fifo"):
             status = os.stat(name, dir_fd=above, follow_symlinks=False)
-            if stat.S_IMODE(status.st_mode) != entry.mode:
-                chmod_at(above, name, entry.mode)
+            if stat.S_IMODE(status.st_mode) != mode:
+                chmod_at(above, name, mode)
         if status.st_mtime_ns != entry.mtime_ns:
             times = (status.st_atime_ns, entry.mtime_ns)
             os.utime(name, ns=times, dir_fd=above, follow_symlinks=False)
