@@ -512,9 +512,14 @@ def _as_shells_count(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def apply_steps(steps: Sequence[Step], edit: Edit) -> None:
-    """Make what a command changed a change of the workspace, or of a private view."""
+def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
+    """Make what a command changed a change of the workspace, or of a private view.
+
+    ``check`` is asked before each step: False leaves it out, and it raises if it must not be made.
+    """
     for step in steps:
+        if not check(step):
+            continue
         if step.action == "remove":
             edit.remove(step.parts)
         elif step.action == "directory":
