@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from trees import look, put
 
 import weakincentives as wink
+from installed import Installed
 from weakincentives.errors import FilesystemError, ProtectedPath
 from weakincentives.filesystem import HostFilesystem
 
@@ -327,59 +326,13 @@ def test_git_itself_works(tmp_path: Path, engine: str):
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> Any:
-    """A project with an environment inside of it that has us installed, and a way to run there."""
-    root = tmp_path / "project"
-    root.mkdir()
-    environment = root / "tools" / ".venv"
-    make = [sys.executable, "-m", "venv", "--without-pip", str(environment)]
-    subprocess.run(make, check=True)
-    packages = next(environment.glob("lib/python*/site-packages"))
-    import weakincentives
-
-    package = Path(weakincentives.__file__).parent
-    shutil.copytree(package, packages / "weakincentives")
-    import rpds
-
-    # The dependencies, from where they are for these tests.
-    (packages / "others.pth").write_text(f"{Path(rpds.__file__).parent.parent}\n")
-
-    def run(script: str, **env: str) -> str:
-        done = subprocess.run(
-            [str(environment / "bin/python"), "-c", PROLOGUE + script],
-            cwd=tmp_path,
-            env={**os.environ, "ROOT": str(root), "PYTHONDONTWRITEBYTECODE": "1", **env},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run.root, run.packages = root, packages  # type: ignore[attr-defined]
-    return run
+def ours(tmp_path: Path) -> Installed:
+    return Installed(tmp_path)
 
 
-PROLOGUE = """
-import os, sys
-from pathlib import Path
-import weakincentives
-from weakincentives.errors import *
-from weakincentives.filesystem import HostFilesystem
-root = Path(os.environ["ROOT"])
-assert Path(weakincentives.__file__).is_relative_to(root), weakincentives.__file__
-place = str(Path(weakincentives.__file__).parent.relative_to(root))
-def refused(attempt):
-    try:
-        attempt()
-    except ProtectedPath:
-        return
-    raise SystemExit("it was possible")
-"""
-
-
-def test_our_own_code_in_the_workspace_is_out_of_reach_of_file_tools(ours: Any):
+def test_our_own_code_in_the_workspace_is_out_of_reach_of_file_tools(ours: Installed):
     before = look(ours.root)
-    ours("""
+    ours.run("""
 with HostFilesystem(root) as fs:
     launcher = f"{place}/contrib/tools/sandbox_launcher.py"
     refused(lambda: fs.write(launcher, "evil"))
@@ -407,8 +360,8 @@ with HostFilesystem(root) as fs:
 
 
 @pytest.mark.parametrize("overlay", [True, False])
-def test_nor_do_commands_without_a_sandbox_change_it(ours: Any, overlay: bool):
-    ours(f"""
+def test_nor_do_commands_without_a_sandbox_change_it(ours: Installed, overlay: bool):
+    ours.run(f"""
 import weakincentives.filesystem.commands as commands
 if not {overlay}:
     commands.find_way = lambda *_: "none here"
@@ -424,9 +377,9 @@ with HostFilesystem(root) as fs:
     assert (ours.root / "tools/mine.py").read_text() == "fine\n"
 
 
-def test_the_state_directory_is_neither_changed_nor_read(ours: Any):
+def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):
     state = ours.root / "home/.state"
-    ours(
+    ours.run(
         """
 from weakincentives.state import seal
 seal("test", b"")
