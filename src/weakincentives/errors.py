@@ -12,6 +12,7 @@ WinkError
 │       ├── NotAFile                     (also an IsADirectoryError)
 │       ├── NotADirectory                (also a NotADirectoryError)
 │       ├── ReadOnlyFile                 (also a PermissionError)
+│       ├── ProtectedPath                no call may change it (also a PermissionError)
 │       └── BinaryFile                   (also a ValueError)
 ├── Refusal                          the call was not admitted; nothing ran
 │   ├── ToolNotFound
@@ -105,6 +106,7 @@ __all__ = [
     "PromptOverrideError",
     "PromptRenderError",
     "PromptValidationError",
+    "ProtectedPath",
     "ProviderError",
     "ProviderFailed",
     "ProviderRejected",
@@ -189,6 +191,10 @@ class NotAFile(FilesystemError, IsADirectoryError):
 
 class NotADirectory(FilesystemError, NotADirectoryError):
     """A directory was needed; the path, or a part of it, is a file."""
+
+
+class ProtectedPath(FilesystemError, PermissionError):
+    """The path decides what runs outside of calls, so no call may change it."""
 
 
 class ReadOnlyFile(FilesystemError, PermissionError):

@@ -190,7 +190,7 @@ class OnDisk:
         self.above = Path(self._temporary.name).resolve() / "some" / "way" / "down"
         plant(self.above, repository)
         self.real_root = os.fspath(self.above / ROOT)
-        self.fs = HostFilesystem(self.real_root)
+        self.fs = HostFilesystem(self.real_root, unprotected=["*"])
 
     def holds(self, path: Path) -> bool:
         """Tell whether a path, with symlinks followed, is in the directory of this test."""
@@ -226,7 +226,7 @@ class OnDisk:
 
     def reopen(self) -> None:
         self.fs.close()
-        self.fs = HostFilesystem(self.real_root)
+        self.fs = HostFilesystem(self.real_root, unprotected=["*"])
         assert not self.fs.recovered
 
     def close(self) -> None:

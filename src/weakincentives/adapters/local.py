@@ -30,6 +30,7 @@ from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter
 from weakincentives.adapters.per_loop import PerLoop
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
+from weakincentives.ours import source_of
 from weakincentives.runtime.conversation import Message, ModelTurn
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalAdapter", "LocalModel"]
 
-_PROGRAM = Path(__file__).with_name("local_server.py")
+_PROGRAM = source_of(__file__, "local_server.py")
 
 
 class LocalModel:
@@ -170,7 +171,7 @@ def _small_model() -> Path:
 
 def _begin(settings: str, log: IO[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", str(_PROGRAM)],
+        [sys.executable, "-P", "-c", _PROGRAM],
         env={**os.environ, SETTINGS: settings},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

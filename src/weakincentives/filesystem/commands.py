@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
@@ -222,6 +222,8 @@ class Running:
     """The process that all others of the command descend from."""
     layer: Path | None
     """Where what it writes lies until it is kept; None when that is the workspace itself."""
+    ended: bool = False
+    """It has ended by itself: this is the last look, before what it changed is kept."""
 
 
 Watch = Callable[[Running], str | None]
@@ -420,6 +422,7 @@ def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> R
         layers.end()
     if ending == "ended" and not layers.started:
         raise _not_started(outputs[1].text.strip())
+    ending = watched.at_the_end(ending)
     return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
 
 
@@ -436,6 +439,12 @@ class _Watched:
         if self.watch is not None:
             self.reason = self.watch(self.running)
         return self.reason is not None or self.stopped()
+
+    def at_the_end(self, ending: Ending) -> Ending:
+        """Look once more: what is watched may have happened between two looks."""
+        if ending == "ended" and self.watch is not None:
+            self.reason = self.watch(replace(self.running, ended=True))
+        return ending if self.reason is None else "stopped"
 
 
 def _start_over(layers: Layers, command: Command) -> subprocess.Popen[bytes]:
@@ -473,6 +482,7 @@ def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> 
             stopped=watched,
             kill=lambda: kill_group(process),
         )
+    how = watched.at_the_end(how)
     return Ran(command, _as_shells_count(process.returncode), *outputs, how, watched.reason)
 
 
@@ -513,9 +523,14 @@ def _as_shells_count(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def apply_steps(steps: Sequence[Step], edit: Edit) -> None:
-    """Make what a command changed a change of the workspace, or of a private view."""
+def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
+    """Make what a command changed a change of the workspace, or of a private view.
+
+    ``check`` is asked before each step: False leaves it out, and it raises if it must not be made.
+    """
     for step in steps:
+        if not check(step):
+            continue
         if step.action == "remove":
             edit.remove(step.parts)
         elif step.action == "directory":

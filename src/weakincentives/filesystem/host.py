@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import os
+import stat
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from weakincentives.errors import (
     AlreadyExists,
     FilesystemError,
     MergeConflict,
+    ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
     UndoRefused,
@@ -61,7 +63,7 @@ from weakincentives.filesystem.layers import (
     walk,
 )
 from weakincentives.filesystem.looking import diff_of
-from weakincentives.filesystem.overlay import Layers
+from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import (
     GlobPattern,
     check_limit,
@@ -85,6 +87,7 @@ from weakincentives.filesystem.protocol import (
     split_root,
 )
 from weakincentives.filesystem.records import Record
+from weakincentives.filesystem.reserved import Hiding, Reserved
 from weakincentives.filesystem.revert import go_back, obstacles, take_back
 from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.scan import External
@@ -146,6 +149,7 @@ class _Workspace:
         wait: float,
         limit: int,
         clock: Clock,
+        unprotected: Sequence[str],
     ) -> None:
         with contextlib.ExitStack() as opened:
             self.store = Store(root, path=store, wait=wait, safe=safe)
@@ -154,6 +158,7 @@ class _Workspace:
             opened.callback(self.tree.close)
             self.external = External(self.tree, self.store)
             self.commands = Commands(self.store)
+            self.reserved = Reserved(self.tree.path, store=self.store.path, unprotected=unprotected)
             opened.pop_all()
         self.closing = weakref.finalize(
             self, _close, self.store, self.tree, self.external, self.commands
@@ -167,7 +172,9 @@ class _Workspace:
         self.private: weakref.WeakSet[HostFilesystem] = weakref.WeakSet()
         self.in_place: Changes | None = None
         self.in_place_thread = 0
-        self.disk = Disk(self.tree)
+        self.disk: Look = Disk(self.tree)
+        if self.reserved.hidden:
+            self.disk = Hiding(self.disk, self.reserved.hidden)
         self.present = Present(self.disk)
         self._stages: list[tuple[int, Present]] = []
         """What was the present in the call that works in place, by how many changes it had made."""
@@ -349,6 +356,8 @@ class HostFilesystem:
         durability: ``"fast"`` survives a killed process, ``"safe"`` also a loss of power.
         wait: Seconds to wait for another process that has the directory open.
         history_limit: Bytes to keep at most so that committed calls can be undone.
+        unprotected: Globs of paths that may be changed although their names protect them, such as
+            ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
 
     def __init__(
@@ -361,6 +370,7 @@ class HostFilesystem:
         wait: float = 0.0,
         history_limit: int = DEFAULT_LIMIT,
         clock: Clock = SYSTEM_CLOCK,
+        unprotected: Sequence[str] = (),
     ) -> None:
         if not supported():
             raise NotImplementedError(
@@ -393,6 +403,7 @@ class HostFilesystem:
             wait=wait,
             limit=history_limit,
             clock=clock,
+            unprotected=unprotected,
         )
         self._look: Look = self._workspace.disk
         self._present = self._workspace.present
@@ -409,6 +420,11 @@ class HostFilesystem:
     def store(self) -> Path:
         """Where what undoing takes is kept."""
         return self._workspace.store.path
+
+    @property
+    def reserved(self) -> Reserved:
+        """What in the directory no call may change."""
+        return self._workspace.reserved
 
     @property
     def gate(self) -> threading.Lock:
@@ -597,6 +613,7 @@ class HostFilesystem:
         where, node = self._existing(parts)
         if node.kind != "file":
             raise _not_a_file(parts, node)
+        self._check_reach(where, node)
         mode = node.mode & ~0o222 if readonly else node.mode | 0o200
         if mode != node.mode:
             self._edit.set_attributes(where, mode=mode)
@@ -617,6 +634,8 @@ class HostFilesystem:
             raise file_not_directory(join_path(parts))
         if self._seen is not None:
             self._seen.cleared.add(where)
+        if node is None:
+            self.reserved.check(where, self._look, directory=True)
         if node is None or self._staging is not None:
             self._edit.make_directory(where)
 
@@ -631,6 +650,8 @@ class HostFilesystem:
         target = self._free(self._parts(destination), origin, node, overwrite)
         self._check_unlocked(origin, node)
         if origin != target:
+            self.reserved.check_tree(origin, self._look)
+            self.reserved.check_moved(origin, target, self._look)
             self._edit.rename(origin, target)
 
     @_writing
@@ -644,6 +665,8 @@ class HostFilesystem:
             raise _not_a_file(origin, node)
         target = self._free(self._parts(destination), origin, node, overwrite)
         if origin != target:
+            self.reserved.check_copied(origin)
+            self.reserved.check_moved(origin, target, self._look)
             self._edit.copy(origin, target)
 
     @_writing
@@ -659,6 +682,7 @@ class HostFilesystem:
                 " all that is in it"
             )
         self._check_unlocked(where, node)
+        self.reserved.check_tree(where, self._look)
         self._edit.remove(where)
 
     # Going back
@@ -849,6 +873,8 @@ class HostFilesystem:
         changes = view._changes
         if view._mark is None and changes is not None:
             self._workspace.external.settle(changes)
+            if self._workspace.external.expected(changes):
+                self._check_found(changes.since(None))
             self._workspace.end_in_place(changes.commit(view.call, view._undoes))
         else:
             self._undoes += view._undoes
@@ -1015,7 +1041,9 @@ class HostFilesystem:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_given_up():
                 with self._changing("run", ()):
-                    apply_steps(steps, self._edit)
+                    apply_steps(steps, self._edit, self._check_step)
+        except ProtectedPath as error:
+            raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
@@ -1023,6 +1051,27 @@ class HostFilesystem:
                 f"What the command changed could not be kept: {error.strerror}"
             ) from error
         return ran.result("overlay", None, check=check)
+
+    def _check_step(self, step: Step) -> bool:
+        """Raise if what a command did is a change that no call may make; False if it is none."""
+        reserved, look, parts = self.reserved, self._look, step.parts
+        if step.action == "remove":
+            reserved.check_tree(parts, look)
+            return True
+        if step.action == "move" and step.source is not None and reserved.problem(parts, look):
+            status = os.lstat(step.source)
+            if stat.S_ISREG(status.st_mode) and reserved.is_rewritten_as_it_was(
+                parts, look, step.source.read_bytes(), stat.S_IMODE(status.st_mode)
+            ):
+                return False
+        directory = step.action == "directory"
+        if step.action in ("attributes", "rewrite"):
+            node = look.node(parts)
+            directory = node is not None and node.kind == "directory"
+            if node is not None and node.links > 1 and node.file is not None:
+                self._check_names({node.file})
+        reserved.check(parts, look, directory=directory)
+        return True
 
     def _run_scanned(self, command: Command, reason: str, check: bool) -> CommandResult:
         """Run a command on the directory itself, and find what it changed."""
@@ -1040,6 +1089,7 @@ class HostFilesystem:
                     external.settle(changes)
                     if ran.is_kept(check):
                         self._check_writable("run", ())
+                        self._check_found(changes.records[index:])
                         self._workspace.changed_in_place(changes, index)
                         return ran.result("scan", reason, check=check)
             except BaseException:
@@ -1049,6 +1099,13 @@ class HostFilesystem:
         if self._is_given_up():
             self._check_writable("run", ())
         return ran.result("scan", reason, check=check)
+
+    def _check_found(self, records: list[Record]) -> None:
+        """Raise if other programs have made changes that no call may make."""
+        try:
+            self.reserved.check_changed(*self._workspace.changed_by(records))
+        except ProtectedPath as error:
+            raise ProtectedPath(f"{error}. All that was changed is undone") from error
 
     def _is_given_up(self) -> bool:
         return self._why_sealed() is not None
@@ -1410,11 +1467,24 @@ class HostFilesystem:
                 raise _not_a_file(parts, node)
             if node.readonly:
                 raise read_only(join_path(parts))
+            self._check_reach(where, node)
         elif not where:
             raise directory_not_file(join_path(parts))
         else:
             self._check_barred(where)
+            self.reserved.check(where, self._look)
         return where, node
+
+    def _check_reach(self, where: Parts, node: Node) -> None:
+        """Raise if a file, or another name of it, is one that no call may change."""
+        self.reserved.check(where, self._look)
+        if node.links > 1 and node.file is not None:
+            self._check_names({node.file})
+
+    def _check_names(self, files: AbstractSet[File]) -> None:
+        # A change of one with several names shows under all of them.
+        for name in names_of(self._look, files, [()]):
+            self.reserved.check(name, self._look)
 
     def _put(self, parts: Parts, data: bytes) -> None:
         where, _ = self._changeable(parts)
@@ -1449,6 +1519,8 @@ class HostFilesystem:
         if there.kind != "directory" and node.kind == "directory":
             raise file_not_directory(join_path(target))
         self._check_unlocked(target, there)
+        if target != origin:
+            self.reserved.check_tree(target, self._look)
         return target
 
     def _check_unlocked(self, parts: Parts, node: Node) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.protocol import Parts, shown, split_path
 
-__all__ = ["GlobPattern", "check_limit", "compile_regex", "matching_lines"]
+__all__ = ["GlobPattern", "PathPatterns", "check_limit", "compile_regex", "matching_lines"]
 
 _ANY_DEPTH = "**"
 
@@ -66,6 +66,38 @@ class GlobPattern:
         if all(self._literal[position] for position in ahead):
             return frozenset(self._segments[position] for position in ahead)
         return None
+
+
+class PathPatterns:
+    """Globs that stand for paths with all that is in them.
+
+    A pattern is one of a path from the root, such as ``config/*.yaml``; one without a slash is a
+    name at any depth.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        if isinstance(patterns, str):
+            raise TypeError(f"patterns takes several globs, got a string: [{patterns!r}]")
+        self._globs = tuple(map(_standing_for, patterns))
+
+    def match(self, path: str) -> bool:
+        """Tell whether a normalised path, or a directory that it is in, matches a pattern."""
+        parts = path.split("/")
+        return any(_is_matched(glob, parts) for glob in self._globs)
+
+
+def _standing_for(pattern: str) -> GlobPattern:
+    named = pattern.strip("/")
+    return GlobPattern(named if "/" in pattern.rstrip("/") else f"**/{named}")
+
+
+def _is_matched(glob: GlobPattern, parts: Sequence[str]) -> bool:
+    positions = glob.start(())
+    for part in parts:
+        positions = glob.step(positions, part)
+        if glob.matched(positions):
+            return True
+    return False
 
 
 def _onward(segments: Parts) -> tuple[frozenset[int], ...]:

@@ -1,6 +1,6 @@
 """A program that starts an MCP server and ends all of it when whoever asked for it is gone.
 
-Started by its path, with the number of the process that asks and the command. The server's input
+Handed over as text, with the number of the process that asks and the command. The server's input
 and output are its own: nothing goes through here.
 """
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from weakincentives.errors import McpServerError
 from weakincentives.logs import get_logger
 from weakincentives.mcp.server_launcher import living_in
+from weakincentives.ours import program, source_of
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["ServerProcess"]
 
 _logger = get_logger(__name__)
+
+_LAUNCHER = source_of(__file__, "server_launcher.py")
 
 _GRACE = 2.0
 """Seconds that a server has to do what it is asked."""
@@ -197,9 +200,7 @@ def _launched(command: Sequence[str]) -> tuple[str, ...]:
     """Return the command with what takes the server along when this process is killed."""
     if sys.platform != "linux" or not sys.executable:
         return tuple(command)
-    launcher = str(Path(__file__).with_name("server_launcher.py"))
-    # Neither packages nor the environment's wishes: it starts in a few milliseconds.
-    return (sys.executable, "-I", "-S", launcher, str(os.getpid()), *command)
+    return (*program(_LAUNCHER, str(os.getpid())), *command)
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:

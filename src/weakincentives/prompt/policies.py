@@ -18,7 +18,7 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
-from weakincentives.filesystem.patterns import GlobPattern
+from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import shown
 from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
@@ -314,13 +314,11 @@ class ProtectedPathsPolicy:
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHANGED_FIELDS)
     """Of tools that are refused before they run: the parameters that name what they change."""
     name: str = "protected_paths"
-    _globs: tuple[GlobPattern, ...] = field(init=False, repr=False, compare=False)
+    _protected: PathPatterns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.patterns, str):
-            raise TypeError(f"patterns takes several globs, got a string: [{self.patterns!r}]")
+        object.__setattr__(self, "_protected", PathPatterns(self.patterns))
         object.__setattr__(self, "patterns", tuple(self.patterns))
-        object.__setattr__(self, "_globs", tuple(map(_protecting, self.patterns)))
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         fields = self.fields.get(tool.name)
@@ -361,22 +359,7 @@ class ProtectedPathsPolicy:
 
     def protects(self, path: str) -> bool:
         """Whether a normalised path, or a directory that it is in, matches a pattern."""
-        parts = path.split("/")
-        return any(_is_matched(glob, parts) for glob in self._globs)
-
-
-def _protecting(pattern: str) -> GlobPattern:
-    named = pattern.strip("/")
-    return GlobPattern(named if "/" in pattern.rstrip("/") else f"**/{named}")
-
-
-def _is_matched(glob: GlobPattern, parts: Sequence[str]) -> bool:
-    positions = glob.start(())
-    for part in parts:
-        positions = glob.step(positions, part)
-        if glob.matched(positions):
-            return True
-    return False
+        return self._protected.match(path)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from typing import Any, Literal, Unpack, cast
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools._asteval_child import MODULES
 from weakincentives.errors import FilesystemError, MissingExtra
+from weakincentives.ours import program, source_of
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -31,7 +32,7 @@ from weakincentives.retry import TIMEOUT
 
 __all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
 
-_CHILD = Path(__file__).with_name("_asteval_child.py")
+_CHILD = source_of(__file__, "_asteval_child.py")
 
 _START_SECONDS = 60.0
 """For Python to start, also on a machine that has much else to do."""
@@ -281,8 +282,7 @@ def _program(config: AstevalConfig, path: list[str], code: str) -> list[str]:
         "output": config.output_limit,
         "isolation": config.isolation,
     }
-    # Isolated, without site, without writing byte code: nobody's settings, nothing left.
-    return [sys.executable, "-I", "-S", "-B", str(_CHILD), json.dumps(options)]
+    return [*program(_CHILD, json.dumps(options))]
 
 
 def _refusal(

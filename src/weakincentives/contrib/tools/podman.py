@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -25,6 +24,7 @@ from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
 from weakincentives.filesystem.protocol import DEFAULT_ROOT, split_path, split_root
+from weakincentives.ours import source_of
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
@@ -253,7 +253,7 @@ class PodmanSandboxSection(Section[None]):
         most = self.config.output_limit // 4
         request = json.dumps({"code": params.code, "mark": mark, "most": most})
         done = self._run(
-            [self._usable().python, "-c", _driver()],
+            [self._usable().python, "-c", _DRIVER],
             context,
             params.timeout,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
@@ -316,9 +316,7 @@ class PodmanSandboxSection(Section[None]):
         return ToolResult(message, value, success=False, failure=ToolError(code, message))
 
 
-@cache
-def _driver() -> str:
-    return Path(__file__).with_name("sandbox_python.py").read_text()
+_DRIVER = source_of(__file__, "sandbox_python.py")
 
 
 # The workspace

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, cast, get_args
@@ -32,6 +32,7 @@ from weakincentives.contrib.tools.sandbox_engines import (
 from weakincentives.contrib.tools.sandbox_limits import SandboxLimits, SandboxWatch
 from weakincentives.errors import CommandFailed, SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, CommandResult
+from weakincentives.filesystem.protocol import Parts
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.host import HostFilesystem
@@ -91,6 +92,8 @@ class Sandbox:
             env={**CLEAN, **self._path(), "PWD": inside, **_checked(env or {})},
             owner=_owner(fs.root),
             limits=self.limits,
+            read_only=_present(fs, fs.reserved.trees),
+            hidden=_present(fs, fs.reserved.hidden),
         )
         with self.engine.wrapped(order) as wrapped:
             watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=wrapped.watched)
@@ -141,6 +144,16 @@ class Sandbox:
             return None
         said = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return said or f"a first command ended with {tried.returncode}"
+
+
+def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
+    """Return what is protected and can be mounted over itself: nobody mounts on links."""
+    paths = ["/".join(parts) for parts in trees if parts]
+    return [
+        path
+        for path in paths
+        if os.path.exists(fs.root / path) and not (fs.root / path).is_symlink()
+    ]
 
 
 def _checked(env: Mapping[str, str]) -> Mapping[str, str]:

@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from weakincentives.contrib.tools.sandbox_limits import (
 )
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.overlay import remove_tree
+from weakincentives.ours import program, source_of
 
 __all__ = [
     "Bubblewrap",
@@ -57,7 +57,7 @@ ENV = "/.wink-env"
 ENTER = f". {ENV}"
 """How the environment of a command comes into the sandbox: see ``_write_env``."""
 
-LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
+LAUNCHER = source_of(__file__, "sandbox_launcher.py")
 
 # Brings the process under the limits of the groups named up to `--`, and makes it the first to go
 # when memory runs out. Descriptor 8 is bwrap's own arguments, 9 the system calls to be refused.
@@ -87,6 +87,10 @@ class Order:
     owner: tuple[int, int]
     """The user and group that its files belong to outside."""
     limits: SandboxLimits
+    read_only: Sequence[str] = ()
+    """Paths in the workspace, from its root on, that it sees and cannot change."""
+    hidden: Sequence[str] = ()
+    """Directories in the workspace that it sees empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,9 @@ class Kit:
         self.profile.write_text(container_profile())
         for name, text in _FILES.items():
             (self.place / name).write_text(text)
+        self.nothing = self.place / "nothing"
+        """What a command sees in the place of a directory that is hidden from it."""
+        self.nothing.mkdir()
         self.links: list[tuple[str, str]] = [("/tmp", "/var/tmp")]
         """What links lead to, and their names."""
         self.binds: list[tuple[str, str]] = []
@@ -187,16 +194,25 @@ class Kit:
                 self.binds.append((source, f"/etc/{name}"))
 
     @contextmanager
-    def folder(self, owner: tuple[int, int]) -> Generator[Path]:
-        """Give a directory for one command that nobody but its owner can look into."""
+    def folder(self) -> Generator[Path]:
+        """Give a directory for what starts one command. Nobody but us can write there.
+
+        As root we read back what is there, so not even the user who the command runs as may.
+        """
         # Short, because podman takes no long names.
         folder = self.place / os.urandom(4).hex()
         folder.mkdir(mode=0o700)
-        os.chown(folder, *owner)
+        if os.geteuid() == 0:
+            folder.chmod(0o711)  # the environment is read there by the command's own user
         try:
             yield folder
         finally:
             remove_tree(folder)
+
+    def shields(self, order: Order) -> list[tuple[str, str]]:
+        """Return what is mounted read-only over parts of the workspace, and where."""
+        own = [(str(order.workspace / path), f"{INSIDE}/{path}") for path in order.read_only]
+        return own + [(str(self.nothing), f"{INSIDE}/{path}") for path in order.hidden]
 
 
 def _proc_covers() -> Iterator[tuple[str, str]]:
@@ -232,14 +248,23 @@ def _limited(order: Order) -> Generator[tuple[str, ...]]:
         group.remove()
 
 
-def _write_env(folder: Path, env: Mapping[str, str]) -> None:
+def _write_env(folder: Path, order: Order) -> None:
     """Write what sets a command's environment, once it is held to its limits.
 
     Before that it could make the programs that do so do something else, and in an argument
     everybody on the machine could read it.
     """
-    exports = (f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
-    (folder / "env").write_text("".join(exports), errors="surrogateescape")
+    exports = (f"export {name}={shlex.quote(value)}\n" for name, value in order.env.items())
+    _write(folder / "env", "".join(exports).encode(errors="surrogateescape"), order.owner)
+
+
+def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> None:
+    """Write a file that only we, or the owner, can read."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+    with open(fd, "wb") as file:
+        file.write(data)
+        if owner is not None and os.geteuid() == 0:
+            os.fchown(fd, *owner)
 
 
 def _outside() -> dict[str, str]:
@@ -267,11 +292,11 @@ class Bubblewrap:
 
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _limited(order) as entrances, self.kit.folder(order.owner) as folder:
-            _write_env(folder, order.env)
+        with _limited(order) as entrances, self.kit.folder() as folder:
+            _write_env(folder, order)
             options = folder / "options"
             words = self._options(order, folder)
-            options.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+            _write(options, b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = order.limits.rlimits(memory=not entrances)
             argv = ["sh", "-c", PRELUDE, "wink", str(options), str(self.kit.filter)]
             argv += [*entrances, "--", *self._identity(order), "bwrap", "--args", "8", "--"]
@@ -308,6 +333,8 @@ class Bubblewrap:
             options += ["--ro-bind", source, target]
         options += ["--dev", "/dev", "--size", scratch, "--tmpfs", "/dev/shm"]
         options += ["--remount-ro", "/dev", "--bind", str(order.workspace), INSIDE]
+        for source, target in self.kit.shields(order):
+            options += ["--ro-bind", source, target]
         options += ["--remount-ro", "/"]
         return [*options, "--chdir", order.cwd]
 
@@ -326,13 +353,14 @@ class Namespaces:
 
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _limited(order) as entrances, self.kit.folder(order.owner) as folder:
+        with _limited(order) as entrances, self.kit.folder() as folder:
             plan = {
                 "argv": list(order.argv),
                 "env": dict(order.env),
                 "cwd": order.cwd,
                 "workspace": str(order.workspace),
                 "inside": INSIDE,
+                "shields": self.kit.shields(order),
                 "host": order.owner,
                 "user": USER,
                 "binds": self.kit.binds,
@@ -344,9 +372,8 @@ class Namespaces:
                 "scratch": order.limits.scratch,
             }
             file = folder / "plan"
-            file.write_bytes(marshal.dumps(plan))
-            launcher = [sys.executable, "-I", "-S", str(LAUNCHER), str(file)]
-            yield Wrapped(launcher, _outside(), watched=not entrances)
+            _write(file, marshal.dumps(plan))
+            yield Wrapped(program(LAUNCHER, str(file)), _outside(), watched=not entrances)
 
 
 # What podman takes from a file only. Without it locks would be left behind by what is killed.
@@ -383,10 +410,10 @@ class Podman:
     def wrapped(self, order: Order) -> Generator[Wrapped]:
         group = new_name()
         try:
-            with self.kit.folder(order.owner) as place:
-                _write_env(place, order.env)
+            with self.kit.folder() as place:
+                _write_env(place, order)
                 settings = place / "containers.conf"
-                settings.write_text(SETTINGS.format(place=place))
+                _write(settings, SETTINGS.format(place=place).encode())
                 env = {
                     "CONTAINERS_CONF": str(settings),
                     "XDG_RUNTIME_DIR": str(place),
@@ -437,7 +464,8 @@ class Podman:
         options += ["--oom-score-adj=1000", f"--workdir={order.cwd}", *self._identity(order)]
         for name, (soft, hard) in limits.rlimits(memory=False).items():
             options += [f"--ulimit={name}={soft}:{hard}"]
-        return [*options, _bind(str(order.workspace), INSIDE)]
+        shields = (_bind(*each, "ro=true") for each in self.kit.shields(order))
+        return [*options, _bind(str(order.workspace), INSIDE), *shields]
 
     def _identity(self, order: Order) -> list[str]:
         """Return who the command is: the workspace's owner, and nobody else."""

@@ -1,6 +1,7 @@
 """A program that runs a command in namespaces of its own, where there is nothing else to do it.
 
-Started by its path for every command, so it imports little: no packages, and not what takes long.
+Started for every command, handed over as text, so it imports little: no packages, and not what
+takes long.
 What to do comes in a file: see ``Namespaces`` in ``sandbox_engines.py``.
 """
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
         workspace: str
         inside: str
         """Where the command sees the workspace."""
+        shields: list[tuple[str, str]]
+        """What it sees read-only over parts of the workspace, and where."""
         host: tuple[int, int]
         """The user and group that the command's files belong to outside."""
         user: tuple[int, int]
@@ -180,6 +183,8 @@ def _build(plan: Plan) -> None:
         os.makedirs(os.path.dirname(f"/new{name}"), exist_ok=True)
         os.symlink(target, f"/new{name}")
     _bind(f"/old{plan['workspace']}", f"/new{plan['inside']}", MS_NOSUID | MS_NODEV)
+    for source, target in plan["shields"]:
+        _bind(f"/old{source}", f"/new{target}", MS_RDONLY | MS_NOSUID | MS_NODEV)
     _build_proc(plan["covers"])
     _build_dev(plan["scratch"])
     _mount("none", "/new", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)

@@ -46,6 +46,8 @@ class SandboxLimits:
     """Threads count as well."""
     disk: int = GIB
     """Bytes that it may write into the workspace, and the size of its largest file."""
+    files: int = 50_000
+    """Files and directories that it may make or change in the workspace."""
     scratch: int = GIB // 4
     """Bytes in ``/tmp``, and as much in ``/dev/shm``: they are gone when it ends."""
     cpu_seconds: int = 300
@@ -215,12 +217,13 @@ class SandboxWatch:
         self._limits = limits
         self._processes = processes
         self._free = {place: _free(place) for place in places}
+        self._free_files = {place: _free_files(place) for place in places}
         self._next = 0.0
 
     def __call__(self, running: Running) -> str | None:
         """Return why the command is to be killed, if it is."""
         began = SYSTEM_CLOCK.monotonic()
-        if began < self._next:
+        if began < self._next and not running.ended:
             return None
         reason = self._look(running)
         ended = SYSTEM_CLOCK.monotonic()
@@ -231,7 +234,9 @@ class SandboxWatch:
         limits = self._limits
         if self._floods(running.layer):
             return f"it wrote more than {in_words(limits.disk)} to the disk"
-        if not self._processes:
+        if self._litters(running.layer):
+            return f"it made or changed more than {limits.files:,} files"
+        if not self._processes or running.ended:
             return None
         pids = family_of(running.pid)
         if len(pids) > limits.processes + WRAPPERS:
@@ -256,6 +261,43 @@ class SandboxWatch:
             if used > limit and (layer is None or used > before // 2 or _size(layer) > limit):
                 return True
         return False
+
+    def _litters(self, layer: Path | None) -> bool:
+        """Tell whether the command has made too many files; what is counted is as for the bytes."""
+        limit = self._limits.files
+        for place in self._free_files:
+            free, before = _free_files(place), self._free_files[place]
+            if free is None or before is None:
+                # This filesystem has no limit of its own, so it does not count.
+                if layer is not None and _has_more(layer, limit):
+                    return True
+                continue
+            before = self._free_files[place] = max(before, free)
+            if before - free > limit and (layer is None or _has_more(layer, limit)):
+                return True
+        return False
+
+
+def _free_files(place: Path) -> int | None:
+    status = os.statvfs(place)
+    return status.f_ffree if status.f_files else None
+
+
+def _has_more(folder: Path, limit: int) -> bool:
+    """Tell whether there is more in a layer, but for marks of what was removed."""
+    count = 0
+    pending = [str(folder)]
+    while pending:
+        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
+                    continue
+                count += 1
+                if count > limit:
+                    return True
+    return False
 
 
 def _free(place: Path) -> int:

@@ -1,0 +1,282 @@
+"""What in a workspace no call may change, whoever asks: it would decide what runs outside of calls.
+
+Our own code and state where they lie in the workspace, stores, ``wink.toml``,
+and what git runs or reads settings from. The user can lift the protection of names, never that of
+our code.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from weakincentives.errors import ProtectedPath
+from weakincentives.filesystem.layers import Look, Node, NodeKind
+from weakincentives.filesystem.patterns import PathPatterns
+from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.ours import our_code, our_environment, our_secrets
+
+__all__ = ["Hiding", "Reserved"]
+
+T = TypeVar("T")
+
+# Of a git directory: what says what git runs, or where it reads that.
+_CODE = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})
+# What a directory needs to be a git directory, also one that is not called .git.
+_STRUCTURE = frozenset({"head", "objects", "refs"})
+_SPELLED = {"head": "HEAD"}
+# Inside a git directory: where any name may be that of a branch or an object.
+_CONTENT = frozenset({"refs", "logs", "objects"})
+_FILES = frozenset({"wink.toml", ".gitmodules", ".gitconfig"})
+
+# Nearly no path has any of these names: one search tells, for all of them.
+_names = "|".join(re.escape(name) for name in sorted({".git", *_CODE, *_STRUCTURE, *_FILES}))
+_suspect = re.compile(rf"(?:^|/)(?:{_names}|\.[^/]+\.wink)(?:/|$)", re.IGNORECASE).search
+
+
+class Reserved:
+    """What is protected in one workspace.
+
+    Args:
+        root: The workspace, resolved.
+        store: Its store.
+        unprotected: Globs of paths whose names shall not protect them. A pattern without a slash is
+            a name at any depth.
+    """
+
+    def __init__(self, root: Path, *, store: Path, unprotected: Sequence[str] = ()) -> None:
+        self.hidden = _within(root, our_secrets())
+        """What cannot even be read."""
+        ours = [*our_code(), *our_environment(), *our_secrets(), store, *_targets(root)]
+        self.trees = _within(root, ours)
+        """What lies here and is protected wherever that is, with all that is in it."""
+        if any(root.is_relative_to(each) for each in our_code()):
+            self.trees = ((),)  # the workspace lies in our code
+        self._allowed = PathPatterns(unprotected)
+
+    def check(self, parts: Parts, look: Look, *, directory: bool = False) -> None:
+        """Raise ProtectedPath if nothing may be put at a path, or changed or removed there.
+
+        Args:
+            look: What is there now.
+            directory: It is, or will be, a directory, and it is not about what is in it.
+        """
+        found = self.problem(parts, look, directory=directory)
+        if found is not None:
+            raise _protected(found)
+
+    def check_tree(self, parts: Parts, look: Look) -> None:
+        """Raise ProtectedPath if a path, or anything below it, may not be changed or removed."""
+        for tree in self.trees:
+            if tree[: len(parts)] == parts:
+                raise _protected(tree)
+        for each, kind in _walk(parts, look):
+            self.check(each, look, directory=kind == "directory")
+
+    def check_moved(self, origin: Parts, target: Parts, look: Look) -> None:
+        """Raise ProtectedPath if what is at a path may not be put at another."""
+        for each, kind in _walk(origin, look):
+            there = (*target, *each[len(origin) :])
+            self.check(there, look, directory=kind == "directory")
+
+    def check_changed(self, paths: Iterable[Parts], before: Look, now: Look) -> None:
+        """Raise ProtectedPath if one of the paths that were changed is protected."""
+        for parts in paths:
+            kinds = {_kind(before, parts), _kind(now, parts)} - {None}
+            found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
+            if found is not None and (found in self.trees or not _is_same(parts, before, now)):
+                raise _protected(found)
+
+    def is_rewritten_as_it_was(self, parts: Parts, look: Look, data: bytes, mode: int) -> bool:
+        """Tell whether a file is protected by its name, and gets the content that it has.
+
+        git does so with its settings, for example when it deletes a branch.
+        """
+        found = self.problem(parts, look)
+        if found is None or found in self.trees:
+            return False
+        node = _node(look, parts)
+        if node is None or node.kind != "file" or (node.size, node.mode) != (len(data), mode):
+            return False
+        return look.read(parts) == data
+
+    def check_copied(self, parts: Parts) -> None:
+        """Raise ProtectedPath if something that cannot be read is at a path or below it."""
+        for tree in self.hidden:
+            if tree[: len(parts)] == parts:
+                raise _protected(tree)
+
+    def problem(
+        self, parts: Parts, look: Look, *, now: Look | None = None, directory: bool = False
+    ) -> Parts | None:
+        """Return what protects a path: itself, or a directory that it is in.
+
+        Args:
+            look: What is there before the change.
+            now: What is there after it; without it, something is put at the path.
+        """
+        for tree in self.trees:
+            if parts[: len(tree)] == tree:
+                return tree
+        path = "/".join(parts)
+        if _suspect(path) is None:
+            return None
+        found = self._named(parts, look, now, directory)
+        return None if found is None or self._allowed.match(path) else found
+
+    def _named(self, parts: Parts, look: Look, now: Look | None, directory: bool) -> Parts | None:
+        # Some filesystems take names of either case for the same.
+        names = tuple(name.lower() for name in parts)
+        inside = False
+        for depth, name in enumerate(names):
+            if name in _FILES or (name.startswith(".") and name.endswith(".wink") and name[1:-5]):
+                return parts[: depth + 1]
+            if name == ".git":
+                length = _code_in(names[depth + 1 :])
+                if length or not (names[depth + 1 :] or directory):
+                    return parts[: depth + 1 + length]
+                inside = True
+            elif not inside and self._in_repository(parts, names, depth, look, now):
+                return parts[: depth + 1]
+        return None
+
+    def _in_repository(
+        self, parts: Parts, names: Parts, depth: int, look: Look, now: Look | None
+    ) -> bool:
+        """Tell whether a name is what git runs of a directory that git takes for a repository, or
+        what makes it one.
+        """
+        name, place = names[depth], parts[:depth]
+        if name not in _CODE and name not in _STRUCTURE:
+            return False
+        becomes = _is_repository(place, now or look, name if now is None else None)
+        if name in _STRUCTURE:
+            return becomes and not _is_repository(place, look)
+        if names[depth:] == ("info", "refs"):
+            return False
+        return becomes or _is_repository(place, look)
+
+
+def _code_in(names: Parts) -> int:
+    """Return how many names in a ``.git`` directory lead to what git runs; 0 if they do not."""
+    if not names or names == ("info", "refs"):  # a list of branches, which `git gc` writes
+        return 0
+    if names[0] in _CODE:
+        return 1
+    if names[0] == "worktrees":
+        return 3 if len(names) > 2 and names[2] in _CODE else 0
+    if names[0] == "modules":
+        for depth, name in enumerate(names[1:], start=2):
+            if name in _CONTENT:
+                return 0
+            if name in _CODE:
+                return 0 if names[depth - 1 :] == ("info", "refs") else depth
+    return 0
+
+
+def _is_repository(place: Parts, look: Look, added: str | None = None) -> bool:
+    def has(name: str) -> bool:
+        return name == added or _kind(look, (*place, _SPELLED.get(name, name))) is not None
+
+    return has("head") and (has("commondir") or (has("objects") and has("refs")))
+
+
+def _kind(look: Look, parts: Parts) -> NodeKind | None:
+    node = _node(look, parts)
+    return None if node is None else node.kind
+
+
+def _node(look: Look, parts: Parts) -> Node | None:
+    try:
+        return look.node(parts)
+    except OSError:
+        return None
+
+
+def _is_same(parts: Parts, before: Look, now: Look) -> bool:
+    """Tell whether a path is a file that still has its content and mode."""
+    was, found = _node(before, parts), _node(now, parts)
+    if was is None or found is None or not was.kind == found.kind == "file":
+        return False
+    same = (was.size, was.mode) == (found.size, found.mode)
+    return same and before.read(parts) == now.read(parts)
+
+
+def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
+    kind = _kind(look, parts)
+    if kind is None:
+        return
+    pending: list[tuple[Parts, NodeKind]] = [(parts, kind)]
+    while pending:
+        here, kind = pending.pop()
+        yield here, kind
+        if kind == "directory":
+            try:
+                pending += [((*here, name), inner) for name, inner in look.kinds(here)]
+            except OSError:
+                continue  # not to be looked into
+
+
+def _protected(parts: Parts) -> ProtectedPath:
+    return ProtectedPath(
+        f"Cannot change {shown(join_path(parts))}: it is protected. Leave it as it is; only the"
+        " user can allow it"
+    )
+
+
+def _within(root: Path, paths: Iterable[Path]) -> tuple[Parts, ...]:
+    """Return those of some paths that lie in a workspace, as seen from there, the topmost only."""
+    inside = {path.relative_to(root).parts for path in paths if path.is_relative_to(root)}
+    inside.discard(())  # what the workspace itself is cannot be all protected
+    return tuple(
+        parts for parts in sorted(inside) if not any(parts[:n] in inside for n in range(len(parts)))
+    )
+
+
+def _targets(root: Path) -> Iterator[Path]:
+    """Yield what the protected names of the workspace itself lead to, where they are links."""
+    for name in ("wink.toml", ".gitmodules", *(f".git/{name}" for name in sorted(_CODE))):
+        if os.path.islink(root / name):
+            yield Path(os.path.realpath(root / name))
+
+
+class Hiding:
+    """A look at the directory that shows nothing of what is hidden."""
+
+    def __init__(self, look: Look, hidden: Sequence[Parts]) -> None:
+        self._look = look
+        self._hidden = frozenset(hidden)
+
+    def node(self, parts: Parts) -> Node | None:
+        """Return what is at a path; None for nothing."""
+        return None if self._hides(parts) else self._look.node(parts)
+
+    def read(self, parts: Parts) -> bytes:
+        """Return the bytes of a regular file."""
+        return self._shown(self._look.read, parts)
+
+    def link_target(self, parts: Parts) -> str:
+        """Return the text of a symbolic link."""
+        return self._shown(self._look.link_target, parts)
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        """Return all that is in a directory."""
+        found = self._shown(self._look.nodes, parts)
+        return [each for each in found if (*parts, each[0]) not in self._hidden]
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        """Return the names in a directory with what they are."""
+        found = self._shown(self._look.kinds, parts)
+        return [each for each in found if (*parts, each[0]) not in self._hidden]
+
+    def _shown(self, ask: Callable[[Parts], T], parts: Parts) -> T:
+        if self._hides(parts):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+        return ask(parts)
+
+    def _hides(self, parts: Parts) -> bool:
+        return any(parts[:depth] in self._hidden for depth in range(1, len(parts) + 1))

@@ -1,0 +1,412 @@
+"""What no call may change: it decides what runs on the user's machine outside of calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trees import look, put
+
+import weakincentives as wink
+from installed import Installed
+from weakincentives.errors import FilesystemError, ProtectedPath
+from weakincentives.filesystem import HostFilesystem
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+EVIL = "[core]\n\tfsmonitor = touch /tmp/owned\n"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A workspace with a repository, one inside of it, a bare one, and a store."""
+    root = tmp_path / "work"
+    for place in (".git", "sub/.git", "bare.git", ".git/modules/lib"):
+        put(root / place / "config", "[core]\n\tbare = false\n")
+        put(root / place / "HEAD", "ref: refs/heads/main\n")
+        put(root / place / "hooks/pre-commit", "#!/bin/sh\n")
+        put(root / place / "info/exclude", "*.tmp\n")
+        (root / place / "objects").mkdir()
+        (root / place / "refs/heads").mkdir(parents=True)
+    put(root / ".gitmodules", "")
+    put(root / "wink.toml", "")
+    put(root / "sub/wink.toml", "")
+    put(root / "packages/.foo.wink/tx/journal", "x")
+    put(root / "packages/foo/a.py", "a = 1\n")
+    put(root / "tree/.git", "gitdir: ../.git/worktrees/tree\n")
+    put(root / ".git/worktrees/tree/commondir", "../..\n")
+    put(root / ".git/worktrees/tree/HEAD", "ref: refs/heads/tree\n")
+    put(root / "a.txt", "a\n")
+    return root
+
+
+@pytest.fixture(params=["overlay", "scan"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How what a command changes is known."""
+    if request.param == "scan":
+        monkeypatch.setattr("weakincentives.filesystem.commands.find_way", lambda *_: "none here")
+    return request.param
+
+
+@pytest.fixture
+def fs(root: Path) -> Iterator[HostFilesystem]:
+    with HostFilesystem(root) as fs:
+        yield fs
+
+
+PROTECTED = [
+    *(".git/config", ".git/hooks/pre-commit", ".git/hooks/new", ".git/info/exclude"),
+    *(".git/info/attributes", ".git/config.worktree", ".git/commondir", ".GIT/config"),
+    *("sub/.git/config", "sub/.git/hooks/post-checkout", "new/.git/config", "tree/.git"),
+    *(".git/modules/lib/config", ".git/modules/lib/hooks/x", ".git/worktrees/tree/commondir"),
+    *(".git/worktrees/tree/config.worktree", "bare.git/config", "bare.git/hooks/update"),
+    *(".gitmodules", "sub/.gitmodules", "new/.git", "wink.toml", "sub/wink.toml", "Wink.toml"),
+    *("packages/.foo.wink/tx/journal", "packages/.bar.wink/tx/journal", "a/b/.c.wink/x"),
+]
+
+OPEN = [
+    *("a.txt", ".git/HEAD", ".git/index", ".git/refs/heads/config", ".git/refs/heads/hooks/x"),
+    *(".git/info/refs", ".git/objects/info/packs", ".git/logs/refs/heads/info", "config"),
+    *("hooks/pre-commit", "info", "src/config", ".gitignore", ".github/config", "x.wink", "HEAD"),
+    *(
+        "bare.git/refs/heads/main",
+        "objects/a",
+        "bare.git/HEAD",
+        ".git/modules/lib/refs/heads/config",
+    ),
+]
+
+
+@pytest.mark.parametrize("path", PROTECTED)
+def test_file_tools_do_not_change_it(root: Path, fs: HostFilesystem, path: str):
+    put(root / "evil", EVIL)
+    before = look(root)
+    attempts: list[Callable[[], object]] = [
+        lambda: fs.write(path, EVIL),
+        lambda: fs.write_bytes(path, b"x"),
+        lambda: fs.append(path, "x"),
+        lambda: fs.copy("evil", path, overwrite=True),
+        lambda: fs.move("evil", path, overwrite=True),
+    ]
+    if (root / path).exists():
+        attempts += [
+            lambda: fs.delete(path),
+            lambda: fs.move(path, "elsewhere"),
+            lambda: fs.set_readonly(path),
+        ]
+    for attempt in attempts:
+        with pytest.raises(ProtectedPath, match="is protected"):
+            attempt()
+
+    assert look(root) == before
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_all_else_can_be_changed(fs: HostFilesystem, engine: str, path: str):
+    fs.write(path, "one\n")
+    done = fs.run(["sh", "-c", 'echo two >> "$1"', "sh", path], check=True)
+
+    assert done.engine == engine
+    assert fs.read(path) == "one\ntwo\n"
+
+
+@pytest.mark.parametrize("path", PROTECTED)
+def test_a_command_that_changes_it_has_changed_nothing(
+    root: Path, fs: HostFilesystem, engine: str, path: str
+):
+    before = look(root)
+    script = 'mkdir -p "$(dirname "$1")"; echo x > other.txt; printf evil >> "$1"'
+
+    with pytest.raises(ProtectedPath, match="is protected"):
+        fs.run(["sh", "-c", script, "sh", path])
+
+    assert look(root) == before
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "rm -rf .git",
+        "rm -rf sub",
+        "mv sub elsewhere",
+        "mv packages elsewhere",
+        "rm -rf packages",
+        "rm -rf bare.git",
+        "rm wink.toml",
+        "mkdir x && ln -s /tmp x/.git",
+        "mkdir y && printf evil > y/config && mkdir y/objects y/refs && echo 'ref: x' > y/HEAD",
+        "rm .gitmodules && ln -s a.txt .gitmodules",
+        "chmod 777 .git/hooks/pre-commit",
+        "rm -rf .git/hooks && ln -s ../packages .git/hooks",
+    ],
+)
+def test_nor_by_what_is_around_it(root: Path, fs: HostFilesystem, engine: str, script: str):
+    before = look(root)
+
+    with pytest.raises(ProtectedPath, match="is protected"):
+        fs.run(script)
+
+    assert look(root) == before
+
+
+def test_a_directory_with_something_protected_in_it_stays(root: Path, fs: HostFilesystem):
+    before = look(root)
+    for path in ("packages", "sub", "bare.git", ".git"):
+        with pytest.raises(ProtectedPath):
+            fs.move(path, "elsewhere")
+        with pytest.raises(ProtectedPath):
+            fs.delete(path, recursive=True)
+
+    assert look(root) == before
+
+
+def test_a_directory_does_not_become_what_git_runs(root: Path, fs: HostFilesystem):
+    put(root / "evil/config", EVIL)
+    put(root / "evil/hooks/pre-commit", EVIL)
+    put(root / "half/HEAD", "ref: refs/heads/main\n")
+    put(root / "half/config", EVIL)
+    (root / "half/refs").mkdir()
+    (root / "objects").mkdir()
+    with pytest.raises(ProtectedPath):
+        fs.move("evil", "new/.git")
+    with pytest.raises(ProtectedPath):
+        fs.copy("evil", "new/.git")
+    with pytest.raises(ProtectedPath):
+        fs.copy("evil", "bare.git/hooks", overwrite=True)
+    with pytest.raises(ProtectedPath):
+        fs.move("objects", "half/objects")
+    with pytest.raises(ProtectedPath):
+        fs.mkdir("half/objects")
+    with pytest.raises(ProtectedPath):
+        fs.write("half/objects/aa/bb", "x")
+
+
+def test_a_link_does_not_lead_to_it(root: Path, fs: HostFilesystem):
+    (root / "settings").symlink_to(".git/config")
+    (root / "gitdir").symlink_to(".git")
+    os.link(root / ".git/config", root / "twin")
+    before = look(root)
+    for path in ("settings", "gitdir/config", "twin"):
+        with pytest.raises(ProtectedPath):
+            fs.write(path, EVIL)
+        with pytest.raises(ProtectedPath):
+            fs.append(path, EVIL)
+
+    assert look(root) == before
+
+
+def test_nor_for_a_command(root: Path, fs: HostFilesystem, engine: str):
+    (root / "settings").symlink_to(".git/config")
+    os.link(root / ".git/config", root / "twin")
+    before = look(root)
+    for script in (
+        "printf evil >> settings",
+        "printf evil >> twin",
+        "cd .git; printf x >> ../twin",
+    ):
+        try:
+            fs.run(script)
+        except ProtectedPath:
+            assert look(root) == before
+        else:
+            # Without root, an overlay parts the names of a file: then only the other one changed.
+            assert os.geteuid() != 0
+            assert (root / ".git/config").read_text() == "[core]\n\tbare = false\n"
+
+
+def test_a_link_made_by_one_call_is_of_no_use_to_the_next(
+    root: Path, fs: HostFilesystem, engine: str
+):
+    config = (root / ".git/config").read_bytes()
+    try:
+        fs.run("ln .git/config twin; ln -s .git gitdir", check=True)
+    except ProtectedPath:
+        return
+    for path in ("twin", "gitdir/config"):
+        try:
+            fs.write(path, EVIL)
+        except ProtectedPath:
+            continue
+        assert (root / ".git/config").read_bytes() == config
+
+    assert (root / ".git/config").read_bytes() == config
+
+
+def test_what_wink_toml_leads_to_is_protected_as_well(root: Path):
+    (root / "wink.toml").unlink()
+    put(root / "conf/settings.toml", "")
+    (root / "wink.toml").symlink_to("conf/settings.toml")
+    with HostFilesystem(root) as fs, pytest.raises(ProtectedPath):
+        fs.write("conf/settings.toml", 'sandbox = "none"\n')
+
+
+def test_private_views_hold_to_it(root: Path, fs: HostFilesystem):
+    view = fs.fork()
+    with pytest.raises(ProtectedPath):
+        view.write(".git/config", EVIL)
+    with pytest.raises(FilesystemError):
+        view.run("printf evil >> .git/config")
+    fs.merge(view)
+
+    assert (root / ".git/config").read_text() == "[core]\n\tbare = false\n"
+
+
+def test_a_call_of_another_program_that_changes_it_is_undone(root: Path):
+    """What a tool does past our API is found, and taken back as a whole."""
+
+    @wink.tool(writes="external")
+    def meddle() -> str:
+        """Change files as any program does."""
+        (root / "a.txt").write_text("changed\n")
+        with (root / ".git/config").open("a") as file:
+            file.write(EVIL)
+        return "done"
+
+    before = look(root)
+    with wink.ToolRegistry([meddle], workspace=root) as tools:
+        result = tools.execute("meddle", {})
+
+    assert not result.success
+    assert "Cannot change .git/config: it is protected" in result.message
+    assert look(root) == before
+
+
+def test_the_user_can_allow_it(root: Path, engine: str):
+    with HostFilesystem(root, unprotected=[".git/config", "wink.toml"]) as fs:
+        fs.write(".git/config", "[core]\n")
+        fs.write("sub/wink.toml", "x = 1\n")
+        fs.run("echo '[user]' >> .git/config", check=True)
+        with pytest.raises(ProtectedPath):
+            fs.write("sub/.git/config", EVIL)
+        with pytest.raises(ProtectedPath):
+            fs.write(".git/hooks/pre-commit", EVIL)
+
+    assert (root / ".git/config").read_text() == "[core]\n[user]\n"
+
+
+@needs_git
+def test_git_itself_works(tmp_path: Path, engine: str):
+    """Committing, branching, merging, stashing and collecting garbage change no settings."""
+    root = tmp_path / "repo"
+    root.mkdir()
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        **{
+            f"GIT_{who}_{what}": "x@example.org"
+            for who in ("AUTHOR", "COMMITTER")
+            for what in ("NAME", "EMAIL")
+        },
+    }
+    for words in (["init", "-q", "-b", "main"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=root, env=env, check=True)
+    script = """set -e
+    echo one > a; git add a; git commit -qm one
+    git checkout -qb config; echo two > a; git commit -qam two
+    git checkout -q main; git merge -q config; git branch -d config
+    echo three > a; git stash -q; git stash pop -q; git commit -qam three
+    git tag -a v1 -m v1; git gc -q; git reset -q --hard HEAD~1; git status"""
+    with HostFilesystem(root) as fs:
+        done = fs.run(["sh", "-c", script], env=env, check=True)
+
+        assert done.kept
+        with pytest.raises(ProtectedPath):
+            fs.run(["git", "config", "core.fsmonitor", "evil"], env=env)
+        with pytest.raises(ProtectedPath):
+            fs.run(["git", "init", "-q", "new"], env=env)
+        with pytest.raises(ProtectedPath):
+            fs.run(["git", "init", "-q", "--bare", "new"], env=env)
+
+
+# Our own code
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Installed:
+    return Installed(tmp_path)
+
+
+def test_our_own_code_in_the_workspace_is_out_of_reach_of_file_tools(ours: Installed):
+    before = look(ours.root)
+    ours.run("""
+with HostFilesystem(root) as fs:
+    launcher = f"{place}/contrib/tools/sandbox_launcher.py"
+    refused(lambda: fs.write(launcher, "evil"))
+    refused(lambda: fs.write(f"{place}/contrib/tools/__pycache__/asteval.cpython-311.pyc", "evil"))
+    refused(lambda: fs.write(f"{place}/../sitecustomize.py", "evil"))
+    refused(lambda: fs.write(f"{place}/../evil.pth", "import evil"))
+    refused(lambda: fs.write("tools/.venv/pyvenv.cfg", "home = /tmp"))
+    refused(lambda: fs.delete("tools/.venv/bin/python"))
+    refused(lambda: fs.delete("tools", recursive=True))
+    refused(lambda: fs.move("tools", "elsewhere"))
+    refused(lambda: fs.move("tools/.venv", "elsewhere"))
+    refused(lambda: fs.copy(launcher, f"{place}/new.py"))
+    (root / "link").symlink_to("tools/.venv")
+    refused(lambda: fs.write(launcher.replace("tools/.venv", "link"), "evil"))
+    os.link(root / launcher, root / "twin")
+    refused(lambda: fs.write("twin", "evil"))
+    (root / "link").unlink(); (root / "twin").unlink()
+    fs.write("tools/mine.py", "mine")
+    fs.delete("tools/mine.py")
+""")
+    after = look(ours.root)
+    assert {path: seen.content for path, seen in before.items()} == {
+        path: seen.content for path, seen in after.items()
+    }
+
+
+@pytest.mark.parametrize("overlay", [True, False])
+def test_nor_do_commands_without_a_sandbox_change_it(ours: Installed, overlay: bool):
+    ours.run(f"""
+import weakincentives.filesystem.commands as commands
+if not {overlay}:
+    commands.find_way = lambda *_: "none here"
+with HostFilesystem(root) as fs:
+    launcher = f"{{place}}/contrib/tools/sandbox_launcher.py"
+    for script in (f"echo evil >> {{launcher}}", "mv tools elsewhere", "rm -rf tools",
+                   f"echo evil > {{place}}/../evil.pth", f"ln {{launcher}} x; echo evil >> x",
+                   "rm tools/.venv/bin/python; cp /bin/sh tools/.venv/bin/python"):
+        refused(lambda: fs.run(script))
+    assert "evil" not in (root / launcher).read_text()
+    assert fs.run("echo fine > tools/mine.py", check=True).kept
+""")
+    assert (ours.root / "tools/mine.py").read_text() == "fine\n"
+
+
+def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):
+    state = ours.root / "home/.state"
+    ours.run(
+        """
+from weakincentives.state import seal
+seal("test", b"")
+with HostFilesystem(root) as fs:
+    assert not fs.exists("home/.state/wink/key")
+    assert [each.path for each in fs.list("home/.state")] == []
+    assert fs.glob("**/key") == () and fs.search("key") == ()
+    key = "home/.state/wink/key"
+    for attempt in (lambda: fs.read(key), lambda: fs.list("home/.state/wink"),
+                    lambda: fs.read_bytes(key), lambda: fs.stat("home/.state/wink"),
+                    lambda: fs.copy(key, "copied")):
+        try:
+            attempt()
+        except NoSuchFile:
+            continue
+        raise SystemExit("it can be read")
+    (root / "link").symlink_to("home/.state/wink/key")
+    try:
+        fs.read("link")
+        raise SystemExit("it can be read through a link")
+    except NoSuchFile:
+        pass
+    refused(lambda: fs.copy("home", "copied"))
+    refused(lambda: fs.write("home/.state/wink/key", "mine"))
+    refused(lambda: fs.delete("home", recursive=True))
+    refused(lambda: fs.move("home/.state", "elsewhere"))
+""",
+        XDG_STATE_HOME=str(state),
+    )
+    assert (state / "wink/key").stat().st_size == 32
