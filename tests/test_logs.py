@@ -240,3 +240,15 @@ class TestConfiguring:
         logging.getLogger().removeHandler(handler)
 
         assert "tests.ours: hello" in capsys.readouterr().err
+
+
+def test_no_text_of_others_acts_on_a_terminal_or_looks_like_a_line_of_its_own(
+    stream: io.StringIO,
+):
+    configure_logging(stream=stream)
+
+    theirs.warning("it said: %s", "\x1b[2J\u202e\n2026-01-01 00:00:00,000 INFO ours: all is well")
+
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("it said: \\x1b[2J\\u202e")
+    assert second.startswith("    2026-01-01")

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from typing import IO, Any
 
 from weakincentives.call import transaction_under_way
+from weakincentives.text import harmless
 
 __all__ = ["CallFilter", "configure_logging", "get_logger"]
 
@@ -58,7 +59,8 @@ class _LineFormatter(logging.Formatter):
         fields = record.__dict__
         call_id, tool = fields.get("call_id"), fields.get("tool")
         record.call_prefix = f"[{tool} {call_id}] " if call_id else ""
-        return super().format(record)
+        # Names and messages come from models and servers: no text of theirs begins a line.
+        return harmless(super().format(record), lines=True).replace("\n", "\n    ")
 
 
 # What every record has, and what formatters add to it; the rest was given by whoever wrote it.

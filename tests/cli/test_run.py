@@ -481,15 +481,73 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
         terminal.wait_for("what?\nyes, no, always [y/n/a]?")
         terminal.send("n\n")
         # To its end: what is typed before the question is asked is no answer.
-        terminal.wait_for("path: b.txt\nyes, no, always [y/n/a]?")
+        terminal.wait_for(
+            'path: "b.txt"\n  content: ""\n  overwrite: false\nyes, no, always [y/n/a]?'
+        )
         terminal.send("a\n")
         assert terminal.end() == 0
 
     assert "write_file wants to run; what it does can be undone." in asked
-    assert "path: a.txt" in asked
+    assert 'path: "a.txt"' in asked
     assert "was not approved by" in terminal.text
-    assert "path: c.txt" not in terminal.text  # always
+    assert 'path: "c.txt"' not in terminal.text  # always
     assert sorted(path.name for path in project.glob("*.txt")) == ["b.txt", "c.txt"]
+
+
+def test_everything_that_is_asked_about_is_shown_and_nothing_of_it_hides(project: Path):
+    """Lines stay lines, padding is counted, what cannot be seen is spelled out."""
+    command = f"echo hi{' ' * 3000}; rm -rf x\n# yes, no, always [y/n/a]? \u202e\u3164 \\"
+    turns = [{"call": [{"shell_execute": {"command": command}}]}, "Done."]
+    with terminal_run(project, turns, "--ask", "shell_execute") as terminal:
+        asked = terminal.wait_for("\nyes, no, always [y/n/a]?")
+        terminal.send("n\n")
+        assert terminal.end() == 0
+
+    assert f"  command: text, 2 lines, {len(command):,} characters\n" in asked
+    assert "    | echo hi\\s{3000}; rm -rf x\n" in asked
+    assert "    | # yes, no, always [y/n/a]? \\u202e\\u3164 \\\\\n" in asked
+    assert "    \\ no newline at the end\n" in asked
+
+
+def test_what_is_left_out_is_said_and_can_be_seen_before_the_answer(project: Path):
+    content = "".join(f"line {n}\n" for n in range(1, 401))
+    turns = [{"call": [{"write_file": {"path": "a.txt", "content": content}}]}, "Done."]
+    with terminal_run(project, turns, "--ask", "write_file") as terminal:
+        asked = terminal.wait_for("[y/n/a/v]?")
+        terminal.send("v\n")
+        everything = terminal.wait_for("\nyes, no, always [y/n/a]?")
+        terminal.send("y\n")
+        assert terminal.end() == 0
+
+    assert "    ... 387 lines (" in asked
+    assert (
+        "NOT ALL IS SHOWN: 387 of 403 lines are left out; v shows all.\n"
+        "yes, no, always, view all [y/n/a/v]?" in asked
+    )
+    assert "line 200" not in asked
+    assert all(f"    | line {n}\n" in everything for n in range(1, 401))
+    assert (project / "a.txt").read_text() == content
+
+
+def test_the_names_of_arguments_cannot_act_on_the_terminal(project: Path):
+    """Where a schema is open, a model makes them up."""
+    (project.parent / "mine.py").write_text(
+        "import weakincentives as wink\n"
+        "tools = wink.Tool.from_schema('open', 'Takes anything.', {'type': 'object'},\n"
+        "    lambda params, *, context: wink.ToolResult.ok(None, 'ran'))\n"
+    )
+    (project / "wink.toml").write_text(f'sections = ["{project.parent}/mine.py:tools"]\n')
+    arguments = {"a\x1b[2J\nyes": False, "ok": "", "b\u202e": None, "c" * 150: "\x1b[2J"}
+    turns = [{"call": [{"open": arguments}]}, "Done."]
+    with terminal_run(project, turns, "--ask", "open") as terminal:
+        asked = terminal.wait_for("[y/n/a]?")
+        terminal.send("n\n")
+        assert terminal.end() == 0
+
+    assert '  "a\\u001b[2J\\nyes": false\n  ok: ""\n  "b\\u202e": null\n  (a long name):\n' in asked
+    assert '  (its value): "\\u001b[2J"\n' in asked
+    assert b"\x1b[2J" not in terminal.raw
+    assert "\u202e".encode() not in terminal.raw
 
 
 def test_no_answer_is_a_no(project: Path):

@@ -61,6 +61,38 @@ def test_one_tool_is_shown_in_full(wink: Wink, configured: Path):  # noqa: F811
     assert "Reach: reversible (" in shown
 
 
+def test_what_servers_say_of_their_tools_cannot_act_on_the_terminal(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+):
+    wild = "Wild \x1b[2J\x1b]0;title\x07\u202e\x9b31m\n\u2028end"
+    file = project.parent / "wild.py"
+    file.write_text(
+        "import weakincentives as wink\n"
+        f"wild = {wild!r}\n"
+        "schema = {'type': 'object', 'properties': {wild: {'description': wild}}}\n"
+        "class Rule:\n"
+        "    def check(self, tool_name, params, context):\n"
+        "        return f'no {wild}' if tool_name == 'wild' else None\n"
+        "Rule.__doc__ = wild\n"
+        "tool = wink.Tool.from_schema('wild', wild, schema,\n"
+        "    lambda params, *, context: wink.ToolResult.ok(None, 'ran'))\n"
+    )
+    (project / "wink.toml").write_text(
+        f'sections = ["{file}:tool"]\n[policy]\nuse = ["{file}:Rule"]\n'
+    )
+
+    for command in (["tools"], ["tools", "wild"], ["policy", "check"]):
+        done = wink(*command)
+        assert (done.code, done.err) == (0, "")
+        assert "Wild \\x1b[2J" in done.out
+        assert done.out.replace("\n", "").isprintable()
+    done = wink("policy", "check", "wild", "{}")
+    assert done.code == 1
+    assert done.out.count("\n") == 1
+    assert done.out[:-1].isprintable()
+
+
 def test_tools_for_machines_have_schema_and_policies(wink: Wink, configured: Path):  # noqa: F811
     (line,) = wink("tools", "delete_file", "--json").out.splitlines()
     tool = json.loads(line)

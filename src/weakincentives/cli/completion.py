@@ -44,7 +44,7 @@ def complete_calls(context: typer.Context, incomplete: str) -> list[tuple[str, s
     except OSError:
         return []
     return [
-        (call.name, f"{call.tool} {call.outcome}".strip())
+        (call.name, _words(f"{call.tool} {call.outcome}"))
         for call in reversed(calls)
         if call.name.startswith(incomplete)
     ]
@@ -83,4 +83,6 @@ def _workspace(context: typer.Context) -> Path:
 
 
 def _words(text: str) -> str:
-    return " ".join(text.split())[:60]
+    from weakincentives.text import harmless
+
+    return harmless(text[:240])[:60]

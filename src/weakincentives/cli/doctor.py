@@ -18,6 +18,7 @@ import typer
 from weakincentives.cli.config import FILE_NAME, Settings, load_settings
 from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.cli.output import echo
 
 __all__ = ["Finding", "examine", "register"]
 
@@ -62,7 +63,7 @@ def doctor(
     for each in examine(workspace):
         findings.append(each)
         if as_json:
-            typer.echo(json.dumps(asdict(each)))
+            echo(json.dumps(asdict(each)))
             continue
         if each.area != area:
             area = each.area
@@ -71,7 +72,7 @@ def doctor(
     broken = sum(each.level == "broken" for each in findings)
     better = sum(each.level == "better" for each in findings)
     if not as_json:
-        typer.echo(f"\n{broken} broken, {better} could be better.")
+        echo(f"\n{broken} broken, {better} could be better.")
     return 1 if broken else 0
 
 
@@ -82,9 +83,9 @@ def _show(finding: Finding) -> None:
     from weakincentives.cli.view import harmless
 
     typer.secho(f"  {finding.level:<7}", fg=_COLOURS[finding.level], nl=False)
-    typer.echo(f" {harmless(finding.what)}")
+    echo(f" {harmless(finding.what)}")
     if finding.do:
-        typer.echo(f"          -> {harmless(finding.do)}")
+        echo(f"          -> {harmless(finding.do)}")
 
 
 def examine(workspace: Path) -> Iterator[Finding]:

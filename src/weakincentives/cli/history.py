@@ -15,6 +15,7 @@ from weakincentives.cli.completion import complete_calls, complete_runs
 from weakincentives.cli.config import existing_directory
 from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.cli.output import echo
 from weakincentives.cli.runs import find_run
 
 if TYPE_CHECKING:
@@ -110,10 +111,10 @@ def log(
     found = calls.latest(count or None, only)
     if as_json:
         for call in found:
-            typer.echo(json.dumps(_summary(call)))
+            echo(json.dumps(_summary(call)))
         return
     if not found:
-        typer.echo(f"No calls yet in {calls.workspace}. Begin with: wink run ...", err=True)
+        echo(f"No calls yet in {calls.workspace}. Begin with: wink run ...", err=True)
     _print(_log_lines(found, calls.names()))
 
 
@@ -132,7 +133,7 @@ def show(
     """Show all that is known of one call: arguments, result, why it was denied, what it changed."""
     found = _calls(workspace).find(call)
     if as_json:
-        typer.echo(json.dumps({**_summary(found), **_details(found)}))
+        echo(json.dumps({**_summary(found), **_details(found)}))
         return
     _print(_detail_lines(found))
 
@@ -284,9 +285,9 @@ def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     done = next(WorkspaceHistory(calls.workspace).changes())
     names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
     _print([[(f"Undone: {names}", "bold")], *map(_changed, done.files)])
-    typer.echo(f"To have it back: wink undo {done.call.call_id}")
+    echo(f"To have it back: wink undo {done.call.call_id}")
     if any(each.run is not None for each in chosen):
-        typer.echo("Only files were undone: what the session of the run knows is as it was.")
+        echo("Only files were undone: what the session of the run knows is as it was.")
     return 0
 
 
@@ -296,10 +297,10 @@ def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[C
     _say("nothing was undone: this was changed since")
     for path, by in paths.items():
         who = ", ".join(names.get(each, each) for each in by) or "somebody else, not by a call"
-        typer.echo(f"  {_harmless(path)}: by {who}", err=True)
+        echo(f"  {_harmless(path)}: by {who}", err=True)
     if any(paths.values()):
-        typer.echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
-    typer.echo("Or replace it with --force; what is there now is kept in the history.", err=True)
+        echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
+    echo("Or replace it with --force; what is there now is kept in the history.", err=True)
 
 
 # What is shown
@@ -480,7 +481,9 @@ def _print(lines: Iterable[Line]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(Text.assemble(*((text, style) for text, style in line)))
+        console.print(
+            Text.assemble(*((_harmless(text, lines=True), style) for text, style in line))
+        )
 
 
 _DIFF_STYLES = (
@@ -509,7 +512,7 @@ def _diff_style(line: str) -> str:
 
 
 def _say(text: str) -> None:
-    typer.echo(f"wink: {_harmless(text)}", err=True)
+    echo(f"wink: {_harmless(text)}", err=True)
 
 
 def _harmless(text: str, *, lines: bool = False) -> str:

@@ -12,6 +12,7 @@ import typer
 
 from weakincentives.cli import demo, doctor, history, mcp, run, tools
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.output import echo
 from weakincentives.errors import WinkError
 
 __all__ = ["app", "main"]
@@ -30,7 +31,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from weakincentives import __version__
 
-        typer.echo(f"wink {__version__}")
+        echo(f"wink {__version__}")
         raise typer.Exit
 
 
@@ -81,5 +82,5 @@ def _fail(message: str, code: int) -> NoReturn:
     if message:  # none where typer has shown the help already
         from weakincentives.cli.view import harmless
 
-        typer.echo(f"wink: {harmless(message)}", err=True)
+        echo(f"wink: {harmless(message)}", err=True)
     sys.exit(code)

@@ -13,6 +13,7 @@ from weakincentives.cli.completion import complete_suites
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.options import Workspace
+from weakincentives.cli.output import echo
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _last_session(settings: Settings) -> SavedSession | None:
             if run.read().about == _about(settings):
                 return SavedSession.open(run.path)
         except SnapshotError as error:
-            typer.echo(f"wink: a new session begins, because the last one: {error}", err=True)
+            echo(f"wink: a new session begins, because the last one: {error}", err=True)
             return None
     return None
 
@@ -180,15 +181,15 @@ def _serve_http(
         with listen(host, port) as listening:
             place, number = listening.getsockname()[:2]
             shown = f"[{place}]" if ":" in place else place
-            typer.echo(f"wink: {settings.workspace} at http://{shown}:{number}{PATH}", err=True)
+            echo(f"wink: {settings.workspace} at http://{shown}:{number}{PATH}", err=True)
             if not ip_address(place).is_loopback:
-                typer.echo(
+                echo(
                     "wink: other machines can reach it, and nothing is encrypted: put a proxy "
                     "with TLS in front",
                     err=True,
                 )
             if token is None:
-                typer.echo(f"wink: Authorization: Bearer {secret}", err=True)
+                echo(f"wink: Authorization: Bearer {secret}", err=True)
             _until_told(lambda: serve(server, listening, secret))
     except OSError as error:
         reason = error.strerror or str(error)

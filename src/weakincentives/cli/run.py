@@ -19,6 +19,7 @@ from weakincentives.cli.completion import complete_models, complete_runs, comple
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.cli.output import echo
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError, WinkError
 
@@ -331,7 +332,7 @@ def _perform(order: _Order, watch: Callable[[View], View] = lambda view: view) -
         try:
             outcome = _performed(order, watch, stop)
         except KeyboardInterrupt:  # before there was anything to go on with
-            typer.echo("wink: interrupted", err=True)
+            echo("wink: interrupted", err=True)
             outcome = "interrupted"
     return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
 
@@ -581,7 +582,6 @@ class _Approver:
         self._always: set[str] = set()
 
     def ask(self, request: ApprovalRequest) -> Approval:
-        from weakincentives.cli.view import harmless
         from weakincentives.prompt import Approval
 
         if self._yes:
@@ -590,18 +590,28 @@ class _Approver:
             return Approval(True, by=_person(), reason="always")
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             return Approval(False, reason="nobody is at the terminal to be asked")
-        given = {name: value for name, value in request.arguments.items() if value}
-        question = [
-            f"{request.tool_name} wants to run; {_REACHES[request.reach]}.",
-            *(f"  {name}: {harmless(str(value))[:1000]}" for name, value in given.items()),
-        ]
         try:
-            said = self._view.ask(question, {"y": "yes", "n": "no", "a": "always"})
+            said = self._said(request)
         except EOFError:
             return Approval(False, reason="the question was not answered")
         if said == "a":
             self._always.add(request.tool_name)
         return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
+
+    def _said(self, request: ApprovalRequest) -> str:
+        """Return the person's answer; where not everything was shown, they may ask for it."""
+        from weakincentives.cli.question import question
+
+        head = f"{request.tool_name} wants to run; {_REACHES[request.reach]}."
+        answers = {"y": "yes", "n": "no", "a": "always"}
+        width, height = os.get_terminal_size(sys.stderr.fileno())
+        asked = question(head, request.arguments, width=width, height=height)
+        more = {"v": "view all"} if asked.hidden else {}
+        said = self._view.ask(asked.lines, answers | more)
+        if said != "v":
+            return said
+        asked = question(head, request.arguments, width=width, height=None)
+        return self._view.ask(asked.lines, answers)
 
 
 _REACHES = {

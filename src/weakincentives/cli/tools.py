@@ -15,6 +15,8 @@ from weakincentives.cli.completion import complete_runs, complete_tools
 from weakincentives.cli.config import Settings, load_settings
 from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.options import AsJson, Workspace
+from weakincentives.cli.output import echo
+from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.workbench import Workbench
@@ -82,7 +84,7 @@ def tools(
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
         if as_json:
             for offer in chosen:
-                typer.echo(json.dumps(_described(offer)))
+                echo(json.dumps(_described(offer)))
         elif name is None:
             _list(chosen)
         else:
@@ -126,8 +128,9 @@ def check(
         params = _parsed(offer, arguments)
         denial, notes = _verdict(offer, params, workbench)
     for note in notes:
-        typer.echo(note)
-    typer.echo(f"{tool} is admitted." if denial is None else f"{tool} is denied by {denial}")
+        echo(harmless(note))
+    verdict = "is admitted." if denial is None else f"is denied by {denial}"
+    echo(harmless(f"{tool} {verdict}"))
     return 0 if denial is None else 1
 
 
@@ -259,8 +262,8 @@ def _list(offers: Sequence[Offer]) -> None:
     reach = max((len(_reach(offer.tool)) for offer in offers), default=0)
     for offer in offers:
         tool = offer.tool
-        words = " ".join(tool.description.split())
-        typer.echo(f"{tool.name:<{name}}  {_reach(tool):<{reach}}  {words}")
+        words = harmless(tool.description)
+        echo(f"{tool.name:<{name}}  {_reach(tool):<{reach}}  {words}")
 
 
 def _reach(tool: Tool[Any, Any]) -> str:
@@ -278,25 +281,25 @@ _REACHES = {
 
 def _show(offer: Offer) -> None:
     tool, reach = offer.tool, _reach(offer.tool)
-    typer.echo(f"{tool.name}: {' '.join(tool.description.split())}\n")
-    typer.echo(f"Reach: {reach} ({_REACHES[reach]})")
+    echo(f"{tool.name}: {harmless(tool.description)}\n")
+    echo(f"Reach: {reach} ({_REACHES[reach]})")
     names = ", ".join(policy.name for policy in offer.policies)
-    typer.echo(f"Policies that watch it: {names or 'none'}")
-    typer.echo(f"Parameters:\n{_indented(tool.parameters)}")
+    echo(f"Policies that watch it: {names or 'none'}")
+    echo(f"Parameters:\n{_indented(tool.parameters)}")
     for example in tool.definition().get("examples", ()):
-        typer.echo(f"Example: {example['description']}\n{_indented(example['input'])}")
+        echo(f"Example: {harmless(example['description'])}\n{_indented(example['input'])}")
 
 
 def _indented(value: object) -> str:
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    return "\n".join(f"  {line}" for line in text.splitlines())
+    return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
 def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
     from weakincentives.cli.config import FILE_NAME
 
     file = settings.workspace / FILE_NAME
-    typer.echo(f"{file}: {'valid' if file.exists() else 'there is none; the defaults hold'}")
+    echo(f"{file}: {'valid' if file.exists() else 'there is none; the defaults hold'}")
     watched: dict[str, list[str]] = {}
     described: dict[str, AttachedPolicy] = {}
     for offer in offers:
@@ -305,7 +308,7 @@ def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
             described[policy.name] = policy
     for name, names in watched.items():
         which = "all tools" if len(names) == len(offers) else ", ".join(names)
-        typer.echo(f"{name}: {_purpose(described[name].policy)}\n  watches {which}")
+        echo(f"{name}: {_purpose(described[name].policy)}\n  watches {which}")
 
 
 def _purpose(policy: object) -> str:

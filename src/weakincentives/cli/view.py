@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TextIO, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -190,30 +191,15 @@ class RunResult(Event):
     notes: tuple[str, ...] = ()
 
 
-# Harmless text
-
-
-def harmless(text: str, *, lines: bool = False) -> str:
-    """Return a text in which nothing can act on a terminal: what is not printable is spelled out.
-
-    On one line, unless ``lines`` are kept.
-    """
-    text = text.replace("\r\n", "\n").replace("\t", "    ").replace("\xa0", " ")
-    if not lines:
-        text = " ".join(text.split())
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or (lines and c == "\n") else _spelled(c) for c in text)
-
-
-def _spelled(character: str) -> str:
-    return ascii(character)[1:-1]
+# A call in a few words
 
 
 def shortened(text: str, limit: int) -> str:
     """Return a text on one line of at most so many characters, and harmless."""
-    text = harmless(text[: 4 * limit])  # a long one is not worth looking at to its end
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    start = harmless(text[: 4 * limit])  # a long one is not worth looking at to its end
+    if len(start) <= limit and len(text) <= 4 * limit:
+        return start
+    return f"{start[: limit - 3]}..."
 
 
 _MAIN_ARGUMENTS = (
@@ -346,6 +332,8 @@ def _ask_plainly(out: IO[str], question: Sequence[str], answers: Mapping[str, st
     import termios  # not everywhere; but where it is not, there is no terminal to ask at
 
     for line in question:
+        if not is_utf8(out):
+            line = line.encode("ascii", "backslashreplace").decode()
         print(line, file=out, flush=True)
     # What was typed before the question is no answer to it.
     termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)

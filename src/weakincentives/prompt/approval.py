@@ -14,6 +14,7 @@ from weakincentives.prompt.policies import ALLOWED, PolicyDecision
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.serde import dump
+from weakincentives.text import visible
 
 if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
@@ -34,9 +35,14 @@ class ApprovalRequest:
     call_id: str
     session_id: str
 
+    # For a prompt on a terminal: all of it, on one line, with nothing that cannot be seen.
     def __str__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        return f"{self.tool_name}({shown})"
+        shown = ", ".join(f"{_name(name)}={value!r}" for name, value in self.arguments.items())
+        return visible(f"{self.tool_name}({shown})")
+
+
+def _name(name: str) -> str:
+    return name if name.isidentifier() else repr(name)
 
 
 @dataclass(frozen=True, slots=True)

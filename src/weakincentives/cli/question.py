@@ -1,0 +1,112 @@
+"""What a person is asked about a call: all of it, in a form that stands for one call only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weakincentives.text import visible
+
+__all__ = ["Question", "question"]
+
+_GUTTER, _WRAPPED = "    | ", "    : "
+"""What stands before each line of a value, and before the rest of one that is too wide.
+
+No text of others begins a line, so that none can look like an argument, or like the question.
+"""
+_FIRST, _LAST = 10, 4
+"""Lines that are shown of a long value."""
+_PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked."""
+
+    lines: tuple[str, ...]
+    hidden: int = 0
+    """How many lines are left out; the last line says so."""
+
+
+def question(
+    head: str, arguments: Mapping[str, Any], *, width: int, height: int | None
+) -> Question:
+    """Return what to ask about a call; with a height, long values are cut, and that is said."""
+    width = max(width, 40)
+    values = [list(_value_lines(*each, width)) for each in arguments.items()]
+    everything = [line for lines in values for line in lines] or ["  no arguments"]
+    if height is None or len(everything) + 2 <= height:
+        return Question((head, *everything))
+    room = max(height - 4, _FIRST + _LAST + 2)
+    shown = [line for lines in values for line in _cut(lines)][:room]
+    marks = sum(line.startswith(_MARK) for line in shown)
+    hidden = len(everything) - len(shown) + marks
+    said = f"NOT ALL IS SHOWN: {hidden:,} of {len(everything):,} lines are left out; v shows all."
+    return Question((head, *shown, said), hidden)
+
+
+_MARK = "    ... "
+
+
+def _cut(lines: Sequence[str]) -> Iterator[str]:
+    hidden = lines[_FIRST:-_LAST]
+    if len(hidden) < 2:
+        yield from lines
+        return
+    yield from lines[:_FIRST]
+    characters = sum(len(line) - len(_GUTTER) for line in hidden)
+    yield f"{_MARK}{len(hidden):,} lines ({characters:,} characters) are not shown here"
+    yield from lines[-_LAST:]
+
+
+def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
+    """Yield an argument: on one line as JSON, or as a block of lines with a gutter."""
+    label = name if _PLAIN_NAME.fullmatch(name) else _json(name)
+    if len(label) > width // 2:
+        yield "  (a long name):"
+        yield from _block([label], width)
+        label = "(its value)"
+    short = f"  {label}: {_json(value)}"
+    has_lines = isinstance(value, str) and "\n" in value
+    if len(short) < width and _cells(short) < width and not has_lines:
+        yield short
+    elif isinstance(value, str):
+        lines = visible(value.replace("\\", "\\\\")).split("\n")
+        has_end = lines[-1] == ""
+        lines = lines[:-1] if has_end else lines
+        yield f"  {label}: text, {_count(lines)}, {len(value):,} characters"
+        yield from _block(lines, width)
+        if not has_end:
+            yield "    \\ no newline at the end"
+    else:
+        lines = visible(json.dumps(value, indent=2, ensure_ascii=False)).split("\n")
+        yield f"  {label}: JSON, {_count(lines)}"
+        yield from _block(lines, width)
+
+
+def _json(value: object) -> str:
+    return visible(json.dumps(value, ensure_ascii=False))
+
+
+def _block(lines: Sequence[str], width: int) -> Iterator[str]:
+    from rich.cells import chop_cells
+
+    room = width - len(_GUTTER) - 1
+    for line in lines:
+        gutter = _GUTTER
+        for piece in chop_cells(line, room) or [""]:
+            yield f"{gutter}{piece}"
+            gutter = _WRAPPED
+
+
+def _cells(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _count(lines: Sequence[str]) -> str:
+    return "1 line" if len(lines) == 1 else f"{len(lines):,} lines"

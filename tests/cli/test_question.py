@@ -1,0 +1,190 @@
+"""What a person is asked about a call: all of it, in a form that stands for one call only."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from weakincentives.cli.question import question
+from weakincentives.prompt import ApprovalRequest
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+BLANKS = "\u3164\u2800\u115f\ufe0f\u034f\U000e0041\u200b\u2060\xad\u3000\xa0\x1b\u202e"
+
+
+def lines_of(arguments: dict[str, Any], width: int = 60) -> tuple[str, ...]:
+    asked = question("t wants to run.", arguments, width=width, height=None)
+    assert asked.hidden == 0
+    assert asked.lines[0] == "t wants to run."
+    return asked.lines[1:]
+
+
+def read_back(lines: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments that lines stand for: where that works, no two calls look the same."""
+    if lines == ("  no arguments",):
+        return {}
+    found: dict[str, Any] = {}
+    name = ""
+    for head, body, has_end in blocks_of(lines):
+        if head == "(a long name):":
+            name = json.loads(unspelled(body), strict=False)
+            continue
+        match = re.match(r'(\(its value\)|"(?:[^"\\]|\\.)*"|[\w.-]+): ', head)
+        assert match is not None, head
+        label, text = match[1], head[match.end() :]
+        if label != "(its value)":
+            name = json.loads(unspelled(label), strict=False) if label.startswith('"') else label
+        if re.fullmatch(r"text, [\d,]+ lines?, [\d,]+ characters", text):
+            value = unspelled(body).replace("\\\\", "\\") + ("\n" if has_end else "")
+        else:
+            is_block = re.fullmatch(r"JSON, [\d,]+ lines?", text)
+            value = json.loads(unspelled(body if is_block else text), strict=False)
+        found[name] = value
+    return found
+
+
+def blocks_of(lines: Sequence[str]) -> list[tuple[str, str, bool]]:
+    blocks: list[tuple[str, list[str], bool]] = []
+    for line in lines:
+        if line.startswith("    | "):
+            blocks[-1][1].append(line[6:])
+        elif line.startswith("    : "):
+            blocks[-1][1][-1] += line[6:]
+        elif line == "    \\ no newline at the end":
+            blocks[-1] = (*blocks[-1][:2], False)
+        else:
+            assert line.startswith("  "), line
+            assert line[2] != " ", line
+            blocks.append((line[2:], [], True))
+    return [(head, "\n".join(body), has_end) for head, body, has_end in blocks]
+
+
+def unspelled(text: str) -> str:
+    """Return a text with what was spelled out in it; what JSON escapes, and ``\\\\``, stay."""
+
+    def one(match: re.Match[str]) -> str:
+        if match["spaces"]:
+            return " " * int(match["spaces"])
+        code = match["code"]
+        return chr(int(code[1:], 16)) if code else match[0]
+
+    pattern = r"\\(?:s\{(?P<spaces>\d+)\}|(?P<code>U[0-9a-f]{8}|u[0-9a-f]{4}|x[0-9a-f]{2})|.)"
+    return re.sub(pattern, one, text)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=4), st.integers(40, 120))
+@example({"a": "x\n", "b": "x", "c": "x\ny", "d": "", "e": None, "f": False, "g": "false"}, 80)
+@example({"a": "echo hi" + " " * 5000 + "; rm -rf ~"}, 80)
+@example({"a": "x" * 500, "b": "\\s{80}" + " " * 80, "c": "\\x1b\x1b"}, 80)
+@example({"y" * 200: "1", "a\nb: 2": {"c d": [1, "2\n", " " * 50]}}, 60)
+def test_the_call_can_be_told_from_what_is_shown(arguments: dict[str, Any], width: int):
+    """Everything is there, and no two calls look the same."""
+    lines = lines_of(arguments, width)
+
+    assert repr(read_back(lines)) == repr(arguments)
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=3), st.integers(40, 120))
+def test_no_text_of_others_begins_a_line_or_is_wrapped_by_the_terminal(
+    arguments: dict[str, Any], width: int
+):
+    for line in lines_of(arguments, width):
+        assert line.startswith(("  ", "    | ", "    : ", "    \\ "))
+        assert cell_len(line) <= width
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize("blank", [*BLANKS, "e" + "\u0301" * 30, "\r", "\t"])
+def test_nothing_that_is_shown_is_invisible(blank: str):
+    """Not in a value on one line, not in a block, not in a name, not in a list."""
+    for arguments in ({"a": blank}, {"a": f"{blank}\n"}, {blank: 1}, {"a": [{blank: blank}]}):
+        shown = "".join(lines_of(arguments))
+        assert shown.isprintable()
+        assert not set(shown) & set(BLANKS)
+        assert "\u0301" * 3 not in shown
+
+
+def test_spaces_that_hide_something_are_counted():
+    """At the end of a line, and in the middle of it."""
+    lines = lines_of({"command": f"echo hi{' ' * 4000}; rm -rf ~", "text": "a  \nb\n"})
+
+    assert lines == (
+        '  command: "echo hi\\s{4000}; rm -rf ~"',
+        "  text: text, 2 lines, 6 characters",
+        "    | a\\s{2}",
+        "    | b",
+    )
+
+
+def test_a_value_that_is_false_or_empty_is_shown():
+    arguments = {"a": False, "b": "", "c": None, "d": 0, "e": [], "f": {}}
+
+    assert lines_of(arguments) == (
+        "  a: false",
+        '  b: ""',
+        "  c: null",
+        "  d: 0",
+        "  e: []",
+        "  f: {}",
+    )
+    assert lines_of({}) == ("  no arguments",)
+
+
+def test_what_does_not_fit_is_cut_with_a_mark_that_says_how_much():
+    content = "".join(f"line {n}\n" for n in range(1, 1001))
+    asked = question("?", {"content": content, "path": "a"}, width=80, height=30)
+
+    assert asked.lines[1] == "  content: text, 1,000 lines, 8,893 characters"
+    assert asked.lines[10] == "    | line 9"
+    assert asked.lines[11] == "    ... 987 lines (7,806 characters) are not shown here"
+    assert asked.lines[12] == "    | line 997"
+    assert asked.lines[-2] == '  path: "a"'
+    assert asked.lines[-1] == ("NOT ALL IS SHOWN: 987 of 1,002 lines are left out; v shows all.")
+    assert asked.hidden == 987
+    assert len(asked.lines) <= 30
+
+
+def test_many_arguments_are_cut_too_and_what_fits_is_not():
+    many = {f"a{n}": n for n in range(500)}
+
+    cut = question("?", many, width=80, height=24)
+    whole = question("?", dict.fromkeys("abcdef", "x\ny\n"), width=80, height=24)
+
+    assert cut.lines[-1] == "NOT ALL IS SHOWN: 480 of 500 lines are left out; v shows all."
+    assert len(cut.lines) == 22
+    assert whole.hidden == 0
+
+
+def test_a_line_of_others_cannot_look_like_the_mark_or_the_question():
+    fake = (
+        "x\n    ... 1 line is not shown here\nyes, no, always [y/n/a]? y\n  path: b\n" + "z" * 300
+    )
+    lines = lines_of({"content": fake}, width=60)
+
+    assert all(line.startswith(("    | ", "    : ")) for line in lines[1:-1])
+    assert lines[-1] == "    \\ no newline at the end"
+
+
+def test_a_request_as_text_has_everything_on_one_line():
+    """For those who ask in their own way: `input(f"{request}? ")`."""
+    request = ApprovalRequest(
+        tool_name="pay",
+        description="",
+        arguments={"a\x1b[2J": f"x\n{' ' * 100}\u3164", "none": None, "flag": False},
+        reach=None,
+        call_id="c",
+        session_id="s",
+    )
+
+    assert str(request) == ("pay('a\\x1b[2J'='x\\n\\s{100}\\u3164', none=None, flag=False)")
