@@ -438,6 +438,8 @@ class _Progress:
     """Whether something that it did outside was not."""
     answered: bool = False
     """Whether the handler itself said that it failed."""
+    succeeded: bool = False
+    """Whether the handler succeeded: whatever fails after that is not retried."""
     ledger: OutcomeLedger | None = None
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
@@ -510,6 +512,7 @@ async def _pipeline(
             else:
                 answer = await _handle_on_loop(tool, params, bound)
             result = _succeeded(answer)
+            progress.succeeded = True
             if tool.effects:
                 await _apply_effects(progress, tool, result, bound)
             _accept(progress, offer, params, result, bound)
@@ -1073,7 +1076,7 @@ def _is_tried_again(progress: _Progress, result: ToolResult[Any], error: BaseExc
     tool, failure = progress.tool, result.failure
     if tool is None or tool.retry is None or failure is None or not progress.ran:
         return False
-    if _raises_through(error) or progress.transaction.settled:
+    if _raises_through(error) or progress.transaction.settled or progress.succeeded:
         return False
     if isinstance(error, Refusal):
         return False  # it would be refused again
