@@ -217,7 +217,7 @@ class McpServer:
             offer = offered.whole.offers.get(call.name)
             # A deadline also puts handlers that block into a thread: meanwhile the client can be
             # told how it goes, and can cancel.
-            context = replace(offered.context, deadline=self._new_deadline(), heartbeat=beats.heart)
+            context = offered.context.having(deadline=self._new_deadline(), heartbeat=beats.heart)
             if self._undo is not None:
                 self._undo.before(call, offer, context)
             result = await self._result(call, context)

@@ -437,7 +437,7 @@ class Run:
             rendered = rendered.with_provider_tools(
                 self._model.provider_tools, self._prompt.policies
             )
-        self._context = replace(self._context, rendered_prompt=rendered)
+        self._context = self._context.having(rendered_prompt=rendered)
 
     async def _ask(self, request: ModelRequest) -> ModelTurn:
         """Ask until the provider answers, as often as the retry policy allows."""

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -491,7 +491,7 @@ class ToolRegistry:
 
 def _in(view: _View, context: ToolContext | None) -> ToolContext:
     """Return the registry's context, or the caller's with the registry's tools."""
-    return view.context if context is None else replace(context, rendered_prompt=view.rendered)
+    return view.context if context is None else context.having(rendered_prompt=view.rendered)
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
