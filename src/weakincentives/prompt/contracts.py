@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
+from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import (
     AttachedPolicy,
@@ -246,6 +247,8 @@ async def validate_preconditions(
             answer = precondition.holds(context, params)
             passed = bool(await answer if precondition.is_async else answer)
         except Exception as raised:
+            if isinstance(raised, Suspended):
+                raise
             _logger.warning("the check of %r failed", precondition.description, exc_info=raised)
             error = raised
         results.append(PreconditionCheck(precondition, passed, error))

@@ -30,6 +30,7 @@ from weakincentives.errors import (
     PreconditionFailed,
     PromptEvaluationError,
     Refusal,
+    Suspended,
     ToolNotFound,
     ToolTimeout,
     ToolValidationError,
@@ -45,7 +46,7 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.runtime import instrumentation
-from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.events import SUSPENDED, ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import (
     CallResources,
@@ -493,6 +494,8 @@ async def _pipeline(
                             None if verdict is ALLOWED else await _denial(progress, policy, verdict)
                         )
                     except Exception as error:
+                        if isinstance(error, Suspended):
+                            raise
                         raise _undecided(policy, error) from error
                     if reason is not None:
                         raise PolicyDenied(reason, policy=policy.name)
@@ -791,6 +794,8 @@ def _accept(
         except PolicyDenied:  # it decided: what the call did is refused, and undone
             raise
         except Exception as error:  # fail closed: what a policy did not note did not happen
+            if isinstance(error, Suspended):
+                raise
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
 
@@ -1017,6 +1022,9 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         event.notes = progress.notes
     if progress.denied_by:
         event.denied_by = progress.denied_by
+    outer = progress.transaction.parent
+    if outer is not None:
+        event.nested_in = outer.call.id
     place = progress.place
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
@@ -1165,6 +1173,9 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     if isinstance(error, _Failed):
         progress.answered = True
         return _well_formed(progress.call, error.result)
+    if isinstance(error, Suspended):
+        progress.answered = True  # whoever stops to be called again has not done it yet
+        return _suspended(progress, error)
     text = _text(error)
     if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
@@ -1197,6 +1208,12 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     )
 
 
+def _suspended(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+    undone = " and rolled back" if progress.ran else ""
+    said = f"'{progress.call.name}' was suspended{undone}: {type(error).__name__}"
+    return ToolResult.error(said, code=SUSPENDED)
+
+
 def _interrupted(progress: _Progress) -> str:
     ended = "ended, and was rolled back" if progress.ran else "ran"
     return f"'{progress.call.name}' was interrupted before it {ended}"
@@ -1211,7 +1228,7 @@ def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:
 
 def _raises_through(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(
-        error, (PromptEvaluationError, VisibilityExpansionRequired)
+        error, (PromptEvaluationError, VisibilityExpansionRequired, Suspended)
     )
 
 
