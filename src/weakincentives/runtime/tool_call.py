@@ -40,7 +40,12 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
+from weakincentives.prompt.policies import (
+    ALLOWED,
+    AttachedPolicy,
+    PolicyDecision,
+    note_success,
+)
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
@@ -789,6 +794,7 @@ def _accept(
     value: object = result.value
     if value is not None and session.handles(type(value)):
         session.dispatch(value)
+    note_success(offer.tool.name, session)
     for policy in offer.listeners:
         try:
             policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
