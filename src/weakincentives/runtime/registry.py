@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -318,12 +318,9 @@ class ToolRegistry:
         return _View(rendered, context)
 
     def _all_listeners(self, entries: Iterable[_Entry]) -> tuple[AttachedPolicy, ...]:
-        from weakincentives.prompt.contracts import dependency_listeners
-
         rules = (*(rule for entry in entries for rule in entry.rules), *self._policies)
         hearing = (rule for rule in rules if rule.on_result is not None)
-        waiting = dependency_listeners(entry.tool for entry in entries)
-        return _each_once((*hearing, *self._listeners, *waiting))
+        return _each_once((*hearing, *self._listeners))
 
     # The parts of a call, by hand
 
@@ -491,7 +488,7 @@ class ToolRegistry:
 
 def _in(view: _View, context: ToolContext | None) -> ToolContext:
     """Return the registry's context, or the caller's with the registry's tools."""
-    return view.context if context is None else replace(context, rendered_prompt=view.rendered)
+    return view.context if context is None else context.having(rendered_prompt=view.rendered)
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:

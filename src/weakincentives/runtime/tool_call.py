@@ -30,6 +30,7 @@ from weakincentives.errors import (
     PreconditionFailed,
     PromptEvaluationError,
     Refusal,
+    Suspended,
     ToolNotFound,
     ToolTimeout,
     ToolValidationError,
@@ -39,13 +40,18 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
+from weakincentives.prompt.policies import (
+    ALLOWED,
+    AttachedPolicy,
+    PolicyDecision,
+    note_success,
+)
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.runtime import instrumentation
-from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.events import SUSPENDED, ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import (
     CallResources,
@@ -196,7 +202,8 @@ def _run(
     session, parent = _base(context)
     gates = _gates(session, context)
     recorded: list[_Recorded] = []
-    start = partial(_traced, _pipeline, call, offers, context, session, parent, recorded, place)
+    args = (call, offers, context, session, parent, recorded, place, 0, needs_loop)
+    start = partial(_traced, _pipeline, *args)
     try:
         return _in_turn(gates, _run_on_loop if needs_loop else _run_here, start)
     finally:
@@ -252,9 +259,8 @@ async def _arun(
     recorded: list[_Recorded] = []
     try:
         gates = _gates(session, context)
-        return await _ain_turn(
-            gates, _traced, _pipeline, call, offers, context, session, parent, recorded, place
-        )
+        args = (call, offers, context, session, parent, recorded, place, 0, True)
+        return await _ain_turn(gates, _traced, _pipeline, *args)
     finally:
         _publish(session, parent, recorded)
 
@@ -438,6 +444,8 @@ class _Progress:
     """Whether something that it did outside was not."""
     answered: bool = False
     """Whether the handler itself said that it failed."""
+    succeeded: bool = False
+    """Whether the handler succeeded: whatever fails after that is not retried."""
     ledger: OutcomeLedger | None = None
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
@@ -467,6 +475,7 @@ async def _pipeline(
     recorded: list[_Recorded],
     place: Place | None = None,
     depth: int = 0,
+    on_loop: bool = True,
 ) -> ToolResult[Any]:
     progress = _Progress(call, session.clock, place)
     beside = place if place is not None and place.beside else None
@@ -491,6 +500,8 @@ async def _pipeline(
                             None if verdict is ALLOWED else await _denial(progress, policy, verdict)
                         )
                     except Exception as error:
+                        if isinstance(error, Suspended):
+                            raise
                         raise _undecided(policy, error) from error
                     if reason is not None:
                         raise PolicyDenied(reason, policy=policy.name)
@@ -502,7 +513,7 @@ async def _pipeline(
                 offer, tool, params = progress.offer, progress.offer.tool, progress.params
                 await _pause(progress, context)
                 transaction.take_snapshots(external=tool.writes == "external")
-            if not (tool.is_async or tool.timeout or bound.deadline or beside):
+            if not on_loop:
                 try:
                     answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
                 except StopIteration as error:  # which a coroutine cannot let through
@@ -510,6 +521,7 @@ async def _pipeline(
             else:
                 answer = await _handle_on_loop(tool, params, bound)
             result = _succeeded(answer)
+            progress.succeeded = True
             if tool.effects:
                 await _apply_effects(progress, tool, result, bound)
             _accept(progress, offer, params, result, bound)
@@ -543,7 +555,7 @@ async def _pipeline(
         if result.success and parent is not None:
             _hand_over(progress, parent, result)
         elif result.success and transaction.after_commit:
-            await _follow_up(progress, offers, context, recorded, depth)
+            await _follow_up(progress, offers, context, recorded, depth, on_loop)
         return result
 
 
@@ -641,7 +653,7 @@ def _put_on_record(progress: _Progress, tool: Tool[Any, Any], context: ToolConte
 
 
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-    """Run a handler that is async, or that somebody waits for only so long."""
+    """Run a handler on a loop if it is async; a sync one in a thread, so that the loop goes on."""
     import asyncio
     from inspect import isawaitable
 
@@ -782,12 +794,15 @@ def _accept(
     value: object = result.value
     if value is not None and session.handles(type(value)):
         session.dispatch(value)
+    note_success(offer.tool.name, session)
     for policy in offer.listeners:
         try:
             policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
         except PolicyDenied:  # it decided: what the call did is refused, and undone
             raise
         except Exception as error:  # fail closed: what a policy did not note did not happen
+            if isinstance(error, Suspended):
+                raise
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
 
@@ -1014,6 +1029,9 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         event.notes = progress.notes
     if progress.denied_by:
         event.denied_by = progress.denied_by
+    outer = progress.transaction.parent
+    if outer is not None:
+        event.nested_in = outer.call.id
     place = progress.place
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
@@ -1073,7 +1091,7 @@ def _is_tried_again(progress: _Progress, result: ToolResult[Any], error: BaseExc
     tool, failure = progress.tool, result.failure
     if tool is None or tool.retry is None or failure is None or not progress.ran:
         return False
-    if _raises_through(error) or progress.transaction.settled:
+    if _raises_through(error) or progress.transaction.settled or progress.succeeded:
         return False
     if isinstance(error, Refusal):
         return False  # it would be refused again
@@ -1111,6 +1129,7 @@ async def _follow_up(
     context: ToolContext,
     recorded: list[_Recorded],
     depth: int,
+    on_loop: bool,
 ) -> None:
     """Send notifications and call what is to be called next."""
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
@@ -1123,7 +1142,7 @@ async def _follow_up(
                 call, found = _cascaded(effect, result, offers)
                 if call is not None:
                     args = (call, found, context, transaction.base, None, recorded)
-                    await _traced(_pipeline, *args, None, depth + 1)
+                    await _traced(_pipeline, *args, None, depth + 1, on_loop)
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 recorded.append(partial(effect.emit, context, result))
             else:
@@ -1162,6 +1181,9 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     if isinstance(error, _Failed):
         progress.answered = True
         return _well_formed(progress.call, error.result)
+    if isinstance(error, Suspended):
+        progress.answered = True  # whoever stops to be called again has not done it yet
+        return _suspended(progress, error)
     text = _text(error)
     if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
@@ -1194,6 +1216,12 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     )
 
 
+def _suspended(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+    undone = " and rolled back" if progress.ran else ""
+    said = f"'{progress.call.name}' was suspended{undone}: {type(error).__name__}"
+    return ToolResult.error(said, code=SUSPENDED)
+
+
 def _interrupted(progress: _Progress) -> str:
     ended = "ended, and was rolled back" if progress.ran else "ran"
     return f"'{progress.call.name}' was interrupted before it {ended}"
@@ -1208,7 +1236,7 @@ def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:
 
 def _raises_through(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(
-        error, (PromptEvaluationError, VisibilityExpansionRequired)
+        error, (PromptEvaluationError, VisibilityExpansionRequired, Suspended)
     )
 
 
