@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SEEDS = Path(__file__).resolve().parents[2] / ".." / "shared" / "seeds"
+SEEDS = Path(__file__).resolve().parent / "documents"
 
 DOCUMENTS = {"000": "Chapter", "001": "Chapter", "002": "Runtime spec", "004": "Policy spec"}
 """Which seed each number is; 001 is the Chapter again, shorter. 003 is TypeScript."""
