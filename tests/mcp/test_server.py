@@ -562,7 +562,7 @@ def test_a_tool_of_a_section_that_is_off_cannot_be_called():
     result = call(McpServer(_sections()), "find", word="a")
 
     assert result.is_error
-    assert "Unknown tool 'find'" in text(result)
+    assert "Tool 'find' not found" in text(result)
 
 
 def test_a_summarized_section_is_opened_and_its_tools_are_there():

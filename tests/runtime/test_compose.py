@@ -836,7 +836,7 @@ def test_what_a_losing_branch_did_outside_is_not_hidden():
 
 def test_a_value_reaches_the_session_once():
     """The member's own call hands it over; the composed call's value is another."""
-    adding = make_tool("add", lambda p, c: ToolResult.ok(AddStep("once")))
+    adding = make_tool("add", lambda p, c: ToolResult.ok(AddStep("once")), AddStep)
     branch = ConditionalBranch(lambda r, c: True, [adding])
     for composed in (sequence([adding]), parallel([adding]), conditional([branch])):
         world, _ = run(composed)

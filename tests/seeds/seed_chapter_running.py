@@ -33,6 +33,7 @@ from weakincentives.prompt import (
     QuotaPolicy,
     ReadBeforeWritePolicy,
     SequentialDependencyPolicy,
+    Tool,
     ToolContext,
     ToolResult,
 )
@@ -445,7 +446,16 @@ def trusting_transactions(run: Run) -> None:
         seen = run(fs=fs, data=data, UpdateState=UpdateState, State=State)
         for handler in seen.defined["handler"]:
             context = make_context(fs=fs)
-            result = tool_of(handler, "a_tool", None, None)(context=context)
+            # The block leaves the value out, as `...`: a tool whose result is whatever it is.
+            tool = Tool(
+                name="a_tool",
+                description="A tool of a seed.",
+                handler=handler,
+                params_type=None,
+                result_type=Any,
+                strict=False,
+            )
+            result = tool(context=context)
             assert result.success is is_text
             assert fs.exists("output.txt") is is_text
             assert len(context.session[UpdateState]) == is_text

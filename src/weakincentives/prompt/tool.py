@@ -471,6 +471,14 @@ class Tool(TypedConstructor, Generic[P, R]):
     # What the runtime needs
 
     @cached_property
+    def value_types(self) -> tuple[type, ...]:
+        """What a handler's value is an instance of, unless it is None; none for a tool without."""
+        if not self.strict:
+            return (object,)
+        cls = _dataclass_of(self.result_type)
+        return () if cls is None else (cls,)
+
+    @cached_property
     def is_async(self) -> bool:
         """Whether the handler must be awaited."""
         return self.handler is not None and is_async(self.handler)
