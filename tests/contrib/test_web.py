@@ -102,6 +102,44 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     assert result.failure.suggestions == ("Browser must be available",)
 
 
+@pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/nowhere/chromium", "there is no program /nowhere/chromium"),
+        (shutil.which("false"), "does not start"),
+        (None, "no browser program is installed"),
+    ],
+)
+def test_a_browser_that_cannot_start_is_not_available(
+    program: str | None, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Known before anything is run, with the reason and what to do."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    agent = Agent(Browser(executable=program))
+
+    result = agent.scrape("http://127.0.0.1/")
+
+    assert result.failure is not None
+    assert result.failure.code == "PRECONDITION_FAILED"
+    assert "Browser must be available" in result.message
+    assert said in result.message
+
+
+@pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
+def test_whether_a_browser_starts_is_asked_once(tmp_path: Path):
+    started = tmp_path / "started"
+    program = tmp_path / "chromium"
+    program.write_text(f"#!/bin/sh\necho x >> {started}\necho Chromium 1.0\n")
+    program.chmod(0o755)
+    browser = Browser(executable=str(program))
+
+    assert all(browser.is_available() for _ in range(3))
+
+    assert started.read_text() == "x\n"
+
+
 def test_without_the_permission_nothing_is_asked_for(site: Site):
     agent = Agent(Browser(allow_private=True), permission="web:other")
 

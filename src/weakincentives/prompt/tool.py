@@ -100,6 +100,7 @@ class ToolContext:
     memory: MemoryManager | None = None
     """Taken from the resources when not given."""
     config: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
     signal: CancellationToken = field(default_factory=CancellationToken)
     """Set when nobody waits for the call any more."""
     degraded: tuple[str, ...] = ()
@@ -181,6 +182,10 @@ class ToolContext:
     @property
     def agent_id(self) -> str:
         return "" if self.run_context is None else self.run_context.agent_id
+
+    @property
+    def trace_id(self) -> str:
+        return "" if self.run_context is None else self.run_context.trace_id
 
     def beat(self) -> None:
         """Say that a long operation is alive."""
@@ -268,7 +273,12 @@ class Tool(TypedConstructor, Generic[P, R]):
         handler: ToolHandler[dict[str, Any], V] | None,
         **options: Any,
     ) -> Tool[dict[str, Any], V]:
-        """Return a tool whose arguments are a dict, validated by the JSON schema as given."""
+        """Return a tool whose arguments are a dict, validated by the JSON schema as given.
+
+        Arguments that are left out get the schema's defaults.
+        """
+        if schema is None:  # pyright: ignore[reportUnnecessaryComparison]  # callers may not check types
+            raise ToolDefinitionError(f"tool {name!r} must have a parameters schema")
         return Tool(
             name=name,
             description=description,

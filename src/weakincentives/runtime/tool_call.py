@@ -73,6 +73,7 @@ __all__ = [
     "execute_tool",
     "execute_tools",
     "may_wait",
+    "run_cascade",
     "step_by_hand",
 ]
 
@@ -483,6 +484,7 @@ async def _pipeline(
         bound = progress.bound = context.bound_to(
             transaction.session, transaction.resources, call.id, progress.signal
         )
+        bound.__dict__["config"] = {**context.config, "tool_name": call.name}
         try:
             if progress.offer is None:
                 offer = offers.get(call.name) or _unknown(call, offers)
@@ -1158,6 +1160,14 @@ async def _follow_up(
         except Exception:
             name = effect.description or effect.type
             _logger.exception("effect %r failed after the commit; the call stays", name)
+
+
+async def run_cascade(
+    effect: CascadeEffect, result: ToolResult[Any], context: ToolContext
+) -> ToolResult[Any] | None:
+    """Make the call that a cascade asks for; None where its condition does not hold."""
+    call, offers = _cascaded(effect, result, _offers(context))
+    return None if call is None else await _arun(call, offers, context)
 
 
 def _cascaded(
