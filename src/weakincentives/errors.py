@@ -51,6 +51,7 @@ WinkError
 │           ├── ProviderUnavailable        it cannot be reached, or broke off
 │           ├── ProviderRejected           the operator must act: key, model name, request
 │           └── MalformedResponse          it answered with something else
+├── Suspended                        not a failure: the call waits for somebody, and is made again
 ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
 ├── SessionError
 │   ├── ReducerError                   a reducer raised; its event changed nothing
@@ -65,6 +66,7 @@ WinkError
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +124,7 @@ __all__ = [
     "StaleOverride",
     "StateUnavailable",
     "StoreRefused",
+    "Suspended",
     "TaskNotCompleted",
     "ToolDefinitionError",
     "ToolNotFound",
@@ -248,6 +251,15 @@ class OutcomeOnRecord(Refusal):
 
 class ToolTimeout(WinkError):
     """The handler took longer than its tool allows."""
+
+
+class Suspended(WinkError, metaclass=ABCMeta):
+    """Not a failure: the call cannot go on before somebody outside has acted, and is made again.
+
+    The call is rolled back and recorded as suspended, and the exception passes through to the
+    caller unchanged. Raise it yourself, or have it stand for the control-flow exceptions of a
+    framework: ``Suspended.register(GraphInterrupt)``.
+    """
 
 
 class ContractError(WinkError, AssertionError):

@@ -15,6 +15,7 @@ from terminal import WINK, Terminal
 import weakincentives as wink_library
 from weakincentives.adapters import calls
 from weakincentives.cli.runs import find_run, new_run, runs_of
+from weakincentives.errors import Suspended
 from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHistory
 from weakincentives.runtime import SavedSession, Session
 
@@ -176,6 +177,57 @@ def test_the_result_of_a_call_without_a_model_is_shown_as_it_would_see_it(
         count(context=wink_library.ToolContext(session=saved.session))
 
     assert "  one\n  two\n" in wink("show", "1").out
+
+
+def test_a_nested_call_ends_with_the_call_it_is_nested_in(wink: Wink, project: Path):
+    """A success inside a call that was rolled back has not happened, however deep it is."""
+    run = new_run(WorkspaceHistory(project).store)
+
+    @wink_library.tool
+    def inner(*, context: wink_library.ToolContext) -> str:
+        """Succeed."""
+        return "done"
+
+    @wink_library.tool
+    def middle(*, context: wink_library.ToolContext) -> str:
+        """Succeed, too."""
+        return str(inner(context=context).success)
+
+    @wink_library.tool
+    def outer(fail: bool, *, context: wink_library.ToolContext) -> str:
+        """Call it, then succeed or fail."""
+        assert middle(context=context).success
+        if fail:
+            raise ValueError("no")
+        return "done"
+
+    with SavedSession.create(run.path, Session()) as saved:
+        for fail in (True, False):
+            outer({"fail": fail}, context=wink_library.ToolContext(session=saved.session))
+
+    lines = [json.loads(line) for line in wink("log", "--json").out.splitlines()]
+    assert [(line["tool"], line["outcome"]) for line in lines] == [
+        *((tool, "rolled back") for tool in ("outer", "middle", "inner")),
+        *((tool, "ok") for tool in ("outer", "middle", "inner")),
+    ]
+    assert [line["nested_in"] for line in lines[:3]] == [None, f"{run.mark}/3", f"{run.mark}/2"]
+    assert f"nested in    {run.mark}/3" in wink("show", "2").out
+
+
+def test_a_suspended_call_says_so(wink: Wink, project: Path):
+    run = new_run(WorkspaceHistory(project).store)
+
+    @wink_library.tool
+    def wait(*, context: wink_library.ToolContext) -> str:
+        """Wait for a person."""
+        raise Suspended("who approves?")
+
+    with SavedSession.create(run.path, Session()) as saved, pytest.raises(Suspended):
+        wait(context=wink_library.ToolContext(session=saved.session))
+
+    [line] = wink("log", "--json").out.splitlines()
+    assert json.loads(line)["outcome"] == "suspended"
+    assert "suspended" in wink("log").out
 
 
 def test_text_of_a_model_cannot_act_on_the_terminal(wink: Wink, project: Path):

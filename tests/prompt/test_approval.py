@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weakincentives import Tool, ToolContext, ToolResult
+from weakincentives.errors import Suspended
 from weakincentives.prompt import (
     Approval,
     ApprovalPolicy,
@@ -168,3 +169,24 @@ def test_what_cannot_be_a_policy_is_refused():
         ApprovalPolicy(ask=lambda _: True, tools="pay")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout must be positive"):
         ApprovalPolicy(ask=lambda _: True, timeout=0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_approval_that_a_framework_waits_for_suspends_the_call(is_async: bool):
+    class Waiting(Suspended):
+        pass
+
+    def ask(request: ApprovalRequest) -> bool:
+        raise Waiting
+
+    async def aask(request: ApprovalRequest) -> bool:
+        raise Waiting
+
+    ran: list[int] = []
+    session = agent(ApprovalPolicy(ask=aask if is_async else ask), ran, reach="reversible")
+
+    with pytest.raises(Waiting):
+        pay(session)
+
+    assert ran == []
+    assert session[ToolInvoked].latest().suspended

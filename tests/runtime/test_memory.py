@@ -24,6 +24,8 @@ from weakincentives.errors import (
     SnapshotError,
     ViewClosed,
 )
+from weakincentives.prompt import MemoryEffect
+from weakincentives.resources import Binding, ResourceRegistry, Scope
 from weakincentives.runtime import (
     EventBus,
     MemoryManager,
@@ -807,6 +809,143 @@ def test_a_transaction_by_hand_rolls_the_memory_back(memory):
         raise RuntimeError("half way")
 
     assert contents(memory) == {("long-term", "k"): 1}
+
+
+# context.memory
+
+
+def memory_context(memory, *, given):
+    """A context whose memory is bound as a resource, or given by hand."""
+    if given:
+        return wink.ToolContext(session=wink.Session(), memory=memory)
+    return wink.ToolContext(session=wink.Session(), resources={MemoryManager: memory})
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_what_a_thread_of_a_failed_handler_wrote_through_its_context_is_gone(memory, given):
+    @wink.tool
+    def work(*, context: wink.ToolContext) -> str:
+        """Write from a thread of its own, which knows nothing of the call, then fail."""
+
+        def write():
+            context.memory.write("long-term", "k", 1)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        assert context.memory.read("long-term", "k") == 1
+        raise ValueError("no")
+
+    result = work(context=memory_context(memory, given=given))
+
+    assert result.message == "no"
+    assert contents(memory) == {}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_handler_that_timed_out_writes_nothing_to_its_memory(memory, given, held):
+    ended, tried = threading.Event(), threading.Event()
+    outcome = []
+
+    @wink.tool(timeout=0.05)
+    def work(*, context: wink.ToolContext) -> str:
+        """Write when nobody waits any more."""
+
+        def write():
+            mine = context.memory if held else None
+            ended.wait(60)
+            try:
+                (mine or context.memory).write("long-term", "k", 1)
+            except ViewClosed as error:
+                outcome.append(error)
+            tried.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        return "late"
+
+    result = work(context=memory_context(memory, given=given))
+    ended.set()
+    assert tried.wait(60)
+
+    assert result.failure.code == "TIMEOUT"
+    assert contents(memory) == {}
+    assert outcome
+
+
+def test_a_memory_that_no_tool_asks_for_is_not_built():
+    built = []
+
+    def provide(_):
+        built.append(MemoryManager())
+        return built[-1]
+
+    @wink.tool
+    def idle(*, context: wink.ToolContext) -> str:
+        """Do nothing."""
+        return "done"
+
+    @wink.tool
+    def remember(*, context: wink.ToolContext) -> str:
+        """Write something."""
+        context.memory.write("working", "k", 1)
+        return "done"
+
+    bound = ResourceRegistry.of(Binding(MemoryManager, provide))
+    context = wink.ToolContext(session=wink.Session(), resources=bound)
+    assert idle(context=context).success
+    wink.ToolRegistry([idle, remember]).execute("idle", {}, context=context)
+    assert not built
+    assert remember(context=context).success
+    assert [memory.read("working", "k") for memory in built] == [1]
+
+
+@pytest.mark.parametrize("scope", list(Scope))
+def test_context_memory_works_in_every_scope(scope):
+    bound = ResourceRegistry.of(Binding(MemoryManager, lambda _: MemoryManager(), scope=scope))
+
+    @wink.tool
+    def remember(*, context: wink.ToolContext) -> str:
+        """Write, then read."""
+        context.memory.update("working", "k", lambda n: n + 1, default=0)
+        return f"{context.memory.read('working', 'k')}"
+
+    context = wink.ToolContext(session=wink.Session(), resources=bound)
+    results = [remember(context=context), remember(context=context)]
+
+    expected = ["1", "2"] if scope is Scope.SINGLETON else ["1", "1"]
+    assert [result.render() for result in results] == expected
+
+
+def test_effects_and_nested_calls_use_the_memory_of_the_call(memory):
+    @wink.tool(reach="reversible", effects=[MemoryEffect(key="effect", value=1)])
+    def inner(*, context: wink.ToolContext) -> str:
+        """Write in a nested call."""
+        context.memory.write("working", "inner", context.memory.read("working", "outer"))
+        return "done"
+
+    @wink.tool
+    def outer(fail: bool, *, context: wink.ToolContext) -> str:
+        """Call another tool."""
+        context.memory.write("working", "outer", 1)
+        assert inner(context=context).success
+        assert context.memory.read("working", "inner") == 1
+        if fail:
+            raise ValueError("no")
+        return "done"
+
+    context = wink.ToolContext(session=wink.Session(), memory=memory)
+    outer({"fail": True}, context=context)
+    assert contents(memory) == {}
+
+    outer({"fail": False}, context=context)
+    assert contents(memory) == {("working", key): 1 for key in ("outer", "inner", "effect")}
+
+
+def test_without_a_memory_there_is_none():
+    assert wink.ToolContext(session=wink.Session()).memory is None
 
 
 # Permissions

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import ToolDefinitionError, ViewClosed
 from weakincentives.prompt import (
+    Effect,
     PolicyDecision,
     QuotaPolicy,
     Tool,
@@ -285,3 +286,54 @@ def test_a_call_is_tried_as_often_as_its_policy_says(fails: int, max_retries: in
     assert result.metadata.attempts == min(fails, max_retries) + 1
     assert result.success == (fails <= max_retries)
     assert w.state()[2] == int(result.success)
+
+
+def _failing_effect() -> Effect:
+    def fail() -> None:
+        raise ConnectionError("the index is away")
+
+    return Effect(description="index it", apply=fail)
+
+
+@pytest.mark.parametrize("reach", [None, "compensable"])
+def test_an_effect_that_fails_after_a_success_is_not_retried(reach: Any):
+    """Retry covers the handler: what it did outside must not be done again for an effect's sake."""
+    sent: list[str] = []
+    taken_back: list[str] = []
+
+    def send(params: Step, context: ToolContext) -> None:
+        sent.append(params.name)
+
+    cancel = Effect(
+        description="cancel", apply=lambda: None, rollback=lambda: taken_back.append("it")
+    )
+    w = world(send, TWICE_MORE, reach=reach, effects=[cancel, _failing_effect()])
+
+    result = w.call("work")
+
+    assert not result.success
+    assert "the index is away" in result.message
+    assert sent == ["a"]
+    assert taken_back == ["it"]
+    assert result.metadata.attempts == 1
+    assert w.state() == (Plan(), {}, 0)
+
+
+def test_a_policy_that_refuses_a_result_does_not_have_the_handler_run_again():
+    class Broken:
+        name = "broken"
+
+        def check(self, tool: object, params: object, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision.allow()
+
+        def on_result(self, *args: object, context: ToolContext) -> None:
+            raise ConnectionError("cannot note it")
+
+    sent: list[str] = []
+    tool = make_tool("work", lambda params, context: sent.append(params.name), retry=TWICE_MORE)
+    w = World([tool], policies=[Broken()], session=Session(clock=FakeClock()))
+
+    result = w.call("work")
+
+    assert not result.success
+    assert sent == ["a"]

@@ -1219,7 +1219,7 @@ def test_a_handler_sees_limits_ids_and_heartbeat():
         "ag",
     )
     assert bound.call_id == result.call_id
-    assert bound.config == {"k": "v"}
+    assert bound.config == {"k": "v", "tool_name": "work"}
     assert beats.beats == 2
 
 

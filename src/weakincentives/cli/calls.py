@@ -56,7 +56,7 @@ class Run:
     def calls(self) -> list[Call]:
         """Return its calls, oldest first."""
         records = map(_fields, self.data.log.get(_RECORDS, []))
-        return [
+        calls = [
             Call(
                 call_id=str(record["call_id"]),
                 tool=str(record["tool_name"]),
@@ -68,6 +68,12 @@ class Run:
             for number, record in enumerate(records, 1)
             if "call_id" in record
         ]
+        later: dict[str, Call] = {}
+        for call in reversed(calls):  # a call ends after those that are nested in it
+            assert call.record is not None
+            call.outer = later.get(str(call.record.get("nested_in", "")))
+            later[call.call_id] = call
+        return calls
 
     def answer_to(self, call_id: str) -> str | None:
         """Return what the model was answered to a call, where a model asked for it."""
@@ -90,6 +96,8 @@ class Call:
     """Its place in the run; the first is 1."""
     record: Mapping[str, Any] | None = None
     """The fields of its ToolInvoked, frozen."""
+    outer: Call | None = None
+    """The call that made it, if one did."""
     committed: Committed | None = None
     """What the directory can undo of it."""
     is_undone: bool = False
@@ -117,9 +125,14 @@ class Call:
         if self.committed is not None:
             return "undo" if self.committed.undoes else "committed"
         if self.record is None or self.record["success"]:
+            # What it did became part of the call it is nested in.
+            if self.outer is not None and self.outer.outcome not in ("ok", "committed"):
+                return self.outer.outcome
             return "dry run" if self.run is not None and self.run.is_dry else "ok"
         if self.record["denied_by"]:
             return "denied"
+        if _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED":
+            return "suspended"
         return "rolled back" if self.record["ran"] else "refused"
 
     @property

@@ -314,6 +314,7 @@ def _summary(call: Call) -> dict[str, object]:
         "tool": call.tool,
         "arguments": call.arguments,
         "outcome": call.outcome,
+        "nested_in": None if call.outer is None else call.outer.name,
         "files": [
             {"path": f.path, "origin": f.origin, "added": f.added, "removed": f.removed}
             for f in call.files or ()
@@ -351,6 +352,7 @@ _STYLES = {
     "denied": "yellow",
     "refused": "yellow",
     "rolled back": "red",
+    "suspended": "yellow",
 }
 
 Line = Sequence[tuple[str, str]]
@@ -430,6 +432,8 @@ def _detail_lines(call: Call) -> Iterable[Line]:
         yield _field("run", f"{call.run.file.id}  {_harmless(call.run.title)}")
     yield _field("tool", _tool(call))
     yield _field("when", when + took)
+    if call.outer is not None:
+        yield _field("nested in", call.outer.name)
     yield [("outcome      ", "bold"), (call.outcome, _STYLES[call.outcome])]
     for key, label in (
         ("denied_by", "denied by"),

@@ -183,7 +183,7 @@ class McpServer:
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        now = _Offered(rendered, surroundings, replace(surroundings, rendered_prompt=whole), whole)
+        now = _Offered(rendered, surroundings, surroundings.having(rendered_prompt=whole), whole)
         self._offered = now
         guide = () if self._undo is None else (self._undo.guide,)
         self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
@@ -228,11 +228,8 @@ class McpServer:
             offer = offered.whole.offers.get(call.name)
             # A deadline also puts handlers that block into a thread: meanwhile the client can be
             # told how it goes, and can cancel.
-            context = replace(
-                offered.context,
-                deadline=self._new_deadline(),
-                heartbeat=beats.heart,
-                run_context=ids,
+            context = offered.context.having(
+                deadline=self._new_deadline(), heartbeat=beats.heart, run_context=ids
             )
             if self._undo is not None:
                 self._undo.before(call, offer, context)

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision
 from weakincentives.prompt.signatures import is_async
@@ -116,6 +117,8 @@ class ApprovalPolicy:
         except TimeoutError:
             return Approval(False, reason=f"nobody answered within {self.timeout:g} s")
         except Exception as error:
+            if isinstance(error, Suspended):  # somebody is asked, and answers later
+                raise
             _logger.exception("asking for approval of %s failed", request.tool_name)
             return Approval(False, reason=f"nobody could be asked: {error!r}")
         if isinstance(answer, Approval):

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
+from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import (
     AttachedPolicy,
@@ -263,6 +264,8 @@ async def validate_preconditions(
                 raise TypeError("a plain check returned a coroutine: make it `async def`")
             passed = bool(answer)
         except Exception as raised:
+            if isinstance(raised, Suspended):
+                raise
             _logger.warning("the check of %r failed", precondition.description, exc_info=raised)
             error = raised
         results.append(PreconditionCheck(precondition, passed, error))
@@ -503,7 +506,7 @@ async def apply_effects(
             raise
     for cascade in cascades:
         if await run_cascade(cascade, result, context) is not None:
-            applied.append(cascade)
+            applied += (cascade,)
     return tuple(applied)
 
 

@@ -76,6 +76,37 @@ _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
 
 
+class _Memory:
+    """How ``context.memory`` is found: when somebody asks, so that none is built for nothing.
+
+    In a call it is the call's view, whether the memory was given or is bound as a resource.
+    """
+
+    def __get__(self, context: ToolContext | None, owner: object = None) -> MemoryManager | None:
+        if context is None:
+            return None
+        fields = context.__dict__
+        # One for each context, also where every look makes a new one (Scope.PROTOTYPE). Of
+        # another call's resources it is another call's memory.
+        resources, found = fields.get("_memory_found", (None, None))
+        if resources is not context.resources:
+            found = self._find(context)
+            fields["_memory_found"] = context.resources, found
+        return found
+
+    def __set__(self, context: ToolContext, given: MemoryManager | None) -> None:
+        context.__dict__["given_memory"] = None if given is cast("Any", self) else given
+
+    def _find(self, context: ToolContext) -> MemoryManager | None:
+        given = context.given_memory
+        if given is not None:
+            view = getattr(context.resources, "view", None)
+            return given if view is None else view(given)
+        # Nobody can have bound one without importing it.
+        module = sys.modules.get("weakincentives.runtime.memory")
+        return None if module is None else context.resources.find(module.MemoryManager)
+
+
 # No slots: bound_to sets all fields of a copy in one step.
 @dataclass(frozen=True)
 class ToolContext:
@@ -97,8 +128,10 @@ class ToolContext:
     heartbeat: Heartbeat | None = None
     run_context: RunContext | None = None
     call_id: str = ""
-    memory: MemoryManager | None = None
-    """Taken from the resources when not given."""
+    memory: MemoryManager | None = field(
+        default=cast("MemoryManager | None", _Memory()), repr=False, compare=False
+    )
+    """Taken from the resources when not given; in a call, the call's own view of it."""
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
     signal: CancellationToken = field(default_factory=CancellationToken)
@@ -133,10 +166,6 @@ class ToolContext:
         object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
-        # Nobody can have bound one without importing it.
-        module = sys.modules.get("weakincentives.runtime.memory")
-        if self.memory is None and module is not None:
-            object.__setattr__(self, "memory", self.resources.find(module.MemoryManager))
 
     def bound_to(
         self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
@@ -147,6 +176,20 @@ class ToolContext:
             self.__dict__, session=session, resources=resources, call_id=call_id, signal=signal
         )
         return bound
+
+    def having(self, **fields: Any) -> ToolContext:
+        """Return this context with other values for some fields.
+
+        Unlike ``dataclasses.replace`` it looks at no other field, and so builds no memory.
+        """
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__dict__, **fields)
+        return changed
+
+    @property
+    def given_memory(self) -> MemoryManager | None:
+        """The memory that was passed in; None for one that is bound as a resource, or for none."""
+        return self.__dict__["given_memory"]
 
     @property
     def rendering(self) -> RenderedPrompt | None:

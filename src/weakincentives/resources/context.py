@@ -21,6 +21,7 @@ from weakincentives.errors import (
     PromptEvaluationError,
     ProviderFailed,
     ResourceError,
+    Suspended,
     UnboundResource,
     VisibilityExpansionRequired,
 )
@@ -434,6 +435,8 @@ def _named(chain: Chain, culprit: str) -> Generator[None]:
         # A dependency failed and its error names the whole chain, or the run is to stop here.
         raise
     except Exception as error:
+        if isinstance(error, Suspended):
+            raise
         raise ProviderFailed(
             f"{_arrows(*chain)}: {culprit} raised {type(error).__name__}: {error}"
         ) from error

@@ -490,7 +490,7 @@ class _Run:
     def _offering(self, more: Mapping[str, Offer]) -> ToolContext:
         rendered = self.context.rendering or RenderedPrompt("", ())
         offering = replace(rendered, offers={**self.offers, **more})
-        return replace(self.context, rendered_prompt=offering)
+        return self.context.having(rendered_prompt=offering)
 
 
 Work = Callable[[Any, _Run], Coroutine[Any, Any, AnyResult]]

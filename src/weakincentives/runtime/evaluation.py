@@ -52,6 +52,7 @@ from weakincentives.runtime.conversation import (
 from weakincentives.runtime.events import PromptExecuted, ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
+from weakincentives.slices import Slice
 
 __all__ = ["Model", "Run", "RunConfig", "RunOptions"]
 
@@ -241,7 +242,7 @@ class Run:
         telemetry = instrumentation.telemetry
         if telemetry is not None and not self._trace_is_given and (found := telemetry.trace_id()):
             ids = self._context.run_context or RunContext()
-            self._context = replace(self._context, run_context=replace(ids, trace_id=found))
+            self._context = self._context.having(run_context=replace(ids, trace_id=found))
         stop_listening = self._listen()
         try:
             await self._begin(message, resume)
@@ -452,7 +453,7 @@ class Run:
             rendered = rendered.with_provider_tools(
                 self._model.provider_tools, self._prompt.policies
             )
-        self._context = replace(self._context, rendered_prompt=rendered)
+        self._context = self._context.having(rendered_prompt=rendered)
 
     async def _ask(self, request: ModelRequest) -> ModelTurn:
         """Ask until the provider answers, as often as the retry policy allows."""
@@ -569,13 +570,20 @@ class Run:
 
     def _on_record(self, calls: Sequence[ToolCall]) -> dict[str, ToolResult[Any]]:
         """Return the results of those calls that came to an end, by id."""
-        wanted = {call.id for call in calls}
-        records = self._session[ToolInvoked].select(
-            lambda records: tuple(
-                islice((r for r in records.newest_first() if r.call_id in wanted), len(wanted))
-            )
-        )
-        return {record.call_id: record.result for record in records}
+
+        def newest(records: Slice[ToolInvoked]) -> tuple[ToolInvoked, ...]:
+            wanted, found = {call.id for call in calls}, list[ToolInvoked]()
+            for record in records.newest_first():
+                if record.call_id in wanted:
+                    wanted.remove(record.call_id)
+                    found.append(record)
+                if not wanted:
+                    break
+            return tuple(found)
+
+        records = self._session[ToolInvoked].select(newest)
+        # One that was suspended waits to be made again.
+        return {record.call_id: record.result for record in records if not record.suspended}
 
     # The end
 

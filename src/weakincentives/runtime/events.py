@@ -21,6 +21,9 @@ E = TypeVar("E")
 
 _logger = get_logger(__name__)
 
+SUSPENDED = "SUSPENDED"
+"""The code of a call that waits for somebody outside."""
+
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(slots=True, kw_only=True)  # not frozen: every call makes one, at a third of the cost
@@ -49,6 +52,14 @@ class ToolInvoked:
     """How often it was taken, because another call of the turn came in its way."""
     conflicts: tuple[str, ...] = ()
     """What others had changed when it was taken again: slices by type, files by path."""
+    nested_in: str = ""
+    """The id of the call that made this one: it stays or is undone with that."""
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the call waits for somebody outside: it was undone, and is to be made again."""
+        failure = self.result.failure
+        return failure is not None and failure.code == SUSPENDED
 
 
 @slice_policy(SlicePolicy.LOG)

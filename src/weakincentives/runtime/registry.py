@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -71,7 +71,8 @@ class ToolRegistry:
     ``workspace`` is a directory for ``context.filesystem``; ``resources`` are whatever else tools
     ask for; a ``MemoryManager`` is there in any case, unless the resources are open already. One
     session serves all calls: the one that is given, or one of its own. ``policies`` govern every
-    tool, ``config`` and ``run_context`` are what tools find in their context. Use it in a ``with`` block, or call ``close``, to close what it opened.
+    tool, ``config`` and ``run_context`` are what tools find in their context. Use it in a ``with``
+    block, or call ``close``, to close what it opened.
 
     A tool in a namespace has two names: ``web:scrape`` and, as providers take no colon,
     ``web__scrape``. Every method takes both, and records have the second.
@@ -515,7 +516,7 @@ class ToolRegistry:
 
 def _in(view: _View, context: ToolContext | None) -> ToolContext:
     """Return the registry's context, or the caller's with the registry's tools."""
-    return view.context if context is None else replace(context, rendered_prompt=view.rendered)
+    return view.context if context is None else context.having(rendered_prompt=view.rendered)
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:

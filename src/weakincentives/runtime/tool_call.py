@@ -32,6 +32,7 @@ from weakincentives.errors import (
     PreconditionFailed,
     PromptEvaluationError,
     Refusal,
+    Suspended,
     ToolNotFound,
     ToolTimeout,
     ToolValidationError,
@@ -49,7 +50,7 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.runtime import instrumentation
-from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.events import SUSPENDED, ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import (
     CallResources,
@@ -443,6 +444,8 @@ class _Progress:
     """Whether something that it did outside was not."""
     answered: bool = False
     """Whether the handler itself said that it failed."""
+    succeeded: bool = False
+    """Whether the handler succeeded: whatever fails after that is not retried."""
     ledger: OutcomeLedger | None = None
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
@@ -497,6 +500,8 @@ async def _pipeline(
                             None if verdict is ALLOWED else await _denial(progress, policy, verdict)
                         )
                     except Exception as error:
+                        if isinstance(error, Suspended):
+                            raise
                         raise _undecided(policy, error) from error
                     if reason is not None:
                         raise PolicyDenied(reason, policy=policy.name)
@@ -516,6 +521,7 @@ async def _pipeline(
             else:
                 answer = await _handle_on_loop(tool, params, bound)
             result = _succeeded(tool, answer)
+            progress.succeeded = True
             if tool.effects:
                 await _apply_effects(progress, tool, result, bound)
             _accept(progress, offer, params, result, bound)
@@ -817,6 +823,8 @@ def _accept(
         except PolicyDenied:  # it decided: what the call did is refused, and undone
             raise
         except Exception as error:  # fail closed: what a policy did not note did not happen
+            if isinstance(error, Suspended):
+                raise
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
 
@@ -1043,6 +1051,9 @@ def _completed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
         event.notes = progress.notes
     if progress.denied_by:
         event.denied_by = progress.denied_by
+    outer = progress.transaction.parent
+    if outer is not None:
+        event.nested_in = outer.call.id
     place = progress.place
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
@@ -1102,7 +1113,7 @@ def _is_tried_again(progress: _Progress, result: ToolResult[Any], error: BaseExc
     tool, failure = progress.tool, result.failure
     if tool is None or tool.retry is None or failure is None or not progress.ran:
         return False
-    if _raises_through(error) or progress.transaction.settled:
+    if _raises_through(error) or progress.transaction.settled or progress.succeeded:
         return False
     if isinstance(error, Refusal):
         return False  # it would be refused again
@@ -1198,8 +1209,10 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     """Return what a failure means for the model."""
     if isinstance(error, _Failed):
         progress.answered = True
-        result = _well_formed(progress, error.result)
-        return _logged(progress, result)
+        return _logged(progress, _well_formed(progress, error.result))
+    if isinstance(error, Suspended):
+        progress.answered = True  # whoever stops to be called again has not done it yet
+        return _suspended(progress, error)
     text = _text(error)
     if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
@@ -1246,6 +1259,12 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     )
 
 
+def _suspended(progress: _Progress, error: BaseException) -> ToolResult[Any]:
+    undone = " and rolled back" if progress.ran else ""
+    said = f"'{progress.call.name}' was suspended{undone}: {type(error).__name__}"
+    return ToolResult.error(said, code=SUSPENDED)
+
+
 def _interrupted(progress: _Progress) -> str:
     ended = "ended, and was rolled back" if progress.ran else "ran"
     return f"'{progress.call.name}' was interrupted before it {ended}"
@@ -1280,7 +1299,7 @@ def _well_formed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any
 
 def _raises_through(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(
-        error, (PromptEvaluationError, VisibilityExpansionRequired)
+        error, (PromptEvaluationError, VisibilityExpansionRequired, Suspended)
     )
 
 

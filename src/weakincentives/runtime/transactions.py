@@ -257,7 +257,7 @@ class Transaction:
             for name, resource in self.snapshotables:
                 if resource is target:
                     return name
-            if target is self.context.memory:
+            if target is self.context.given_memory:
                 return type(target).__name__
             if base is not target or (self.parent is not None and self.parent.covers(target)):
                 return type(target).__name__
@@ -451,6 +451,10 @@ class CallResources:
     def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
         return self.transaction.resource(kind) if self.transaction.is_bound(kind) else None
+
+    def view(self, target: T) -> T:
+        """Return the call's view of an object, or the object where it takes no part."""
+        return self.transaction.view(target)
 
     @property
     def snapshotables(self) -> tuple[tuple[str, Any], ...]:
