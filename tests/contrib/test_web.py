@@ -14,6 +14,7 @@ import pytest
 from pages import Site, answer, redirect
 
 from weakincentives.contrib.tools import Browser, scrape, web_scrape_tool
+from weakincentives.contrib.tools.web import ScrapedPage
 from weakincentives.prompt import ToolResult
 from weakincentives.resources import Binding
 from weakincentives.retry import RetryPolicies
@@ -138,6 +139,19 @@ def test_whether_a_browser_starts_is_asked_once(tmp_path: Path):
     assert all(browser.is_available() for _ in range(3))
 
     assert started.read_text() == "x\n"
+
+
+def test_the_cache_keeps_the_newest_hundred_pages():
+    agent = Agent(Browser())
+    for number in [*range(101), 50]:
+        page = ScrapedPage(url=f"http://x/{number}", content=str(number), timestamp=0.0)
+        agent.tools.apply_effects("web:scrape", ToolResult.ok(page))
+
+    cached = agent.memory.read("short-term", "web:cache")
+
+    assert len(cached) == 100
+    assert "http://x/0" not in cached
+    assert list(cached)[-2:] == ["http://x/100", "http://x/50"]
 
 
 def test_without_the_permission_nothing_is_asked_for(site: Site):
