@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 import weakincentives as wink
+from weakincentives.errors import Suspended
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.mcp import McpServer
 from weakincentives.prompt import (
@@ -276,8 +277,13 @@ def _leaving(params: None, *, context: ToolContext) -> ToolResult[None]:
     sys.exit(3)
 
 
+def _suspended(params: None, *, context: ToolContext) -> ToolResult[None]:
+    context.filesystem.write("a.txt", "changed")
+    raise Suspended("who approves?")
+
+
 @ERAS
-@pytest.mark.parametrize("handler", [_refused, _broken, _leaving])
+@pytest.mark.parametrize("handler", [_refused, _broken, _leaving, _suspended])
 def test_a_failure_is_an_error_for_the_client_and_leaves_nothing(
     tmp_path: Path, mode: Mode, handler: Any
 ):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weakincentives.contrib.tools import file_tools
 from weakincentives.errors import FilesystemError, PromptValidationError
-from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
     MarkdownSection,
     PolicyDecision,
@@ -29,7 +32,14 @@ from weakincentives.prompt import (
     ToolResult,
 )
 from weakincentives.retry import RetryPolicies
-from weakincentives.runtime import Session, Snapshot, ToolCall, ToolInvoked, execute_tool
+from weakincentives.runtime import (
+    Session,
+    Snapshot,
+    ToolCall,
+    ToolInvoked,
+    execute_tool,
+    tool_transaction,
+)
 from weakincentives.testing import FakeClock
 
 
@@ -143,6 +153,30 @@ def test_a_dependency_that_failed_or_was_denied_has_not_been_met():
     assert not agent.call("lint", fail=True).success
     assert not agent.allows("build")
     assert "missing required tools: build, test" in agent.call("deploy").message
+
+
+def test_a_dependency_that_was_met_under_another_prompt_counts():
+    """Whether or not a policy listened then: the session knows what has succeeded in it."""
+    before = Agent()
+    before.call("lint")
+    after = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+    after.session = before.session
+    after.prompt.render(after.session)
+
+    assert after.allows("build")
+    assert not after.allows("deploy")
+
+
+def test_a_dependency_that_was_rolled_back_under_another_prompt_does_not_count():
+    before = Agent()
+    with suppress(RuntimeError), tool_transaction(before.session, before.prompt.resources):
+        before.call("lint")
+        raise RuntimeError("half way")
+    after = Agent([SequentialDependencyPolicy(dependencies=PIPELINE)])
+    after.session = before.session
+    after.prompt.render(after.session)
+
+    assert not after.allows("build")
 
 
 def test_a_tool_without_dependencies_is_free():
@@ -348,6 +382,178 @@ def test_without_a_filesystem_every_file_must_be_read_first():
     assert not agent.allows("write_file", path="a.txt")
     assert agent.allows("read_file", path="a.txt")
     assert agent.allows("write_file", path="a.txt")
+
+
+SHIPPED = file_tools()
+
+
+def shipped(*policies: object, fs: Any = None) -> Agent:
+    """An agent with the file tools that we ship."""
+    agent = Agent(sections=[MarkdownSection(tools=SHIPPED, policies=policies)])
+    if fs is not None:
+        agent.fs = fs
+        agent.prompt = agent.prompt.bind(resources={Filesystem: fs})
+        agent.session = agent.new_session()
+    return agent
+
+
+def test_a_file_that_was_read_is_overwritten_by_a_plain_write():
+    agent = shipped(ReadBeforeWritePolicy())
+
+    assert not agent.allows("write_file", path="a.txt", content="new")
+    assert agent.allows("read_file", path="a.txt")
+    assert agent.call("write_file", path="./a.txt", content="new").success
+    assert agent.call("write_file", path="a.txt", content="newer").success
+    assert files(agent) == {"a.txt": "newer", "b.txt": "old"}
+
+
+def test_without_a_policy_a_plain_write_still_says_that_the_file_exists():
+    agent = shipped()
+    agent.call("read_file", path="a.txt")
+
+    refused = agent.call("write_file", path="a.txt", content="new")
+
+    assert refused.message.startswith("File already exists: a.txt")
+    assert "overwrite=true" in refused.message
+    assert agent.call("write_file", path="a.txt", content="new", overwrite=True).success
+
+
+@pytest.mark.parametrize("tool", ["copy_file", "move_file"])
+def test_a_file_that_was_not_read_is_not_replaced_by_another(tool: str):
+    agent = shipped(ReadBeforeWritePolicy())
+    agent.call("read_file", path="a.txt")
+    move = {"source": "a.txt", "destination": "/workspace/b.txt", "overwrite": True}
+
+    denied = agent.call(tool, **move)
+    assert denied.message == "Cannot write to /workspace/b.txt without reading it first"
+    assert files(agent) == {"a.txt": "old", "b.txt": "old"}
+
+    assert agent.allows("read_file", path="b.txt")
+    assert agent.allows(tool, **move)
+
+
+@pytest.mark.parametrize("tool", ["copy_file", "move_file"])
+def test_a_directory_takes_the_place_of_another_once_all_its_files_were_read(tool: str):
+    agent = shipped(ReadBeforeWritePolicy())
+    assert agent.fs is not None
+    for path in ("from/x.txt", "to/x.txt", "to/deep/y.txt"):
+        agent.fs.write(path, path)
+    move = {"source": "from", "destination": "to", "overwrite": True}
+    agent.call("read_file", path="to/x.txt")
+
+    denied = agent.call(tool, **move)
+    assert denied.message == "Cannot replace to: to/deep/y.txt in it was not read"
+
+    assert agent.allows("read_file", path="to/deep/y.txt")
+    assert agent.allows(tool, **move)
+
+
+@pytest.mark.parametrize("tool", ["copy_file", "move_file"])
+def test_what_was_read_is_known_where_it_was_put_and_nothing_else_is(tool: str):
+    agent = shipped(ReadBeforeWritePolicy())
+    assert agent.fs is not None
+    agent.fs.write("d/x.txt", "x")
+    for path in ("a.txt", "d/x.txt"):
+        agent.call("read_file", path=path)
+    for source, destination in (("a.txt", "new.txt"), ("b.txt", "unread.txt"), ("d", "e")):
+        assert agent.allows(tool, source=source, destination=destination)
+
+    assert agent.allows("write_file", path="new.txt", content="new")
+    assert agent.allows("write_file", path="e/x.txt", content="new")
+    assert not agent.allows("write_file", path="unread.txt", content="new")
+
+
+@pytest.fixture(params=["memory", "disk"])
+def two_files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    if request.param == "memory":
+        yield MemoryFilesystem({"a.txt": "old", "b.txt": "old"})
+        return
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("old")
+    with HostFilesystem(tmp_path) as fs:
+        yield fs
+
+
+WRITES = [
+    ("write_file", {"path": "a.txt", "content": "the agent's", "overwrite": True}),
+    ("edit_file", {"path": "a.txt", "old_string": "o", "new_string": "0"}),
+    ("copy_file", {"source": "b.txt", "destination": "a.txt", "overwrite": True}),
+    ("move_file", {"source": "b.txt", "destination": "a.txt", "overwrite": True}),
+]
+
+
+@pytest.mark.parametrize(("tool", "arguments"), WRITES, ids=[name for name, _ in WRITES])
+def test_a_file_that_someone_changed_since_it_was_read_must_be_read_again(
+    two_files: Any, tool: str, arguments: dict[str, object]
+):
+    agent = shipped(ReadBeforeWritePolicy(), fs=two_files)
+    agent.call("read_file", path="a.txt")
+    two_files.write("a.txt", "a person's work: old")
+
+    denied = agent.call(tool, **arguments)
+    assert denied.failure.code == "POLICY_DENIED"
+    assert denied.message == (
+        "Cannot write to a.txt: it has changed since it was last read or written here\n"
+        "Read it again, then retry"
+    )
+    assert two_files.read("a.txt") == "a person's work: old"
+
+    assert agent.allows("read_file", path="a.txt")
+    assert agent.call(tool, **arguments).success or tool == "edit_file"
+
+
+def test_what_the_agent_wrote_and_someone_then_changed_must_be_read(two_files: Any):
+    agent = shipped(ReadBeforeWritePolicy(), fs=two_files)
+    assert agent.allows("write_file", path="new.txt", content="mine")
+    two_files.write("new.txt", "a person's")
+
+    assert not agent.allows("write_file", path="new.txt", content="mine again")
+
+
+def test_a_file_of_which_a_part_was_read_is_known_as_it_was_then(two_files: Any):
+    two_files.write("long.txt", "one\ntwo\nthree\n")
+    agent = shipped(ReadBeforeWritePolicy(), fs=two_files)
+    agent.call("read_file", path="long.txt", limit=1)
+    assert agent.allows("edit_file", path="long.txt", old_string="two", new_string="2")
+
+    agent.call("read_file", path="long.txt", limit=1)
+    two_files.write("long.txt", "one\n2\nfour\n")
+    assert not agent.allows("edit_file", path="long.txt", old_string="2", new_string="two")
+
+
+def test_what_was_read_is_known_by_its_content_in_another_process():
+    agent = shipped(ReadBeforeWritePolicy())
+    assert agent.fs is not None
+    for path in ("a.txt", "b.txt"):
+        agent.call("read_file", path=path)
+    saved = agent.session.snapshot().to_json()
+    agent.fs.write("b.txt", "a person's")
+    agent.session = Session.from_snapshot(Snapshot.from_json(saved))
+    agent.prompt.render(agent.session)
+
+    assert agent.allows("write_file", path="a.txt", content="new")
+    assert not agent.allows("write_file", path="b.txt", content="new")
+
+
+def test_a_change_between_the_read_and_its_note_is_not_missed(tmp_path: Path):
+    """The content that the model was shown counts, not what the file holds a moment later."""
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+
+    class Person:
+        name = "person"
+
+        def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision.allow()
+
+        def on_result(self, tool: Any, *_: Any, context: ToolContext) -> None:
+            file.write_text("a person's")
+
+    with HostFilesystem(tmp_path) as fs:
+        agent = shipped(Person(), ReadBeforeWritePolicy(), fs=fs)
+        agent.call("read_file", path="a.txt")
+
+        assert not agent.allows("write_file", path="a.txt", content="new")
 
 
 def test_a_tool_that_reads_elsewhere_is_no_problem():

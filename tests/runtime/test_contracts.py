@@ -10,6 +10,7 @@ import pytest
 from agents import AddStep, Counter, Plan, Step, World, make_tool, raising
 
 from weakincentives.errors import ToolDefinitionError
+from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import (
     CascadeEffect,
     CustomPrecondition,
@@ -32,6 +33,7 @@ from weakincentives.runtime import (
     Session,
     ToolCall,
     ToolInvoked,
+    ToolRegistry,
     aexecute_tool,
     execute_tool,
     execute_tools,
@@ -176,6 +178,25 @@ def test_a_dependency_that_failed_or_was_rolled_back_does_not_count():
     w.call("build")
 
     assert not w.call("work").success
+
+
+def test_a_dependency_counts_that_was_met_before_anyone_waited_for_it():
+    """A success from before the dependent tool was registered, or from another prompt."""
+    needs = DependencyPrecondition(description="built", tool="build")
+    build = make_tool("build", nothing)
+    work = make_tool("work", nothing, preconditions=[needs])
+
+    tools = ToolRegistry([build])
+    resources = {Filesystem: MemoryFilesystem(), Counter: Counter()}
+    context = ToolContext(session=Session(), resources=resources)
+    assert tools.execute("build", {"name": "a"}, context=context).success
+    tools.register(work)
+    assert tools.execute("work", {"name": "b"}, context=context).success
+
+    before, after = world(build), world(work)
+    before.call("build")
+    after.prompt.render(before.session)
+    assert execute_tool(ToolCall("work", {"name": "b"}), session=before.session).success
 
 
 def test_a_preferred_resource_is_not_critical():

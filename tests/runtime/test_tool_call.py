@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from weakincentives.runtime import (
     ToolCall,
     ToolInvoked,
     aexecute_tool,
+    aexecute_tools,
     call_under_way,
     execute_tool,
 )
@@ -1296,6 +1298,115 @@ print("asyncio" in sys.modules)
     )
 
     assert done.stdout.strip() == "False"
+
+
+_language: ContextVar[str] = ContextVar("language", default="none")
+_LONG = 20
+"""Seconds a handler waits for what a loop that is not blocked does at once."""
+
+
+def test_a_loop_goes_on_while_a_sync_handler_runs():
+    """A server that awaits a call still serves its other clients, and context variables hold."""
+    served = threading.Event()
+
+    def body(params: Step, context: ToolContext) -> ToolResult[None]:
+        assert served.wait(_LONG), "the loop stood still"
+        assert call_under_way().name == "work"
+        return ToolResult.ok(None, _language.get())
+
+    world = World([make_tool("work", body)])
+
+    async def main() -> list[ToolResult[Any]]:
+        async def serve() -> None:
+            await asyncio.sleep(0.01)
+            served.set()
+
+        _language.set("la")
+        turn = [ToolCall("work", {"name": "a"})]
+        other = asyncio.create_task(serve())
+        results = [await aexecute_tool(turn[0], session=world.session)]
+        served.clear()
+        again = asyncio.create_task(serve())
+        results += await aexecute_tools(turn, session=world.session)
+        await asyncio.gather(other, again)
+        return results
+
+    results = asyncio.run(main())
+
+    assert [result.message for result in results] == ["la", "la"]
+    assert world.counter.value == 2
+
+
+def test_sync_handlers_of_sync_callers_do_not_stop_the_background_loop():
+    """It serves all calls that need a loop: one that takes its time must not hold up the others."""
+    second = threading.Event()
+
+    class Asks:
+        name = "asks"
+
+        async def check(self, tool: Any, params: Any, *, context: ToolContext) -> PolicyDecision:
+            await asyncio.sleep(0)
+            return PolicyDecision.allow()
+
+        def on_result(self, *_: Any, context: ToolContext) -> None:
+            pass
+
+    def wait(params: Step, context: ToolContext) -> None:
+        assert second.wait(_LONG), "the other call never ran"
+
+    first_world = World([make_tool("work", wait)], policies=[Asks()])
+    other_world = World([make_tool("work", lambda *_: second.set())], policies=[Asks()])
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(first_world.call, "work")
+        other = pool.submit(other_world.call, "work")
+
+    assert first.result().success
+    assert other.result().success
+
+
+def test_cancelling_a_task_that_awaits_a_sync_handler_rolls_back_and_fences_it():
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    refused: list[BaseException] = []
+
+    def body(params: Step, context: ToolContext) -> None:
+        begun.set()
+        go_on.wait(_LONG)
+        try:
+            context.filesystem.write("late.txt", "late")
+        except ViewClosed as error:
+            refused.append(error)
+        ended.set()
+
+    world = World([make_tool("work", body)])
+
+    async def main() -> None:
+        call = aexecute_tool(ToolCall("work", {"name": "a"}), session=world.session)
+        task = asyncio.create_task(call)
+        await asyncio.to_thread(begun.wait, _LONG)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    go_on.set()
+    assert ended.wait(_LONG)
+
+    assert refused
+    assert world.state() == UNTOUCHED
+    assert [record.result.failure.code for record in world.records] == ["INTERRUPTED"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_interrupt_that_a_sync_handler_raises_reaches_the_one_who_awaits(error: BaseException):
+    world = World([make_tool("work", raising(error))])
+
+    async def main() -> None:
+        with pytest.raises(type(error)):
+            await aexecute_tool(ToolCall("work", {"name": "a"}), session=world.session)
+
+    asyncio.run(main())
+
+    assert world.state() == UNTOUCHED
 
 
 def test_cancelling_the_callers_task_rolls_back_and_records():

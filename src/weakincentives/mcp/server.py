@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -12,7 +11,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from weakincentives.call import RunContext, ToolCall, new_id
 from weakincentives.deadlines import Deadline, Heartbeat
-from weakincentives.errors import MissingExtra, PromptEvaluationError, VisibilityExpansionRequired
+from weakincentives.errors import (
+    MissingExtra,
+    PromptEvaluationError,
+    Suspended,
+    VisibilityExpansionRequired,
+)
 from weakincentives.logs import get_logger
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
@@ -52,7 +56,8 @@ Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
 
 _logger = get_logger(__name__)
 
-_NEVER = Deadline(math.inf)
+# What ends a run.
+_ENDING = (PromptEvaluationError, Suspended)
 
 CALL_ID = "weakincentives/callId"
 """Where a result's ``_meta`` names the call: ``undo`` and ``history`` know it by that."""
@@ -226,8 +231,6 @@ class McpServer:
         async with self._line.turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
-            # A deadline also puts handlers that block into a thread: meanwhile the client can be
-            # told how it goes, and can cancel.
             context = offered.context.having(
                 deadline=self._new_deadline(), heartbeat=beats.heart, run_context=ids
             )
@@ -244,9 +247,9 @@ class McpServer:
             self._undo.after(call, result)
         self._look()
 
-    def _new_deadline(self) -> Deadline:
+    def _new_deadline(self) -> Deadline | None:
         if self._time_limit is None:
-            return _NEVER
+            return None
         return Deadline.after(self._time_limit, clock=self.session.clock)
 
     async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
@@ -260,7 +263,9 @@ class McpServer:
             result = ToolResult.ok("\n\n".join(texts), f"Opened: {opened}.")
             result.call_id = call.id
             return result
-        except (PromptEvaluationError, KeyboardInterrupt, SystemExit):
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, Exception) and not isinstance(error, _ENDING):
+                raise
             # It would end a run; but here others may have calls to make. What is on record is that
             # it failed, and was rolled back.
             return cast("ToolInvoked", self.session[ToolInvoked].latest()).result

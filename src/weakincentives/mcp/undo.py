@@ -17,7 +17,7 @@ from typing import Any
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.filesystem import Filesystem, HostFilesystem
-from weakincentives.prompt.policies import PolicyState
+from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
@@ -216,10 +216,10 @@ class UndoTools:
         if before is now:
             return False
         # What policies remember of calls is no change that anybody would want to undo by itself.
-        return len(before) > len(now) or any(
+        return bool(before.keys() - now.keys()) or any(
             before.get(kind) is not values
             for kind, values in now.items()
-            if kind is not PolicyState
+            if kind not in (PolicyState, CompletedTools)
         )
 
     # The tools

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import (
-    AttachedPolicy,
-    PolicyDecision,
-    PolicyState,
-    attach,
-    remember_tool,
-)
+from weakincentives.prompt.policies import missing_tools
 from weakincentives.prompt.signatures import is_async
 
 if TYPE_CHECKING:
@@ -192,11 +186,7 @@ class DependencyPrecondition(Precondition):
         if self.status == "available":
             rendered = context.rendering
             return rendered is not None and self.wire_name in rendered.offers
-        return context.session[PolicyState].select(
-            lambda states: any(
-                s.policy_name == _DEPENDENCIES and self.wire_name in s.invoked_tools for s in states
-            )
-        )
+        return not missing_tools((self.wire_name,), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,37 +260,6 @@ async def validate_preconditions(
             error = raised
         results.append(PreconditionCheck(precondition, passed, error))
     return PreconditionResult(tuple(results))
-
-
-# What a dependency needs to be known by
-
-_DEPENDENCIES = "dependency_precondition"
-
-
-def dependency_listeners(tools: Iterable[Tool[Any, Any]]) -> tuple[AttachedPolicy, ...]:
-    """Return what notes the success of tools that others wait for; rolled back with the call."""
-    waited_for = frozenset(
-        each.wire_name
-        for tool in tools
-        for each in tool.preconditions
-        if isinstance(each, DependencyPrecondition) and each.status == "completed"
-    )
-    return attach([_CompletedTools(waited_for)]) if waited_for else ()
-
-
-@dataclass(frozen=True)
-class _CompletedTools:
-    names: frozenset[str]
-    name: str = _DEPENDENCIES
-
-    def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        return PolicyDecision.allow()
-
-    def on_result(
-        self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
-    ) -> None:
-        if tool.name in self.names:
-            remember_tool(self.name, tool.name, context)
 
 
 # Effects

@@ -7,6 +7,7 @@ what happened is rolled back with what happened, and counts of what was tried ar
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from weakincentives.slices import Slice, SlicePolicy, slice_policy
 if TYPE_CHECKING:
     from weakincentives.prompt.tool import Tool, ToolContext
     from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.runtime.session import Session
 
 __all__ = [
     "PolicyDecision",
@@ -90,6 +92,7 @@ class ToolPolicy(Protocol):
 
 _NO_NAMES: HashTrieSet[str] = HashTrieSet()
 _NO_KEYS: HashTrieSet[tuple[str, str]] = HashTrieSet()
+_NO_CONTENTS: HashTrieMap[str, str] = HashTrieMap()
 _NO_MOMENTS: HashTrieMap[str, tuple[float, ...]] = HashTrieMap()
 
 
@@ -100,6 +103,9 @@ class PolicyState:
     policy_name: str
     invoked_tools: AbstractSet[str] = _NO_NAMES
     invoked_keys: AbstractSet[tuple[str, str]] = _NO_KEYS
+    """The tool, and what it was about: a path, for example."""
+    contents: Mapping[str, str] = _NO_CONTENTS
+    """By path, the digest of what a file held when it was last read or written."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -155,26 +161,61 @@ def _with_tool(state: PolicyState, name: str) -> PolicyState:
     return replace(state, invoked_tools=_with(state.invoked_tools, name))
 
 
-def _with_key(state: PolicyState, key: tuple[str, str]) -> PolicyState:
-    if key in state.invoked_keys:
-        return state
-    return replace(state, invoked_keys=_with(state.invoked_keys, key))
-
-
-def _is_known(policy_name: str, item: str | tuple[str, str], context: ToolContext) -> bool:
+def _knows(policy_name: str, context: ToolContext, question: Callable[[PolicyState], bool]) -> bool:
     """Whether a success need not be noted again. Beside other calls it always must: they may take
     back, before this one is kept, what is known now.
     """
     session = context.session
     if session.tracks_reads:
         return False
-    state = _remembered(PolicyState, policy_name, session.read_slice(PolicyState).all())
-    return item in state.invoked_tools or item in state.invoked_keys
+    return question(_remembered(PolicyState, policy_name, session.read_slice(PolicyState).all()))
 
 
-def remember_tool(policy_name: str, tool_name: str, context: ToolContext) -> None:
-    """Note under a policy's name that a tool has succeeded."""
-    _remember(PolicyState, policy_name, context, lambda state: _with_tool(state, tool_name))
+@dataclass(frozen=True, slots=True)
+class CompletedTools:
+    """The tools that have succeeded in a session, under whichever prompt. A STATE slice."""
+
+    names: AbstractSet[str] = _NO_NAMES
+
+
+_NONE_COMPLETED = CompletedTools()
+
+
+def note_success(tool_name: str, session: Session) -> None:
+    """Note that a tool has succeeded, whoever may want to know it later."""
+    if not session.tracks_reads:
+        noted = session.read_slice(CompletedTools).latest()
+        if noted is not None and tool_name in noted.names:
+            return
+
+    def added(current: Slice[CompletedTools]) -> Slice[CompletedTools]:
+        names = (current.latest() or _NONE_COMPLETED).names
+        return current.replace(CompletedTools(_with(names, tool_name)))
+
+    session[CompletedTools].update(added)
+
+
+def missing_tools(needed: Iterable[str], context: ToolContext) -> tuple[str, ...]:
+    """Return those of the tools that have not succeeded in the session, sorted."""
+
+    def not_done(noted: Slice[CompletedTools]) -> tuple[str, ...]:
+        done = (noted.latest() or _NONE_COMPLETED).names
+        return tuple(sorted(name for name in needed if name not in done))
+
+    return context.session.select(CompletedTools, not_done)
+
+
+def content_digest(data: bytes) -> str:
+    """Return what the content of a file is known by."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def is_seen(path: str, context: ToolContext) -> bool:
+    """Whether a policy has noted what a file holds now: the model knows what it replaces."""
+    seen = context.session.select(
+        PolicyState, lambda states: tuple(s.contents[path] for s in states if path in s.contents)
+    )
+    return bool(seen) and _digest(path, context.filesystem) in seen
 
 
 # The built-in ones
@@ -202,10 +243,13 @@ class SequentialDependencyPolicy:
         if not needed:
             return ALLOWED
 
-        def not_done(state: PolicyState) -> tuple[str, ...]:
-            return tuple(sorted(name for name in needed if name not in state.invoked_tools))
+        missing = missing_tools(needed, context)
+        if missing:  # unless it was noted for this policy alone, by hand
 
-        missing = _ask(PolicyState, self.name, context, not_done)
+            def not_done(state: PolicyState) -> tuple[str, ...]:
+                return tuple(name for name in missing if name not in state.invoked_tools)
+
+            missing = _ask(PolicyState, self.name, context, not_done)
         if not missing:
             return ALLOWED
         return PolicyDecision.deny(
@@ -216,74 +260,163 @@ class SequentialDependencyPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        if not _is_known(self.name, tool.name, context):
-            remember_tool(self.name, tool.name, context)
+        if not _knows(self.name, context, lambda state: tool.name in state.invoked_tools):
+            _remember(PolicyState, self.name, context, lambda state: _with_tool(state, tool.name))
 
 
 @dataclass(frozen=True)
 class ReadBeforeWritePolicy:
-    """A file that exists may be overwritten once it has been read, or written, in this session."""
+    """A file that exists may be replaced once the model knows what it holds.
+
+    It knows a file that it has read or written in this session, as long as nobody else has changed
+    it since. A file that it copies or moves is known at its new place as at the old one.
+    """
 
     read_tools: AbstractSet[str] = frozenset({"read_file"})
     write_tools: AbstractSet[str] = frozenset({"write_file", "edit_file"})
     path_field: str = "path"
+    transfer_tools: AbstractSet[str] = frozenset({"copy_file", "move_file"})
+    """Those that put a ``source`` in the place of a ``destination``."""
     name: str = "read_before_write"
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        if tool.name not in self.write_tools:
+        is_transfer = tool.name in self.transfer_tools
+        if not is_transfer and tool.name not in self.write_tools:
             return ALLOWED
-        path = self._path(params)
+        if is_transfer and _field(params, "overwrite") is False:
+            return ALLOWED  # it replaces nothing
+        named = "destination" if is_transfer else self.path_field
+        path = _text_field(params, named)
         if path is None:
             return PolicyDecision.deny(
-                f"Cannot tell which file '{tool.name}' writes: it has no text parameter "
-                f"'{self.path_field}'"
+                f"Cannot tell which file '{tool.name}' writes: it has no text parameter '{named}'"
             )
         filesystem = context.resources.find(Filesystem)
         try:
-            key = _key(path, filesystem)
-            if _ask(PolicyState, self.name, context, lambda state: key in state.invoked_keys):
-                return ALLOWED
-            if filesystem is not None and not _is_overwritten(path, filesystem):
-                return ALLOWED
+            problem = (
+                self._unread(path, context)
+                if filesystem is None
+                else self._unseen(path, filesystem, context, replaces_directories=is_transfer)
+            )
         except FilesystemError as error:
             return PolicyDecision.deny(str(error))
-        return PolicyDecision.deny(f"Cannot write to {path} without reading it first")
+        return ALLOWED if problem is None else PolicyDecision.deny(problem)
+
+    def _unread(self, path: str, context: ToolContext) -> str | None:
+        """Say what keeps a path from being written where nobody can tell what it holds."""
+        tools = (*self.read_tools, *self.write_tools)
+
+        def is_noted(state: PolicyState) -> bool:
+            return any((tool, path) in state.invoked_keys for tool in tools)
+
+        return None if _ask(PolicyState, self.name, context, is_noted) else _unread(path)
+
+    def _unseen(
+        self,
+        path: str,
+        filesystem: Filesystem,
+        context: ToolContext,
+        *,
+        replaces_directories: bool,
+    ) -> str | None:
+        """Say what would be replaced that the model does not know."""
+        if not filesystem.exists(path):
+            return None
+        if filesystem.stat(path).kind != "directory":
+            return self._unseen_file(path, filesystem, context)
+        if not replaces_directories:
+            return None  # of a directory the tool itself says that it cannot be written
+        for each in filesystem.glob("**/*", path):
+            if self._unseen_file(each, filesystem, context) is not None:
+                return f"Cannot replace {path}: {shown(each)} in it was not read"
+        return None
+
+    def _unseen_file(self, path: str, filesystem: Filesystem, context: ToolContext) -> str | None:
+        key = filesystem.normalize(path)
+        seen = _ask(PolicyState, self.name, context, lambda state: state.contents.get(key))
+        if seen is None:
+            return _unread(path)
+        if seen == _digest(key, filesystem):
+            return None
+        return (
+            f"Cannot write to {path}: it has changed since it was last read or written here\n"
+            "Read it again, then retry"
+        )
 
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        if tool.name not in self.read_tools and tool.name not in self.write_tools:
-            return
-        path = self._path(params)
-        if path is None:
-            return
-        try:
-            key = _key(path, context.resources.find(Filesystem))
-        except FilesystemError:
-            return  # the tool read it in a way of its own, not from this filesystem
-        if not _is_known(self.name, key, context):
-            _remember(PolicyState, self.name, context, lambda state: _with_key(state, key))
+        if tool.name in self.transfer_tools:
+            self._note_transfer(params, context)
+        elif tool.name in self.read_tools or tool.name in self.write_tools:
+            path = _text_field(params, self.path_field)
+            if path is not None:
+                self._note(tool.name, path, result.value, context)
 
-    def _path(self, params: object) -> str | None:
-        return _text_field(params, self.path_field)
+    def _note(self, tool_name: str, path: str, value: object, context: ToolContext) -> None:
+        filesystem = context.resources.find(Filesystem)
+        digest = None
+        if filesystem is not None:
+            try:
+                path = filesystem.normalize(path)
+                # What the model was shown, where the tool says so: the file may be another by now.
+                digest = getattr(value, "digest", None) or _digest(path, filesystem)
+            except FilesystemError:
+                return  # the tool read it in a way of its own, not from this filesystem
+        key = (tool_name, path)
+
+        def is_noted(state: PolicyState) -> bool:
+            return key in state.invoked_keys and state.contents.get(path) == digest
+
+        def noted(state: PolicyState) -> PolicyState:
+            keys = _with(state.invoked_keys, key)
+            seen = {} if digest is None else {path: digest}
+            return replace(state, invoked_keys=keys, contents=_updated(state.contents, seen))
+
+        if not _knows(self.name, context, is_noted):
+            _remember(PolicyState, self.name, context, noted)
+
+    def _note_transfer(self, params: object, context: ToolContext) -> None:
+        paths = _text_field(params, "source"), _text_field(params, "destination")
+        filesystem = context.resources.find(Filesystem)
+        if filesystem is None or None in paths:
+            return
+        source, destination = (filesystem.normalize(cast("str", path)) for path in paths)
+
+        def moved(state: PolicyState) -> PolicyState:
+            seen = {
+                destination + path[len(source) :]: digest
+                for path, digest in state.contents.items()
+                if path == source or path.startswith(f"{source}/")
+            }
+            return replace(state, contents=_updated(state.contents, seen)) if seen else state
+
+        _remember(PolicyState, self.name, context, moved)
+
+
+def _unread(path: str) -> str:
+    return f"Cannot write to {path} without reading it first"
+
+
+def _digest(path: str, filesystem: Filesystem) -> str:
+    return content_digest(filesystem.read_bytes(path))
+
+
+def _updated(known: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a map with more entries, sharing the rest."""
+    own = known if isinstance(known, HashTrieMap) else HashTrieMap(known)
+    return own.update(more)
 
 
 def _text_field(params: object, name: str) -> str | None:
-    if isinstance(params, Mapping):
-        value = cast("Mapping[str, object]", params).get(name)
-    else:
-        value = getattr(params, name, None)
+    value = _field(params, name)
     return value if isinstance(value, str) else None
 
 
-def _is_overwritten(path: str, filesystem: Filesystem) -> bool:
-    """Whether a write would replace a file; of a directory the tool itself says that it cannot."""
-    return filesystem.exists(path) and filesystem.stat(path).kind != "directory"
-
-
-def _key(path: str, filesystem: Filesystem | None) -> tuple[str, str]:
-    """Return what a file is known by, however its path is spelled."""
-    return ("path", path if filesystem is None else filesystem.normalize(path))
+def _field(params: object, name: str) -> object:
+    if isinstance(params, Mapping):
+        return cast("Mapping[str, object]", params).get(name)
+    return getattr(params, name, None)
 
 
 # What the file tools change, by the names of their parameters.

@@ -483,11 +483,6 @@ class _Kept:
         # Those of sections that are not enabled now hear, too: they may be later.
         every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
         self.listeners = _each_once(p for p in every if p.on_result is not None)
-        tools = [tool for node in _walk(nodes) for tool in node.section.tools]
-        if any(tool.preconditions for tool in tools):
-            from weakincentives.prompt.contracts import dependency_listeners
-
-            self.listeners = (*self.listeners, *dependency_listeners(tools))
         self._blocks: dict[_Node, _Block] = {}
         self._examples: dict[_Node, str] = {}
         self._offers: dict[_Node | None, tuple[_Tools, tuple[Offer, ...]]] = {}

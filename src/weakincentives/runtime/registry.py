@@ -340,12 +340,9 @@ class ToolRegistry:
         return _View(rendered, context)
 
     def _all_listeners(self, entries: Iterable[_Entry]) -> tuple[AttachedPolicy, ...]:
-        from weakincentives.prompt.contracts import dependency_listeners
-
         rules = (*(rule for entry in entries for rule in entry.rules), *self._policies)
         hearing = (rule for rule in rules if rule.on_result is not None)
-        waiting = dependency_listeners(entry.tool for entry in entries)
-        return _each_once((*hearing, *self._listeners, *waiting))
+        return _each_once((*hearing, *self._listeners))
 
     # The parts of a call, by hand
 

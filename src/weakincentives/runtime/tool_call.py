@@ -43,7 +43,12 @@ from weakincentives.errors import (
 from weakincentives.filesystem import Filesystem
 from weakincentives.filesystem.protocol import shown
 from weakincentives.logs import get_logger
-from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision
+from weakincentives.prompt.policies import (
+    ALLOWED,
+    AttachedPolicy,
+    PolicyDecision,
+    note_success,
+)
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -202,7 +207,8 @@ def _run(
     session, parent = _base(context)
     gates = _gates(session, context)
     recorded: list[_Recorded] = []
-    start = partial(_traced, _pipeline, call, offers, context, session, parent, recorded, place)
+    args = (call, offers, context, session, parent, recorded, place, 0, needs_loop)
+    start = partial(_traced, _pipeline, *args)
     try:
         return _in_turn(gates, _run_on_loop if needs_loop else _run_here, start)
     finally:
@@ -258,9 +264,8 @@ async def _arun(
     recorded: list[_Recorded] = []
     try:
         gates = _gates(session, context)
-        return await _ain_turn(
-            gates, _traced, _pipeline, call, offers, context, session, parent, recorded, place
-        )
+        args = (call, offers, context, session, parent, recorded, place, 0, True)
+        return await _ain_turn(gates, _traced, _pipeline, *args)
     finally:
         _publish(session, parent, recorded)
 
@@ -475,6 +480,7 @@ async def _pipeline(
     recorded: list[_Recorded],
     place: Place | None = None,
     depth: int = 0,
+    on_loop: bool = True,
 ) -> ToolResult[Any]:
     progress = _Progress(call, session.clock, place)
     beside = place if place is not None and place.beside else None
@@ -513,7 +519,7 @@ async def _pipeline(
                 offer, tool, params = progress.offer, progress.offer.tool, progress.params
                 await _pause(progress, context)
                 transaction.take_snapshots(external=tool.writes == "external")
-            if not (tool.is_async or tool.timeout or bound.deadline or beside):
+            if not on_loop:
                 try:
                     answer = tool.handler(params, context=bound)  # type: ignore[misc]  # _start looked
                 except StopIteration as error:  # which a coroutine cannot let through
@@ -555,7 +561,7 @@ async def _pipeline(
         if result.success and parent is not None:
             _hand_over(progress, parent, result)
         elif result.success and transaction.after_commit:
-            await _follow_up(progress, offers, context, recorded, depth)
+            await _follow_up(progress, offers, context, recorded, depth, on_loop)
         return result
 
 
@@ -653,7 +659,7 @@ def _put_on_record(progress: _Progress, tool: Tool[Any, Any], context: ToolConte
 
 
 async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-    """Run a handler that is async, or that somebody waits for only so long."""
+    """Run a handler on a loop if it is async; a sync one in a thread, so that the loop goes on."""
     import asyncio
     from inspect import isawaitable
 
@@ -817,6 +823,7 @@ def _accept(
     value: object = result.value
     if value is not None and session.handles(type(value)):
         session.dispatch(value)
+    note_success(offer.tool.name, session)
     for policy in offer.listeners:
         try:
             policy.on_result(offer.tool, params, result, context=context)  # type: ignore[misc]
@@ -1151,6 +1158,7 @@ async def _follow_up(
     context: ToolContext,
     recorded: list[_Recorded],
     depth: int,
+    on_loop: bool,
 ) -> None:
     """Send notifications and call what is to be called next."""
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
@@ -1163,7 +1171,7 @@ async def _follow_up(
                 call, found = _cascaded(effect, result, offers)
                 if call is not None:
                     args = (call, found, context, transaction.base, None, recorded)
-                    await _traced(_pipeline, *args, None, depth + 1)
+                    await _traced(_pipeline, *args, None, depth + 1, on_loop)
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 recorded.append(partial(effect.emit, context, result))
             else:

@@ -254,21 +254,16 @@ def test_a_new_file_is_written_with_its_directories(agent: Agent):
     assert agent.files.read("docs/new/a.md") == "é\nb"
 
 
-def test_a_file_that_exists_is_written_once_it_was_read_and_overwriting_is_asked_for(agent: Agent):
-    new = {"path": "README.md", "content": "new"}
+@pytest.mark.parametrize("asked", [{}, {"overwrite": True}])
+def test_a_file_that_exists_is_written_once_it_was_read(agent: Agent, asked: dict[str, bool]):
+    new = {"path": "README.md", "content": "new", **asked}
 
-    assert agent.call("write_file", **new, overwrite=True).message == (
+    assert agent.call("write_file", **new).message == (
         "Cannot write to README.md without reading it first"
     )
-    agent.call("read_file", path="/workspace/README.md")
-    refused = agent.call("write_file", **new)
-    assert refused.message.startswith(
-        "File already exists: README.md (15 bytes)\nSet overwrite=true to replace existing file"
-    )
     assert agent.files.read("README.md") == FILES["README.md"]
-    assert agent.call("write_file", **new, overwrite=True).render() == (
-        "Replaced README.md: 3 bytes, 1 line"
-    )
+    agent.call("read_file", path="/workspace/README.md")
+    assert agent.call("write_file", **new).render() == "Replaced README.md: 3 bytes, 1 line"
     assert agent.files.read("README.md") == "new"
 
 
@@ -590,6 +585,7 @@ def test_what_is_at_the_destination_is_replaced_only_when_that_is_asked_for(
 
     assert "overwrite" in agent.call(tool, **places).message
     assert agent.files.read_bytes("logo.png") == FILES["logo.png"]
+    agent.call("read_file", path="logo.png")
     assert agent.call(tool, **places, overwrite=True).success
     assert agent.files.read("logo.png") == FILES["README.md"]
 

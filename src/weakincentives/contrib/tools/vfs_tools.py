@@ -55,6 +55,7 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import FileStat, Filesystem, GrepMatch
 from weakincentives.filesystem.protocol import encode_text, shown
+from weakincentives.prompt.policies import content_digest, is_seen
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.prompt.tool_result import ToolResult
 
@@ -137,8 +138,8 @@ class _FileTools:
         return (
             Tool[WriteFileParams, FileWritten](
                 name="write_file",
-                description="Write a whole file. One that exists must have been read, and is "
-                "replaced only with overwrite=true; to change a part, use edit_file.",
+                description="Write a whole file. One that exists must have been read; to change a "
+                "part of it, use edit_file.",
                 handler=_write_file,
                 reach="reversible",
                 concurrent=True,
@@ -201,17 +202,19 @@ class _FileTools:
         path = files.normalize(params.path)
         text = text_of(data)
         name = shown(path)
+        digest = content_digest(data)
         if text is None:
-            return ToolResult.ok(FileContent(path, ()), f"{name} {describe_binary(path, data)}")
+            content = FileContent(path, (), digest=digest)
+            return ToolResult.ok(content, f"{name} {describe_binary(path, data)}")
         lines = split_lines(text.removeprefix(BYTE_ORDER_MARK))
         if not lines:
-            return ToolResult.ok(FileContent(path, ()), f"{name} is empty")
+            return ToolResult.ok(FileContent(path, (), digest=digest), f"{name} is empty")
         if params.offset >= len(lines):
             raise ToolValidationError(
                 f"{name} has {counted(len(lines), 'line')}, so offset={params.offset} is after "
                 "its end. Give a smaller offset"
             )
-        content = self._part(path, lines, params)
+        content = replace(self._part(path, lines, params), digest=digest)
         last = params.offset + len(content.lines)
         message = f"{name}: lines {params.offset + 1} to {last} of {len(lines)}"
         message += peculiarities(text)
@@ -432,7 +435,7 @@ def _write_file(params: WriteFileParams, *, context: ToolContext) -> ToolResult[
     existed = files.exists(path)
     if existed and not params.overwrite:
         status = files.stat(path)
-        if status.kind == "file":
+        if status.kind == "file" and not is_seen(path, context):
             raise AlreadyExists(
                 f"File already exists: {shown(params.path)} ({size_of(status.size)})\n"
                 "Set overwrite=true to replace existing file, or use edit_file to change a part"

@@ -95,7 +95,7 @@ class WriteFileParams:
     content: str
     """The whole text of the file."""
     overwrite: bool = False
-    """Replace the file if it exists."""
+    """Replace the file if it exists; not needed for one that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +189,8 @@ class FileContent:
     first_line: int = 1
     total_lines: int = 0
     notice: str = ""
+    digest: str = ""
+    """Of the whole file as it was then; not shown to the model."""
 
     def render(self) -> str:
         return _lines(_numbered(self.lines, self.first_line), self.notice)
