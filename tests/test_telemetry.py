@@ -432,6 +432,23 @@ def test_opening_a_section_is_no_error(traced: Callable[..., Trace]):
 # What the spans of runs and turns say
 
 
+def test_tools_are_told_the_trace_that_they_are_in(traced: Callable[..., Trace]):
+    seen = traced()
+    told: list[str] = []
+
+    @wink.tool
+    def look(*, context: wink.ToolContext) -> None:
+        """Look around."""
+        told.append(context.trace_id)
+
+    for ids in (None, RunContext(trace_id="t" * 32)):
+        model = ScriptedAdapter([calls("look"), says("Done.")])
+        model.evaluate(prompt_with(look), Session(), run_context=ids)
+
+    (span, _) = [each for each in seen.spans if each.name.startswith("invoke_agent")]
+    assert told == [f"{span.context.trace_id:032x}", "t" * 32]
+
+
 def test_a_run_says_who_ran_and_what_it_used(traced: Callable[..., Trace]):
     seen = traced()
     session = Session()

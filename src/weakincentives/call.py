@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_prefix)
 
 
+def new_id() -> str:
+    """Return an id of 32 hexadecimal digits that nobody else has, as traces have them."""
+    return os.urandom(16).hex()
+
+
 def new_call_id() -> str:
     """Return an id no other call has, in this process or another."""
     return f"call_{_process}_{next(_count)}"
@@ -48,13 +53,23 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Ids that tie a call to the run, loop, agent and trace it belongs to."""
+    """Ids that tie a call to the run, loop, agent and trace it belongs to.
+
+    Whatever runs tools (an adapter, a ``MainLoop``, a ``ToolRegistry``, an MCP server) fills in
+    those that it is not given.
+    """
 
     run_id: str = ""
     loop_id: str = ""
     agent_id: str = ""
     trace_id: str = ""
+    """32 hexadecimal digits; in a run that telemetry records, those of its trace."""
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def filled(self, **ids: str) -> RunContext:
+        """Return this with ids where it has none."""
+        missing = {name: each for name, each in ids.items() if not getattr(self, name)}
+        return replace(self, **missing)
 
 
 class CancellationToken:

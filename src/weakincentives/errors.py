@@ -212,6 +212,8 @@ class Refusal(WinkError):
     """The call was not admitted: nothing ran and nothing was changed."""
 
     code = "REFUSED"
+    recoverable = True
+    """Whether the same call may be admitted later, or with other arguments."""
 
     def __init__(self, message: str, *, suggestions: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -222,6 +224,7 @@ class ToolNotFound(Refusal):
     """No tool of that name is offered."""
 
     code = "TOOL_NOT_FOUND"
+    recoverable = False
 
 
 class InvalidArguments(Refusal):

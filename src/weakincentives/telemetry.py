@@ -110,6 +110,13 @@ class Telemetry:
             span.set_attribute("gen_ai.response.finish_reasons", (finish_reason,))
             return response
 
+    def trace_id(self) -> str:
+        """Return the id of the trace that is recorded here, or nothing."""
+        from opentelemetry.trace import get_current_span
+
+        found = get_current_span().get_span_context()
+        return f"{found.trace_id:032x}" if found.is_valid else ""
+
     async def turn(
         self,
         context: ToolContext,

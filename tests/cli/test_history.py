@@ -239,6 +239,16 @@ def test_text_of_a_model_cannot_act_on_the_terminal(wink: Wink, project: Path):
         assert "\x1b" not in wink(*command).out
 
 
+def test_half_a_surrogate_pair_is_shown_as_its_escape(wink: Wink, project: Path):
+    """Not as base64, which nobody can read."""
+    make_run(project, [calls(("read_file", {"path": "caf\udce9.txt"})), "Done."])
+
+    assert "caf\\udce9.txt" in wink("log").out
+    (line,) = wink("log", "--json").out.splitlines()
+    assert json.loads(line)["arguments"]["path"] == "caf\\udce9.txt"
+    assert json.dumps("caf\\udce9.txt")[1:-1] in wink("show", "1").out
+
+
 def test_what_the_terminal_has_no_letters_for_is_spelled_out(project: Path):
     make_run(project, TURNS, "größer")
 

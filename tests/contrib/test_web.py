@@ -14,6 +14,7 @@ import pytest
 from pages import Site, answer, redirect
 
 from weakincentives.contrib.tools import Browser, scrape, web_scrape_tool
+from weakincentives.contrib.tools.web import ScrapedPage
 from weakincentives.prompt import ToolResult
 from weakincentives.resources import Binding
 from weakincentives.retry import RetryPolicies
@@ -100,6 +101,57 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     assert result.failure.code == "PRECONDITION_FAILED"
     assert "pip install 'wink-runtime[web]'" in result.message
     assert result.failure.suggestions == ("Browser must be available",)
+
+
+@pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("/nowhere/chromium", "there is no program /nowhere/chromium"),
+        (shutil.which("false"), "does not start"),
+        (None, "no browser program is installed"),
+    ],
+)
+def test_a_browser_that_cannot_start_is_not_available(
+    program: str | None, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Known before anything is run, with the reason and what to do."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    agent = Agent(Browser(executable=program))
+
+    result = agent.scrape("http://127.0.0.1/")
+
+    assert result.failure is not None
+    assert result.failure.code == "PRECONDITION_FAILED"
+    assert "Browser must be available" in result.message
+    assert said in result.message
+
+
+@pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
+def test_whether_a_browser_starts_is_asked_once(tmp_path: Path):
+    started = tmp_path / "started"
+    program = tmp_path / "chromium"
+    program.write_text(f"#!/bin/sh\necho x >> {started}\necho Chromium 1.0\n")
+    program.chmod(0o755)
+    browser = Browser(executable=str(program))
+
+    assert all(browser.is_available() for _ in range(3))
+
+    assert started.read_text() == "x\n"
+
+
+def test_the_cache_keeps_the_newest_hundred_pages():
+    agent = Agent(Browser())
+    for number in [*range(101), 50]:
+        page = ScrapedPage(url=f"http://x/{number}", content=str(number), timestamp=0.0)
+        agent.tools.apply_effects("web:scrape", ToolResult.ok(page))
+
+    cached = agent.memory.read("short-term", "web:cache")
+
+    assert len(cached) == 100
+    assert "http://x/0" not in cached
+    assert list(cached)[-2:] == ["http://x/100", "http://x/50"]
 
 
 def test_without_the_permission_nothing_is_asked_for(site: Site):

@@ -27,7 +27,7 @@ from weakincentives.prompt import (
     ToolExample,
     ToolResult,
 )
-from weakincentives.runtime import SavedSession, Session, ToolInvoked, ToolRegistry
+from weakincentives.runtime import RunContext, SavedSession, Session, ToolInvoked, ToolRegistry
 
 mcp = pytest.importorskip("mcp")
 
@@ -568,7 +568,32 @@ def test_a_tool_of_a_section_that_is_off_cannot_be_called():
     result = call(McpServer(_sections()), "find", word="a")
 
     assert result.is_error
-    assert "Unknown tool 'find'" in text(result)
+    assert "Tool 'find' not found" in text(result)
+
+
+def test_a_tool_learns_who_calls():
+    seen: list[ToolContext] = []
+
+    @wink.tool
+    def look(*, context: ToolContext) -> None:
+        """Look around."""
+        seen.append(context)
+
+    ours = RunContext(loop_id="mine", agent_id="me")
+    section = MarkdownSection(title="Look", tools=[look])
+    for served in (
+        McpServer(section, name="files", config={"api.credentials": "secret"}),
+        McpServer(ToolRegistry([look], config={"api.credentials": "secret"}), name="files"),
+        McpServer(ToolRegistry([look], run_context=ours), name="files"),
+    ):
+        call(served, "look")
+
+    for context in seen[:2]:
+        assert dict(context.config) == {"api.credentials": "secret", "tool_name": "look"}
+        assert (context.loop_id, context.agent_id) == ("files", "mcp")  # the client's own name
+        assert len(context.trace_id) == 32
+    assert seen[0].trace_id != seen[1].trace_id
+    assert (seen[2].loop_id, seen[2].agent_id) == ("mine", "me")
 
 
 def test_a_summarized_section_is_opened_and_its_tools_are_there():

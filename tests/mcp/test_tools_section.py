@@ -738,7 +738,7 @@ def test_tools_that_the_server_gets_are_offered_from_the_next_turn_on():
             until(lambda: "sprout" in [tool.name for tool in section.tools])
 
             assert "sprout" not in before.offers
-            assert "Unknown tool" in _called("sprout", session).message
+            assert "not found" in _called("sprout", session).message
             prompt.render(session)
             assert _called("sprout", session).render() == "new"
             assert _called("write", session).failure.code == "TOOL_NOT_FOUND"

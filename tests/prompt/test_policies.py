@@ -794,7 +794,7 @@ def test_refusals_use_up_nothing():
         agent = Agent(order)
 
         assert not agent.allows("deploy")
-        assert "Unknown tool" in agent.call("no_such_tool").message
+        assert "not found" in agent.call("no_such_tool").message
         assert "Invalid parameters" in agent.call("lint", colour="red").message
         assert agent.allows("lint")
         assert not agent.allows("lint")

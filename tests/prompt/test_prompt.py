@@ -438,7 +438,7 @@ def test_a_policy_hears_of_successes_while_its_section_is_disabled():
     prompt.render(session)
     execute_tool(ToolCall("test"), session=session)
 
-    assert "Unknown tool" in execute_tool(ToolCall("deploy"), session=session).message
+    assert "Tool 'deploy' not found" in execute_tool(ToolCall("deploy"), session=session).message
     ready.append(True)
     prompt.render(session)
     assert execute_tool(ToolCall("deploy"), session=session).success

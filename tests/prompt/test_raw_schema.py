@@ -319,3 +319,82 @@ def test_whatever_comes_the_answer_is_a_result_and_valid_arguments_come_through(
         assert isinstance(arguments["query"], str)
     else:
         assert json.loads(result.message)["details"]
+
+
+def test_a_tool_needs_a_schema():
+    """The Protocol: "Tool must have parameters schema"."""
+    with pytest.raises(ToolDefinitionError, match="must have a parameters schema"):
+        raw(None)
+
+
+# Defaults
+
+WRITE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "encoding": {"type": "string", "enum": ["utf-8", "ascii"], "default": "utf-8"},
+        "overwrite": {"type": "boolean", "default": False},
+        "tags": {"type": "array", "items": {"type": "string"}, "default": []},
+        "options": {
+            "type": "object",
+            "properties": {"mode": {"type": "integer", "default": 420}},
+        },
+        "steps": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"wait": {"type": "number", "default": 0}}},
+        },
+    },
+    "required": ["path"],
+}
+
+
+def test_defaults_of_the_schema_are_what_the_handler_gets():
+    assert run({"path": "a"}, WRITE).value == {
+        "path": "a",
+        "encoding": "utf-8",
+        "overwrite": False,
+        "tags": [],
+    }
+    given = {"path": "a", "encoding": "ascii", "overwrite": True, "tags": ["x"]}
+    assert run(given, WRITE).value == given
+
+
+def test_defaults_reach_into_objects_and_lists_that_are_given():
+    value = run({"path": "a", "options": {}, "steps": [{}, {"wait": 2}]}, WRITE).value
+
+    assert value["options"] == {"mode": 420}
+    assert value["steps"] == [{"wait": 0}, {"wait": 2}]
+
+
+def test_every_call_gets_defaults_of_its_own():
+    def spoil(params: dict[str, Any], *, context: ToolContext) -> ToolResult[Any]:
+        params["tags"].append("spoiled")
+        return ToolResult.ok(len(params["tags"]))
+
+    tool = Tool.from_schema("spoil", "Spoil.", WRITE, spoil)
+
+    assert [tool({"path": "a"}).value for _ in range(2)] == [1, 1]
+
+
+def test_a_required_field_is_missing_although_it_has_a_default():
+    schema = {"type": "object", "properties": {"a": {"default": 1}}, "required": ["a"]}
+
+    assert problems({}, schema) == {"a": "Required field is missing"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "default": None}}},
+        {
+            "type": "object",
+            "properties": {"a": {"default": 1}, "b": {"default": 2}},
+            "maxProperties": 1,
+        },
+    ],
+)
+def test_a_default_that_would_not_fit_is_left_out(schema):
+    arguments = {"b": 3} if "b" in schema["properties"] else {}
+
+    assert run(arguments, schema).value == arguments

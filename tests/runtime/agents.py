@@ -80,15 +80,15 @@ def changing_everything(params: Step, context: ToolContext) -> None:
     context.resources.get(Counter).value += 1
 
 
-def make_tool(name: str, body: Body, **options: Any) -> Tool[Step, None]:
+def make_tool(name: str, body: Body, gives: Any = None, **options: Any) -> Tool[Step, Any]:
     """A tool whose handler changes everything, then does what ``body`` does."""
 
-    def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+    def handler(params: Step, *, context: ToolContext) -> ToolResult[Any]:
         changing_everything(params, context)
         answer = body(params, context)
         return answer if isinstance(answer, ToolResult) else ToolResult.ok(None, message="done")
 
-    return Tool[Step, None](name=name, description=f"Does {name}.", handler=handler, **options)
+    return Tool[Step, gives](name=name, description=f"Does {name}.", handler=handler, **options)
 
 
 def raising(error: BaseException) -> Body:

@@ -164,10 +164,6 @@ class TestRefused:
         with pytest.raises(ToolDefinitionError, match="needs at least one"):
             compose([])
 
-    def test_an_empty_branch(self):
-        with pytest.raises(ToolDefinitionError, match="a branch needs at least one tool"):
-            ConditionalBranch(lambda r, c: True, [])
-
     @pytest.mark.parametrize("compose", [sequence, parallel])
     def test_something_else_than_tools(self, compose: Any):
         with pytest.raises(ToolDefinitionError, match="takes tools, got"):
@@ -836,7 +832,7 @@ def test_what_a_losing_branch_did_outside_is_not_hidden():
 
 def test_a_value_reaches_the_session_once():
     """The member's own call hands it over; the composed call's value is another."""
-    adding = make_tool("add", lambda p, c: ToolResult.ok(AddStep("once")))
+    adding = make_tool("add", lambda p, c: ToolResult.ok(AddStep("once")), AddStep)
     branch = ConditionalBranch(lambda r, c: True, [adding])
     for composed in (sequence([adding]), parallel([adding]), conditional([branch])):
         world, _ = run(composed)
@@ -906,3 +902,72 @@ def test_a_read_only_composition_changes_nothing():
 
     assert not result.success
     assert world.state() == UNTOUCHED
+
+
+# As the Protocol says
+
+
+def test_an_empty_branch_is_skipped():
+    """The Protocol: ``if (branch.tools.length === 0) continue;``"""
+    asked: list[int] = []
+
+    def condition(number: int) -> Any:
+        return lambda result, context: asked.append(number) or True
+
+    branches = [ConditionalBranch(condition(1), []), ConditionalBranch(condition(2), [fine("b")])]
+
+    composed = conditional(branches)
+    world, result = run(composed)
+
+    assert composed.title == "conditional:2branches"
+    assert result.success
+    assert result.value.branch == 1
+    assert asked == [2]
+    assert world.state()[0] == Plan(("a",))
+
+
+def test_without_a_branch_that_has_tools_the_fallback_is_taken():
+    empty = ConditionalBranch(lambda result, context: True, [])
+
+    _, result = run(conditional([empty], fallback=[fine("b")]))
+
+    assert result.success
+    assert result.value.branch is None
+
+
+def test_a_conditional_of_empty_branches_alone_matches_nothing():
+    empty = ConditionalBranch(lambda result, context: True, [])
+
+    result = conditional([empty])(context=make_context())
+
+    assert result.failure is not None
+    assert result.failure.code == "NO_BRANCH_MATCHED"
+    assert result.failure.recoverable is False
+    assert result.failure.message == "No conditional branch matched and no fallback provided"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_parallel_member_that_raises_failed_to_execute(beside: bool):
+    """The Protocol: ``code: 'EXECUTION_FAILED', message: settled.reason.message``."""
+
+    @tool(reach="read", concurrent=beside)
+    def broken() -> None:
+        """Break."""
+        raise RuntimeError("disk on fire")
+
+    @tool(reach="read", concurrent=beside)
+    def down() -> None:
+        """Reach nobody."""
+        raise ConnectionError("reset")
+
+    result = parallel([broken, down])(context=make_context())
+
+    raised, unreached = (result.value.results[name].failure for name in ("broken", "down"))
+    assert (raised.code, raised.message, raised.recoverable) == (
+        "EXECUTION_FAILED",
+        "Internal error: disk on fire",
+        False,
+    )
+    assert unreached.code == "NETWORK"  # says more, and that another try may succeed
+    assert result.failure is not None
+    assert result.failure.code == "EXECUTION_FAILED"

@@ -28,6 +28,7 @@ from weakincentives.prompt import (
     apply_effects,
     validate_preconditions,
 )
+from weakincentives.retry import NoBackoff, RetryPolicy
 from weakincentives.runtime import (
     Session,
     ToolCall,
@@ -654,3 +655,94 @@ def test_the_record_of_a_call_says_how_it_ended_outside():
     assert again.failure is not None
     assert again.failure.code == "ALREADY_COMMITTED"
     assert len(later[ToolInvoked].all()) == 2
+
+
+# What is declared wrongly is refused when it is declared
+
+
+@pytest.mark.parametrize(
+    ("declare", "said"),
+    [
+        (lambda: MemoryEffect(scope="bogus", key="k"), "unknown memory scope 'bogus'"),  # type: ignore[arg-type]
+        (lambda: MemoryEffect(scope=None, key="k"), "unknown memory scope None"),  # type: ignore[arg-type]
+        (lambda: MemoryEffect(key=""), "key"),
+        (lambda: StateChangeEffect(state=""), "state"),
+        (lambda: StatePrecondition(description="d", state=""), "state"),
+        (lambda: PermissionPrecondition(description="d", permission=""), "permission"),
+        (lambda: DependencyPrecondition(description="d", tool=""), "tool"),
+        (lambda: NotificationEffect(), "event"),
+        (lambda: CascadeEffect(trigger_tool=""), "trigger_tool"),
+        (lambda: Effect(), "apply"),
+    ],
+)
+def test_a_contract_that_could_only_fail_is_refused_when_it_is_made(declare, said):
+    with pytest.raises(ValueError, match=said):
+        declare()
+
+
+@pytest.mark.parametrize("scope", ["working", "short-term", "long-term", "short_term", "long_term"])
+def test_a_memory_effect_takes_every_scope_in_every_spelling(scope):
+    w = world(make_tool("work", nothing, effects=[MemoryEffect(scope=scope, key="k", value=1)]))
+
+    assert w.call("work").success
+    assert memory_of(w).read(scope, "k") == 1
+
+
+def test_preconditions_are_checked_before_the_snapshot():
+    steps: list[str] = []
+
+    class Watched(Counter):
+        def snapshot(self) -> int:
+            steps.append("snapshot")
+            return super().snapshot()
+
+    door = CustomPrecondition(
+        description="The door must be open", check=lambda: bool(steps.append("check")) or True
+    )
+    w = World([make_tool("work", nothing, preconditions=[door])], counter=Watched())
+    w.prompt.resources.get(Counter)
+
+    w.call("work")
+
+    assert steps == ["check", "snapshot"]
+
+
+@pytest.mark.parametrize("compensates", [True, False])
+def test_a_tool_that_reaches_outside_is_retried_only_if_the_try_was_compensated(compensates):
+    """Nobody knows whether a try that was not taken back took effect."""
+    undone: list[str] = []
+
+    def rollback() -> None:
+        if not compensates:
+            raise RuntimeError("cannot be taken back")
+        undone.append("undone")
+
+    w = world(
+        make_tool(
+            "work",
+            raising(ConnectionError("reset")),
+            reach="compensable",
+            effects=[Effect(apply=lambda: None, rollback=rollback)],
+            retry=RetryPolicy(max_retries=2, backoff=NoBackoff()),
+        )
+    )
+
+    result = w.call("work")
+
+    assert not result.success
+    assert result.metadata.attempts == (3 if compensates else 1)
+    assert undone == ["undone"] * 3 * compensates
+
+
+def test_a_plain_check_that_returns_a_coroutine_does_not_count_as_passed():
+    async def ask() -> bool:
+        return False
+
+    door = CustomPrecondition(description="The door must be open", check=lambda: ask())
+    w = world(make_tool("work", nothing, preconditions=[door]))
+
+    result = w.call("work")
+
+    assert not result.success
+    assert "The door must be open" in result.message
+    assert w.state() == UNTOUCHED

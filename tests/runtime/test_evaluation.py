@@ -143,7 +143,7 @@ def test_every_kind_of_failure_reaches_the_model_and_leaves_nothing(evaluate: Ev
     answers = [text for role, text in said(session) if role == "tool"]
     assert answers[0] == "n must not be negative"
     assert "Invalid parameters for tool 'add'" in answers[1]
-    assert answers[2] == "Unknown tool 'multiply'. Available tools: add"
+    assert answers[2] == "Tool 'multiply' not found. Available tools: add"
     assert answers[3] == "added 5"
     assert session[Added].all() == (Added(5),)
 

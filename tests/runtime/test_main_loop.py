@@ -26,6 +26,7 @@ from weakincentives.runtime import (
     MainLoopConfig,
     PromptExecuted,
     RequestFinished,
+    RunContext,
     Session,
     ToolInvoked,
 )
@@ -291,3 +292,57 @@ def test_a_loop_that_an_interrupt_ended_can_be_run_again_or_stopped():
 
     assert loop.run() == 1
     assert third.cancelled()
+
+
+# Who calls
+
+
+def test_tools_learn_which_run_loop_and_agent_they_work_for():
+    seen: list[ToolContext] = []
+
+    @wink.tool
+    def look(*, context: ToolContext) -> None:
+        """Look around."""
+        seen.append(context)
+
+    template = PromptTemplate[Any](
+        name="clerk", sections=[MarkdownSection(title="Look", tools=[look])]
+    )
+
+    class Looking(MainLoop[str, Any]):
+        def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
+            return Prompt(template), Session()
+
+    script = [calls("look"), "Done."]
+    config = MainLoopConfig(tool_config={"api.credentials": "secret"})
+    loop = Looking(adapter=ScriptedAdapter([*script, *script, *script]), config=config)
+    for given in (None, None, RunContext(loop_id="mine", trace_id="t" * 32)):
+        loop.execute("look", run_context=given)
+
+    first, second, third = seen
+    assert dict(first.config) == {"api.credentials": "secret", "tool_name": "look"}
+    assert first.agent_id == "clerk"
+    assert first.loop_id == second.loop_id == loop.loop_id != ""
+    assert third.loop_id == "mine"
+    assert len(first.trace_id) == 32
+    assert first.trace_id != second.trace_id
+    assert third.trace_id == "t" * 32
+    ids = {context.run_context.run_id for context in seen if context.run_context}
+    assert len(ids) == 3
+
+
+def test_a_run_without_a_loop_has_ids_too():
+    seen: list[ToolContext] = []
+
+    @wink.tool
+    def look(*, context: ToolContext) -> None:
+        """Look around."""
+        seen.append(context)
+
+    prompt = Prompt(PromptTemplate[Any](sections=[MarkdownSection(title="Look", tools=[look])]))
+    ScriptedAdapter([calls("look"), "Done."]).evaluate(prompt, Session())
+
+    (context,) = seen
+    assert context.run_context is not None
+    assert context.loop_id == context.trace_id == context.run_context.run_id != ""
+    assert context.agent_id

@@ -30,12 +30,23 @@ from weakincentives.prompt import (
     tool,
 )
 from weakincentives.prompt.contracts import (
+    CascadeEffect,
     CustomPrecondition,
     DependencyPrecondition,
     Effect,
     NotificationEffect,
+    StateChangeEffect,
 )
-from weakincentives.runtime import Session, ToolCall, ToolInvoked, execute_tool, sequence
+from weakincentives.runtime import (
+    EventBus,
+    MemoryManager,
+    RunContext,
+    Session,
+    ToolCall,
+    ToolInvoked,
+    execute_tool,
+    sequence,
+)
 from weakincentives.testing import make_context, make_context_with_files
 
 
@@ -549,17 +560,144 @@ def test_a_dependency_is_seen_among_the_registered_tools():
 
 def test_effects_can_be_applied_for_a_result_from_elsewhere():
     told: list[Any] = []
+    bus = EventBus()
+    bus.subscribe("done", lambda event, payload: told.append((event, payload)))
+
+    @tool
+    def send(text: str) -> str:
+        """Send a text."""
+        told.append(("sent", text))
+        return "sent"
+
     effects = [
+        CascadeEffect(trigger_tool="send", arguments=lambda result: {"text": result.value}),
+        NotificationEffect(event="done", payload=lambda result: result.value),
         Effect(apply=lambda context, result: told.append(result.value)),
-        NotificationEffect(event="waits for a commit"),
     ]
     tool_with_effects = make_tool("t", lambda p, c: None, effects=effects)
-    registry = in_memory(tool_with_effects)
+    registry = ToolRegistry([tool_with_effects, send], resources={EventBus: bus})
 
     applied = registry.apply_effects("t", ToolResult.ok("value"))
 
-    assert told == ["value"]
-    assert applied == (effects[0],)
+    # What can fail and be undone first; then who is told; then what is called.
+    assert told == ["value", ("done", "value"), ("sent", "value")]
+    assert set(applied) == set(effects)
+    assert [each.tool_name for each in registry.session[ToolInvoked].all()] == ["send"]
+
+
+def test_a_cascade_of_effects_applied_by_hand_waits_for_its_condition():
+    never = CascadeEffect(trigger_tool=size, trigger_condition=lambda result: False)
+    registry = in_memory(make_tool("t", lambda p, c: None, effects=[never]))
+
+    assert registry.apply_effects("t", ToolResult.ok()) == ()
+    assert registry.session[ToolInvoked].all() == ()
+
+
+def test_effects_applied_by_hand_leave_nothing_when_one_fails():
+    told: list[str] = []
+    bus = EventBus()
+    bus.subscribe("*", lambda event, payload: told.append(event))
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    effects = [
+        NotificationEffect(event="done"),
+        StateChangeEffect(state="steps", change="increment"),
+        Effect(apply=lambda c: c.filesystem.write("b.txt", "b"), rollback=lambda: told.append("b")),
+        Effect(apply=fail),
+    ]
+    fs, memory = MemoryFilesystem({"a.txt": "a"}), MemoryManager()
+    registry = ToolRegistry(
+        [make_tool("t", lambda p, c: None, effects=effects)],
+        resources={Filesystem: fs, EventBus: bus, MemoryManager: memory},
+    )
+
+    with pytest.raises(OSError, match="disk full"):
+        registry.apply_effects("t", ToolResult.ok())
+
+    assert told == ["b"]
+    assert [entry.path for entry in fs.list()] == ["a.txt"]
+    assert memory.read("working", "steps") is None
+
+
+# What a call without a context gets
+
+
+@tool
+def tell(*, context: ToolContext) -> dict[str, Any]:
+    """Tell what surrounds the call."""
+    assert context.memory is not None
+    context.memory.update("working", "calls", lambda count: (count or 0) + 1)
+    return {
+        "calls": context.memory.read("working", "calls"),
+        "config": dict(context.config),
+        "ids": (context.loop_id, context.agent_id),
+        "trace": context.trace_id,
+    }
+
+
+def test_a_call_without_a_context_has_memory_config_and_ids():
+    """As the Protocol's ``createDefaultContext`` has them."""
+    registry = ToolRegistry([tell])
+
+    first, second = (registry.execute("tell").value for _ in range(2))
+
+    assert first["config"] == {"tool_name": "tell"}
+    assert first["ids"] == ("default", "default")
+    assert (first["calls"], second["calls"]) == (1, 2)
+    assert len(first["trace"]) == 32
+    assert first["trace"] == second["trace"]
+    assert ToolRegistry([tell]).execute("tell").value["trace"] != first["trace"]
+
+
+def test_the_memory_of_a_registry_is_rolled_back_with_the_call():
+    @tool
+    def fail(*, context: ToolContext) -> None:
+        """Write and fail."""
+        context.memory.write("working", "calls", 99)
+        raise ValueError("no")
+
+    registry = ToolRegistry([tell, fail])
+    registry.execute("tell")
+
+    assert not registry.execute("fail").success
+    assert registry.execute("tell").value["calls"] == 2
+
+
+def test_config_and_ids_of_a_registry_are_the_callers_to_choose():
+    registry = ToolRegistry(
+        [tell],
+        config={"api.credentials": "secret", "tool_name": "no other"},
+        run_context=RunContext(loop_id="loop-1", trace_id="t" * 32),
+        namespace="about",
+    )
+
+    for seen in (
+        registry.execute("about:tell").value,
+        registry.execute_tools([("tell", {})])[0].value,
+    ):
+        assert seen["config"] == {"api.credentials": "secret", "tool_name": "about__tell"}
+        assert seen["ids"] == ("loop-1", "default")
+        assert seen["trace"] == "t" * 32
+
+
+def test_a_memory_that_is_bound_is_the_one_that_is_used():
+    memory = MemoryManager()
+    memory.write("working", "calls", 41)
+
+    assert (
+        ToolRegistry([tell], resources={MemoryManager: memory}).execute("tell").value["calls"] == 42
+    )
+
+
+def test_the_default_memory_stays_with_the_registry_when_it_becomes_sections():
+    """Two registries in one prompt do not bring two memories."""
+    sections = [ToolRegistry([each]).as_section(title=each.name) for each in (save, size)]
+
+    prompt = Prompt(PromptTemplate(sections=sections))
+
+    assert prompt.resources.find(MemoryManager) is None
 
 
 # To sections and back

@@ -20,6 +20,7 @@ from weakincentives.prompt import (
     QuotaPolicy,
     Tool,
     ToolContext,
+    ToolError,
     ToolResult,
 )
 from weakincentives.retry import (
@@ -85,6 +86,30 @@ def test_when_all_attempts_fail_the_last_failure_is_the_answer_and_nothing_is_le
     assert result.failure.code == "NETWORK"
     assert result.metadata.attempts == 3
     assert w.state() == (Plan(), {}, 0)
+
+
+def test_without_a_last_error_the_answer_is_that_the_retries_are_exhausted():
+    """The Protocol: ``error: lastError || { code: 'MAX_RETRIES_EXCEEDED', ... }``."""
+    w = world(failing(9, ToolResult("", success=False)), TWICE_MORE)
+
+    result = w.call("work")
+
+    assert result.metadata.attempts == 3
+    assert result.failure == ToolError(
+        "MAX_RETRIES_EXCEEDED", "Exceeded maximum retries (2)", recoverable=False
+    )
+    assert result.message == "Exceeded maximum retries (2)"
+    assert w.state() == (Plan(), {}, 0)
+
+
+def test_the_words_of_a_handler_stay_when_its_retries_are_exhausted():
+    w = world(failing(9, ToolResult("the disk is busy", success=False)), TWICE_MORE)
+
+    result = w.call("work")
+
+    assert result.message == "the disk is busy"
+    assert result.failure is not None
+    assert result.failure.code == "MAX_RETRIES_EXCEEDED"
 
 
 def test_a_failure_that_another_try_cannot_mend_is_not_tried_again():

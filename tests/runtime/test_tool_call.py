@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
@@ -102,11 +103,11 @@ def test_a_value_reaches_a_slice_only_through_a_registered_reducer():
     def answer(p: Step, c: ToolContext) -> ToolResult[Any]:
         return ToolResult.ok(AddStep("from result"))
 
-    world = World([make_tool("work", answer)])
+    world = World([make_tool("work", answer, AddStep)])
     world.call("work")
     assert world.session[Plan].latest() == Plan(("a", "from result"))
 
-    other = World([make_tool("work", lambda p, c: ToolResult.ok(Step("unregistered")))])
+    other = World([make_tool("work", lambda p, c: ToolResult.ok(Step("unregistered")), Step)])
     other.call("work")
     assert other.session[Step].all() == ()
 
@@ -161,7 +162,7 @@ def test_a_subscriber_sees_the_session_as_it_is_then_and_may_call_tools():
         (ValueError("must start with /safe/"), "must start with /safe/", "VALIDATION_FAILED"),
         (RuntimeError("disk on fire"), "Internal error: disk on fire", "INTERNAL_ERROR"),
         (AssertionError("empty"), "Internal error: empty", "INTERNAL_ERROR"),
-        (KeyError("k"), "Internal error: 'k'", "INTERNAL_ERROR"),
+        (KeyError("k"), "Internal error: KeyError: 'k'", "INTERNAL_ERROR"),
         (ValueError(), "ValueError", "VALIDATION_FAILED"),
     ],
 )
@@ -248,6 +249,167 @@ def test_an_expected_failure_is_not_logged_as_an_error(caplog):
         world.call("work")
 
     assert caplog.records == []
+
+
+def test_an_expected_failure_has_a_line_at_info_level(caplog):
+    """The Chapter: "should not be logged as errors (info level is appropriate)"."""
+    world = World([make_tool("work", lambda p, c: ToolResult.error("no such file\nlook again"))])
+
+    with caplog.at_level(logging.INFO, logger="weakincentives"):
+        result = world.call("work")
+
+    (line,) = caplog.records
+    assert line.levelname == "INFO"
+    assert line.getMessage() == "tool work failed (EXECUTION_FAILED): no such file"
+    assert line.call_id == result.call_id  # type: ignore[attr-defined]
+    assert not line.exc_info
+
+
+def test_a_refusal_has_a_line_at_info_level(caplog):
+    world = World([make_tool("work", lambda p, c: None)])
+
+    with caplog.at_level(logging.INFO, logger="weakincentives"):
+        execute_tool(ToolCall("work", {"nome": 1}), session=world.session)
+        execute_tool(ToolCall("play"), session=world.session)
+
+    assert [(r.levelname, r.getMessage().partition(":")[0]) for r in caplog.records] == [
+        ("INFO", "tool work failed (INVALID_ARGUMENTS)"),
+        ("INFO", "tool play failed (TOOL_NOT_FOUND)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fail", "level"),
+    [
+        (raising(ValueError("must start with /safe/")), "INFO"),
+        (lambda p, c: json.loads("{"), "ERROR"),
+        (lambda p, c: b"\xff".decode(), "ERROR"),
+    ],
+)
+def test_a_value_error_is_logged_with_its_traceback(caplog, fail, level):
+    """The handler's own word at info level; what a library raised, which is a bug, as an error."""
+    world = World([make_tool("work", fail)])
+
+    with caplog.at_level(logging.INFO, logger="weakincentives"):
+        result = world.call("work")
+
+    assert result.failure is not None
+    assert result.failure.code == "VALIDATION_FAILED"
+    assert not result.message.startswith("Internal error")
+    (line,) = caplog.records
+    assert line.levelname == level
+    assert line.exc_info
+
+
+def test_an_unknown_tool_is_answered_in_the_protocols_words():
+    world = World([make_tool("work", lambda p, c: None)])
+
+    result = execute_tool(ToolCall("wrok"), session=world.session)
+
+    assert result.failure is not None
+    assert result.failure.code == "TOOL_NOT_FOUND"
+    assert result.failure.recoverable is False
+    assert result.message == ("Tool 'wrok' not found. Did you mean 'work'? Available tools: work")
+
+
+# What a handler returns is held to its tool's contract
+
+
+@dataclass(frozen=True)
+class Report:
+    text: str = ""
+
+
+@pytest.mark.parametrize(
+    ("result_type", "value", "said"),
+    [
+        (Report, Step("a"), "a value of type Step, but its contract is ToolResult[Report]"),
+        (Report, "text", "a value of type str, but its contract is ToolResult[Report]"),
+        (None, Report(), "a value of type Report, but its contract is ToolResult[None]"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_failure_that_names_the_tool(result_type, value, said):
+    def handler(params, *, context):
+        changing_everything(params, context)
+        return ToolResult.ok(value)
+
+    world = World([Tool[Step, result_type](name="work", description="d", handler=handler)])
+
+    result = world.call("work")
+
+    assert not result.success
+    assert result.message == (
+        f"Tool 'work' failed on a value of the wrong type: the handler returned {said}"
+    )
+    assert result.failure is not None
+    assert result.failure.code == "TYPE_ERROR"
+    assert world.state() == UNTOUCHED
+
+
+def test_a_value_of_a_derived_type_fits_the_contract():
+    class Longer(Report):
+        pass
+
+    def handler(params, *, context):
+        return ToolResult.ok(Longer("long"))
+
+    tool = Tool[None, Report](name="work", description="d", handler=handler)
+
+    assert tool(context=make_context()).value == Longer("long")
+
+
+def later(params, *, context):
+    async def work() -> ToolResult[None]:
+        raise AssertionError("nobody awaits it")
+
+    return work()
+
+
+def test_a_sync_handler_that_returns_a_coroutine_fails_and_says_what_to_do(recwarn):
+    async def lookup() -> str:
+        raise AssertionError("nobody awaits it")
+
+    @tool
+    def look(key: str) -> Any:
+        """Look."""
+        return lookup()
+
+    plain = Tool[None, None](name="look", description="d", handler=later)
+    for result in (look(key="a"), plain(context=make_context())):
+        assert not result.success
+        assert "'look'" in result.message
+        assert "returned a coroutine" in result.message
+        assert "async def" in result.message
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
+
+
+def test_a_coroutine_as_the_value_of_a_result_is_a_failure(recwarn):
+    async def lookup() -> str:
+        raise AssertionError("nobody awaits it")
+
+    @tool
+    def look() -> Any:
+        """Look."""
+        return ToolResult.ok(lookup())
+
+    result = look()
+
+    assert not result.success
+    assert "returned a coroutine" in result.message
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
+
+
+def test_a_generator_as_the_value_of_a_result_is_a_failure():
+    @tool
+    def look() -> Any:
+        """Look."""
+        yield 1
+
+    result = look()
+
+    assert not result.success
+    assert "returned a generator" in result.message
+    assert "list" in result.message
 
 
 @pytest.mark.parametrize("answer", [None, "text", 5, {"message": "x"}])
@@ -1059,7 +1221,7 @@ def test_a_handler_sees_limits_ids_and_heartbeat():
         "ag",
     )
     assert bound.call_id == result.call_id
-    assert bound.config == {"k": "v"}
+    assert bound.config == {"k": "v", "tool_name": "work"}
     assert beats.beats == 2
 
 

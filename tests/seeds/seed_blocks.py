@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SEEDS = Path(__file__).resolve().parents[2] / ".." / "shared" / "seeds"
+SEEDS = Path(__file__).resolve().parent / "documents"
 
 DOCUMENTS = {"000": "Chapter", "001": "Chapter", "002": "Runtime spec", "004": "Policy spec"}
 """Which seed each number is; 001 is the Chapter again, shorter. 003 is TypeScript."""
@@ -73,9 +73,24 @@ def seed_blocks() -> tuple[Block, ...]:
     return tuple(
         block
         for document in DOCUMENTS
-        for path in sorted(SEEDS.glob(f"{document}_*"))
-        for block in python_blocks(path.read_text(encoding="utf-8"), document)
+        for block in python_blocks(document_text(document), document)
     )
+
+
+def document_text(document: str) -> str:
+    """Return the text of a seed, by its number."""
+    (path,) = SEEDS.glob(f"{document}_*")
+    return path.read_text(encoding="utf-8")
+
+
+def fenced_block(document: str, heading: str, language: str) -> str:
+    """Return the one block in a language under a heading."""
+    (found,) = (
+        source
+        for title, _, info, source in _fenced(document_text(document))
+        if title == heading and info.split()[:1] == [language]
+    )
+    return found
 
 
 def python_blocks(text: str, document: str) -> Iterator[Block]:

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from seed_blocks import Executed
 from seed_names import (
+    FILE_TOOLS,
     FileContents,
     Plan,
     ReadFileParams,
     noop_tool,
-    overwrite_file_handler,
-    read_file_handler,
     search_handler,
     session_with_plan,
     tool_of,
 )
 from seed_scenarios import Model, Run, run_tests, scenario
 
-from weakincentives.adapters import ModelRequest, ScriptedAdapter
+from weakincentives.adapters import ModelRequest, ScriptedAdapter, calls
 from weakincentives.contrib.tools import VfsConfig
+from weakincentives.errors import PromptEvaluationError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import (
     MarkdownSection,
@@ -33,6 +33,7 @@ from weakincentives.prompt import (
     QuotaPolicy,
     ReadBeforeWritePolicy,
     SequentialDependencyPolicy,
+    Tool,
     ToolContext,
     ToolResult,
 )
@@ -226,14 +227,16 @@ def read_before_write(run: Run) -> None:
     """Only paths that were read in this session, and new ones, may be written."""
     fs = make_vfs({"config.json": "{}", "other.json": "{}"})
     model = file_model(run().read_first, fs)
-    assert model.call("write_file", path="new.txt").success
+    assert model.call("write_file", path="new.txt", content="new").success
     assert model.call("read_file", path="config.json").success
-    assert model.call("write_file", path="/workspace/config.json").success
-    assert denial(model.call("write_file", path="other.json")) == (
-        "Cannot write to other.json without reading it first"
-    )
+    assert model.call("write_file", path="/workspace/config.json", content="[]").success
+    assert fs.read("config.json") == "[]"
+    refused = model.call("write_file", path="other.json", content="[]")
+    assert denial(refused) == "Cannot write to other.json without reading it first"
     another = file_model(run().read_first, fs)
-    assert "without reading" in denial(another.call("write_file", path="config.json"))
+    refused = another.call("write_file", path="config.json", content="")
+    assert "without reading" in denial(refused)
+    assert (fs.read("config.json"), fs.read("other.json")) == ("[]", "{}")
 
 
 @scenario("Chapter", "ReadBeforeWritePolicy", 2)
@@ -241,11 +244,11 @@ def read_before_write_flow(run: Run) -> None:
     """The printed calls, as a model makes them, end as their comments say."""
     fs = make_vfs({"config.json": "old content"})
     model = file_model(ReadBeforeWritePolicy(), fs)
-    calls: Any = {name: partial(model.call, name) for name in ("read_file", "write_file")}
-    denied, read, updated, created = run(**calls).shown
+    tools: Any = {name: partial(model.call, name) for name in ("read_file", "write_file")}
+    denied, read, updated, created = run(**tools).shown
 
     assert denial(denied) == "Cannot write to config.json without reading it first"
-    assert read.value == FileContents("old content")
+    assert "old content" in read.render()
     assert updated.success
     assert fs.read("config.json") == "updated content"
     assert created.success
@@ -269,11 +272,12 @@ def default_policies_of_a_suite(run: Run) -> None:
     """A file that exists is read before it is written, without anybody asking for the policy."""
     config = VfsConfig(files={"config.json": "{}"})
     model = Model.given(run(session=Session(), vfs_config=config).vfs)
-    change = {"path": "config.json", "content": "new", "overwrite": True}
+    change = {"path": "config.json", "content": "new"}
     refused = denial(model.call("write_file", **change))
     assert refused == "Cannot write to config.json without reading it first"
     assert model.call("read_file", path="config.json").success
     assert model.call("write_file", **change).success
+    assert model.prompt.resources.get(Filesystem).read("config.json") == "new"
 
 
 @scenario("Chapter", "Custom Policies")
@@ -377,8 +381,9 @@ def bundled_tools(run: Run) -> None:
         seen = run(prompt=prompt, params=Task("files"))
     model = Model.given(seen.section, resources={Filesystem: make_vfs({"a.txt": "a"})})
     assert "Always read before writing." in model.rendered.text
-    assert "without reading" in denial(model.call("write_file", path="a.txt"))
+    assert "without reading" in denial(model.call("write_file", path="a.txt", content=""))
     assert model.call("read_file", path="a.txt").success
+    assert model.call("write_file", path="a.txt", content="").success
 
     with pytest.warns(UserWarning, match="extra_tools"):
         bare = prompt.bind(Task("files"), extra_tools=[seen.read_file])
@@ -387,43 +392,72 @@ def bundled_tools(run: Run) -> None:
 
 @scenario("Chapter", "7. Use MainLoop for Resource Management")
 def main_loop_for_resources(run: Run) -> None:
-    """The loop closes what it opened; by hand, the ``with`` statement does."""
-    closed: list[object] = []
+    """The loop opens what its config binds when a tool asks for it, and closes it at the end; by
+    hand the ``with`` statement does. Both also when the run fails."""
+    happened: list[str] = []
 
     class HTTPClient:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            happened.append(f"{name} opened")
+
         def close(self) -> None:
-            closed.append(self)
+            happened.append(f"{self.name} closed")
 
     class MyLoop(MainLoop[str, Any]):
         def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
             return Prompt(template), Session()
 
-    made = Binding(HTTPClient, lambda resources: HTTPClient())
-    texts: list[str] = []
+    def made(name: str) -> Binding[Any]:
+        return Binding(HTTPClient, lambda resources: HTTPClient(name))
 
-    def greet(request: ModelRequest) -> str:
-        texts.append(request.prompt.text)
-        return "Hello."
+    def fetch(params: None, *, context: ToolContext) -> ToolResult[None]:
+        happened.append(f"fetched with {context.resources.get(HTTPClient).name}")
+        return ToolResult.ok(message="fetched")
+
+    def answer(request: ModelRequest) -> str:
+        happened.append(request.messages[-1].text)
+        return "Done."
+
+    def fail(request: ModelRequest) -> str:
+        raise PromptEvaluationError("the provider is down")
 
     template = PromptTemplate(
-        sections=[MarkdownSection(title="Greeting", template="Greet.")],
-        resources={HTTPClient: made},
-    )
-    seen = run(
-        MyLoop=MyLoop,
-        MainLoopConfig=MainLoopConfig,
-        adapter=ScriptedAdapter([greet, greet]),
-        bus=Dispatcher(),
-        HTTPClient=HTTPClient,
-        http_client=made,
-        request="greet",
-        prompt=Prompt(template),
-        session=Session(),
+        sections=[MarkdownSection(title="Web", tools=[tool_of(fetch, "fetch", None, None)])],
+        resources={HTTPClient: made("the prompt's")},
     )
 
-    assert seen.response.text == "Hello."
-    assert texts == ["## 1. Greeting\n\nGreet."] * 2
-    assert closed == []  # nobody asked for it, so it was never made
+    def run_with(*script: Any) -> Executed:
+        happened.clear()
+        return run(
+            MyLoop=MyLoop,
+            MainLoopConfig=MainLoopConfig,
+            adapter=ScriptedAdapter(script),
+            bus=Dispatcher(),
+            HTTPClient=HTTPClient,
+            http_client=made("the loop's"),
+            request="fetch",
+            prompt=Prompt(template),
+            session=Session(),
+        )
+
+    def steps(name: str, *last: str) -> list[str]:
+        return [f"{name} opened", f"fetched with {name}", *last, f"{name} closed"]
+
+    seen = run_with(calls("fetch"), answer, calls("fetch"), answer)
+    assert seen.response.text == "Done."
+    assert happened == [*steps("the loop's", "fetched"), *steps("the prompt's", "fetched")]
+
+    with pytest.raises(PromptEvaluationError, match="the provider is down"):
+        run_with(calls("fetch"), fail)
+    assert happened == steps("the loop's")
+    with pytest.raises(PromptEvaluationError, match="the provider is down"):
+        run_with(calls("fetch"), answer, calls("fetch"), fail)
+    assert happened == [*steps("the loop's", "fetched"), *steps("the prompt's")]
+
+    # Nobody asks for it: it is never made, and so there is nothing to close.
+    run_with(answer, answer)
+    assert not [each for each in happened if "closed" in each or "opened" in each]
 
 
 @scenario("Chapter", "8. Trust Transactions, Don't Reinvent Rollback")
@@ -445,7 +479,16 @@ def trusting_transactions(run: Run) -> None:
         seen = run(fs=fs, data=data, UpdateState=UpdateState, State=State)
         for handler in seen.defined["handler"]:
             context = make_context(fs=fs)
-            result = tool_of(handler, "a_tool", None, None)(context=context)
+            # The block leaves the value out, as `...`: a tool whose result is whatever it is.
+            tool = Tool(
+                name="a_tool",
+                description="A tool of a seed.",
+                handler=handler,
+                params_type=None,
+                result_type=Any,
+                strict=False,
+            )
+            result = tool(context=context)
             assert result.success is is_text
             assert fs.exists("output.txt") is is_text
             assert len(context.session[UpdateState]) == is_text
@@ -461,10 +504,10 @@ def tools_in_isolation(run: Run) -> None:
 
 
 def file_model(policy: object, fs: object) -> Model:
-    """Return a model that reads and overwrites files under a policy."""
+    """Return a model that reads and writes files, with the tools we ship, under a policy."""
     return Model.offered(
-        tool_of(read_file_handler, "read_file"),
-        tool_of(overwrite_file_handler, "write_file"),
+        FILE_TOOLS["read_file"],
+        FILE_TOOLS["write_file"],
         policies=[policy],
         resources={Filesystem: fs},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from dataclasses import MISSING, FrozenInstanceError, dataclass, fields
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 from unittest import TestCase
 
 import pytest
+from seed_blocks import fenced_block
 from seed_names import FileContents, ReadFileParams, tool_of
 from seed_scenarios import Model, Run, scenario
 
@@ -433,35 +435,59 @@ def excluding_large_values(run: Run) -> None:
 
 @scenario("Chapter", "Defining Examples")
 def defining_examples(run: Run) -> None:
-    """Examples are checked against the types, and are part of what a provider is told."""
+    """Examples are checked against the types, and a provider is told what the text shows."""
 
     @dataclass(frozen=True)
     class NowResult:
         iso: str
 
-    def now_handler(params: NowParams, *, context: ToolContext) -> ToolResult[NowResult]:
+    def now_handler(params: Any, *, context: ToolContext) -> Any:
         return ToolResult.ok(NowResult("2025-01-01T00:00:00+00:00"))
 
-    names: dict[str, Any] = {"NowParams": NowParams, "NowResult": NowResult}
-    seen = run(now_handler=now_handler, **names)
-    told = seen.now_tool.definition()
+    def declare(params: Any, result: Any) -> Any:
+        names: dict[str, Any] = {"NowParams": params, "NowResult": result}
+        return run(now_handler=now_handler, **names).now_tool
 
-    assert told["name"] == "now"
-    assert told["description"] == "Return current UTC time in ISO 8601 format."
-    assert told["parameters"]["type"] == "object"
-    assert told["parameters"]["properties"]["tz"] == {
-        "type": "string",
-        "description": "Timezone name (e.g., 'UTC', 'America/New_York')",
+    tool = declare(NowParams, NowResult)
+    # The next section prints what a provider is told, with the first example only.
+    printed = json.loads(fenced_block(run.block.document, "Examples in Tool Schemas", "json"))
+    told = tool.definition()
+    assert told["examples"][1] == {
+        "description": "Get time in specific timezone",
+        "input": {"tz": "America/New_York"},
+        "output": {"iso": "2025-01-01T05:00:00-05:00"},
     }
-    assert told["examples"][0] == {
-        "description": "Get current UTC time",
-        "input": {"tz": "UTC"},
-        "output": {"iso": "2025-01-01T00:00:00+00:00"},
+    # Beyond what is printed: the field has no default, and there are no others.
+    told["examples"] = told["examples"][:1]
+    assert told.pop("parameters") == {
+        **printed.pop("parameters"),
+        "required": ["tz"],
+        "additionalProperties": False,
     }
-    assert len(told["examples"]) == 2
-    with pytest.raises(ToolDefinitionError):
-        run(now_handler=now_handler, NowParams=NowParams, NowResult=lambda iso: iso)
-    assert Model.offered(seen.now_tool).call("now", tz="UTC").success
+    assert told == printed
+
+    # Where a provider takes no examples, the model reads them.
+    prompt = Prompt(PromptTemplate(sections=[MarkdownSection(title="Time", tools=[tool])]))
+    for example in tool.examples:
+        text = prompt.render(examples=True).text
+        assert example.description in text
+        assert example.input.tz in text
+        assert example.output.iso in text
+
+    # Neither an input nor an output may contradict the types.
+    @dataclass(frozen=True)
+    class Zone:
+        tz: int
+
+    @dataclass(frozen=True)
+    class Moment:
+        iso: float
+
+    with pytest.raises(ToolDefinitionError, match=r"input of example 'Get current UTC time'.*tz"):
+        declare(Zone, NowResult)
+    with pytest.raises(ToolDefinitionError, match=r"(?s)output of example 'Get current UTC .*iso"):
+        declare(NowParams, Moment)
+    assert Model.offered(tool).call("now", tz="UTC").success
 
 
 @dataclass(frozen=True)

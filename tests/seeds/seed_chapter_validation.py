@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase
 
 import pytest
 from seed_names import (
+    FILE_TOOLS,
     FileContents,
     Plan,
     ReadFileParams,
@@ -18,9 +20,7 @@ from seed_names import (
     SearchResult,
     WriteFileResult,
     noop_tool,
-    read_file_handler,
     tool_of,
-    write_file_handler,
 )
 from seed_scenarios import Model, Run, run_tests, scenario
 
@@ -31,7 +31,6 @@ from weakincentives.prompt import (
     Prompt,
     PromptTemplate,
     RateLimitPolicy,
-    Tool,
     ToolContext,
     ToolResult,
 )
@@ -504,7 +503,8 @@ def terminal_errors(run: Run) -> None:
 @scenario("Chapter", "Error-Correction Patterns in Prompts")
 def recovery_guidance(run: Run) -> None:
     """The guidance arrives whole, the fence in it included, with the tools it is about."""
-    model = Model.given(run().section)
+    fs = make_vfs({"output.txt": "ten bytes!"})
+    model = Model.given(run().section, resources={Filesystem: fs})
     assert [tool.name for tool in model.rendered.tools] == [
         "read_file",
         "write_file",
@@ -517,17 +517,27 @@ def recovery_guidance(run: Run) -> None:
     assert fenced[2] == ""
     assert '- **"File not found"** → Use list_directory' in fenced[0]
 
+    # The example's calls, as a model makes them, go as its comments say.
+    played = [
+        eval(line, {name: partial(model.call, name) for name in FILE_TOOLS} | {"true": True})
+        for line in fenced[1].splitlines()
+        if line.startswith(("read_file(", "write_file("))
+    ]
+    exists, read, written = played
+    assert "overwrite=true" in failures([exists])[0]
+    assert "ten bytes!" in read.render()
+    assert written.success
+    assert fs.read("output.txt") == "data"
+    assert "output.txt" in model.call("list_directory").render()
+
 
 @scenario("Chapter", "Conversation Flow After Errors")
 def conversation_after_errors(run: Run) -> None:
     """The three turns of the comments: the failed one is in the history and changed nothing."""
     run()
     fs = make_vfs({"config.json": "{}"})
-    model = Model.offered(
-        tool_of(read_file_handler, "read_file"),
-        tool_of(write_file_handler, "write_file"),
-        resources={Filesystem: fs},
-    )
+    tools = FILE_TOOLS["read_file"], FILE_TOOLS["write_file"]
+    model = Model.offered(*tools, resources={Filesystem: fs})
     assert model.call("read_file", path="config.json").success
     second = model.call("write_file", path="config.json", content="[1]")
     assert not second.success
@@ -795,27 +805,13 @@ def tests_of_rollback(run: Run) -> None:
 def test_of_a_model_that_recovers(run: Run) -> None:
     """Reads with ``step`` in place of ``evaluate``: one turn of the model at a time."""
 
-    @dataclass(frozen=True)
-    class WriteFile:
-        path: str
-        content: str
-        overwrite: bool = False
-
-    def write(params: WriteFile, *, context: ToolContext) -> ToolResult[None]:
-        if context.filesystem.exists(params.path) and not params.overwrite:
-            return ToolResult.error(
-                f"{params.path} already exists; set overwrite=true to replace it"
-            )
-        context.filesystem.write(params.path, params.content)
-        return ToolResult.ok(None, "written")
-
-    tool = Tool[WriteFile, None](name="write_file", description="Write a file.", handler=write)
-    prompt = Prompt(
-        PromptTemplate(
-            sections=[MarkdownSection(title="Files", template="Write files.", tools=[tool])],
-            resources={Filesystem: make_vfs({"a.txt": "old"})},
-        )
+    section = MarkdownSection(
+        title="Files", template="Write files.", tools=[FILE_TOOLS["write_file"]]
     )
+    template = PromptTemplate(
+        sections=[section], resources={Filesystem: make_vfs({"a.txt": "old"})}
+    )
+    prompt = Prompt(template)
     params: dict[str, object] = {"path": "a.txt", "content": "new"}
     answers: list[str] = []
 
@@ -827,7 +823,9 @@ def test_of_a_model_that_recovers(run: Run) -> None:
     (test,) = run(make_prompt_with_write_file_tool=lambda: prompt).defined.values()
     test[0](adapter=SimpleNamespace(evaluate=model.step), session=Session())
 
-    assert answers == ["a.txt already exists; set overwrite=true to replace it"]
+    (answer,) = answers
+    assert answer.startswith("File already exists: a.txt")
+    assert "Set overwrite=true" in answer
     assert prompt.resources.get(Filesystem).read("a.txt") == "new"
 
 

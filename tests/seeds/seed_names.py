@@ -1,4 +1,7 @@
-"""What the seeds' blocks leave out and mean obviously: imports, small data types, simple tools."""
+"""What the seeds' blocks leave out and mean obviously: imports, small data types, simple tools.
+
+A tool that we ship is never stood in for: ``read_file`` and the others are the real ones.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from weakincentives import dbc, filesystem, prompt, resources, runtime, testing
+from weakincentives.contrib.tools import file_tools
+from weakincentives.contrib.tools.vfs_values import ReadFileParams, WriteFileParams
 from weakincentives.dbc import require
 from weakincentives.prompt import Tool, ToolContext, ToolResult
 from weakincentives.runtime import Session, Slice
@@ -31,22 +36,10 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadFileParams:
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class FileContents:
     content: str
     path: str = ""
     size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFileParams:
-    path: str
-    content: str = ""
-    overwrite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +72,6 @@ def search_handler(params: SearchParams, *, context: ToolContext) -> ToolResult[
     )
 
 
-def write_file_handler(
-    params: WriteFileParams, *, context: ToolContext
-) -> ToolResult[WriteFileResult]:
-    """Write a file; the Chapter's rule is that replacing one is asked for."""
-    if context.filesystem.exists(params.path) and not params.overwrite:
-        return ToolResult.error(
-            f"File already exists: {params.path}\nSet overwrite=true to replace existing file"
-        )
-    context.filesystem.write(params.path, params.content)
-    size = len(params.content)
-    return ToolResult.ok(WriteFileResult(params.path, size), message=f"Wrote {size} bytes")
-
-
-def read_file_handler(params: ReadFileParams, *, context: ToolContext) -> ToolResult[FileContents]:
-    content = context.filesystem.read(params.path)
-    return ToolResult.ok(FileContents(content), message=f"Read {len(content)} bytes")
-
-
-def overwrite_file_handler(
-    params: WriteFileParams, *, context: ToolContext
-) -> ToolResult[WriteFileResult]:
-    """Write a file whatever is there: it is for a policy to say no."""
-    return write_file_handler(replace(params, overwrite=True), context=context)
-
-
 def tool_of(handler: Callable[..., Any], name: str = "a_tool", *types: Any) -> Tool[Any, Any]:
     """Return a handler as a tool; the types come from its annotations when not given."""
     kind = Tool[types] if types else Tool
@@ -133,6 +101,10 @@ def session_with_plan(plan: Plan) -> Session:
     return session
 
 
+FILE_TOOLS: dict[str, Tool[Any, Any]] = {tool.name: tool for tool in file_tools()}
+"""``read_file``, ``write_file`` and the others, as they are shipped."""
+
+
 def _public(module: Any) -> dict[str, object]:
     return {name: getattr(module, name) for name in module.__all__}
 
@@ -151,12 +123,11 @@ LEFT_OUT: dict[str, object] = {
     **{
         each.__name__: each
         for each in (ParamsT, ResultT, SearchParams, SearchResult, ReadFileParams, FileContents,
-                     WriteFileParams, WriteFileResult, Plan, UpdatePlan, search_handler,
-                     write_file_handler)
+                     WriteFileParams, WriteFileResult, Plan, UpdatePlan, search_handler)
     },
-    "read_file": tool_of(read_file_handler, "read_file"),
-    "write_file": tool_of(write_file_handler, "write_file"),
-    "list_directory": noop_tool("list_directory"),
+    **FILE_TOOLS,
+    # Called like its handler, a tool runs the pipeline.
+    "write_file_handler": FILE_TOOLS["write_file"],
     "test_tool": noop_tool("test"),
     "build_tool": noop_tool("build"),
     "deploy_tool": noop_tool("deploy"),

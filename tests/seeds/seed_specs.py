@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from seed_chapter_running import DEPLOY_DENIED, denial, file_model
-from seed_names import noop_tool, read_file_handler, tool_of, write_file_handler
+from seed_names import FILE_TOOLS, noop_tool, tool_of
 from seed_scenarios import Model, Run, scenario
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
@@ -59,8 +59,8 @@ def resource_access(run: Run) -> None:
 @scenario("Runtime spec", "Section Integration")
 def section_with_params(run: Run) -> None:
     """Tools come in the order of their declaration; the section needs its parameters."""
-    search_tool = tool_of(write_file_handler, "write_file")
-    seen = run(Params=Params, lookup_tool=noop_tool("lookup"), search_tool=search_tool)
+    tools: Any = {"lookup_tool": noop_tool("lookup"), "search_tool": FILE_TOOLS["write_file"]}
+    seen = run(Params=Params, **tools)
     prompt = Prompt(PromptTemplate(sections=[seen.section]))
     with pytest.raises(PromptRenderError, match="Params"):
         prompt.render()
@@ -72,7 +72,7 @@ def section_with_params(run: Run) -> None:
     model = Model(prompt.bind(Params(), resources={Filesystem: fs}))
     assert "Use tools when needed." in model.rendered.text
     assert [tool.name for tool in model.rendered.tools] == ["lookup", "write_file"]
-    assert "without reading" in denial(model.call("write_file", path="a.txt"))
+    assert "without reading" in denial(model.call("write_file", path="a.txt", content=""))
 
 
 @scenario("Policy spec", "SequentialDependencyPolicy")
@@ -101,7 +101,8 @@ def read_before_write(run: Run) -> None:
     promised = re.findall(r'# (\w+)\("(.+)"\) +→ (OK|DENIED)', run.text)
     assert len(promised) == 4
     for name, path, outcome in promised:
-        assert model.call(name, path=path).success is (outcome == "OK")
+        content = {"content": "a: 2"} if name == "write_file" else {}
+        assert model.call(name, path=path, **content).success is (outcome == "OK")
 
 
 @scenario("Policy spec", "Prompt Integration")
@@ -113,13 +114,12 @@ def policies_of_a_prompt(run: Run) -> None:
             "dependencies={...}": 'dependencies={"deploy": {"test", "build"}}',
             "policies=[...]": "policies=[QuotaPolicy(max_calls=4)]",
         },
-        read_file=tool_of(read_file_handler, "read_file"),
         **names,
     )
     fs = make_vfs({"a.txt": "a"})
     model = Model(Prompt(seen.template).bind(resources={Filesystem: fs}))
 
-    assert "without reading" in denial(model.call("write_file", path="a.txt"))
+    assert "without reading" in denial(model.call("write_file", path="a.txt", content=""))
     assert denial(model.call("deploy")) == DEPLOY_DENIED
     for name in ("lint", "test", "build", "deploy"):
         assert model.call(name).success

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from seed_blocks import DOCUMENTS, SEEDS, Block, execute, python_blocks, seed_blocks
+from seed_blocks import DOCUMENTS, Block, execute, python_blocks, seed_blocks
 from seed_scenarios import SCENARIOS, Run, load_scenarios, state
 from seed_table import TABLE, table
 
-needs_seeds = pytest.mark.skipif(
-    not SEEDS.is_dir(), reason=f"the seed documents are not at {SEEDS}"
-)
 load_scenarios()
 BLOCKS = seed_blocks()
 # The full text of the Chapter comes first and holds all blocks of the short one.
@@ -28,7 +25,6 @@ def _forget_blocks() -> Iterator[None]:
         del sys.modules[name]
 
 
-@needs_seeds
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.label)
 def test_seed_block(block: Block, tmp_path: Path) -> None:
     """The block runs as printed and keeps its promises."""
@@ -44,13 +40,11 @@ def test_seed_block(block: Block, tmp_path: Path) -> None:
     assert run.count, f"the scenario of {block.label} never runs the block"
 
 
-@needs_seeds
 def test_every_scenario_is_about_a_block() -> None:
     assert SCENARIOS.keys() <= BY_KEY.keys()
     assert {block.document for block in BLOCKS} == DOCUMENTS.keys()
 
 
-@needs_seeds
 def test_blocks_of_the_short_chapter_are_those_of_the_full_one() -> None:
     """So that one scenario stands for both."""
     full = {block.key: block.source for block in BLOCKS if block.document == "000"}
@@ -58,7 +52,6 @@ def test_blocks_of_the_short_chapter_are_those_of_the_full_one() -> None:
     assert short.items() <= full.items()
 
 
-@needs_seeds
 def test_table_in_docs_is_up_to_date() -> None:
     assert TABLE.read_text(encoding="utf-8") == table(BLOCKS), (
         "docs/seed_blocks.md differs; write it anew with `python tests/seeds/seed_table.py`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -285,6 +286,9 @@ def plain(value: Any) -> object:
         return [plain(each) for each in data["items"]]
     if "pairs" in data:
         return {str(plain(key)): plain(each) for key, each in data["pairs"]}
+    if data["$"] == "str":  # it has half a surrogate pair, which is shown as its escape
+        text = base64.b64decode(data["base64"]).decode("utf-8", "surrogatepass")
+        return text.encode("utf-8", "backslashreplace").decode()
     for key in ("name", "text", "value", "base64", "hex"):
         if key in data:
             return plain(data[key])

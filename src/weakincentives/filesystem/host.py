@@ -532,6 +532,13 @@ class HostFilesystem:
         )
 
     @_reading
+    def unnamed(self, path: str = ".") -> tuple[str, ...]:
+        """Return the names in a directory that are not UTF-8, escaped: no path can name them."""
+        where = self._directory(self._parts(path))
+        names = (os.fsencode(name) for name, _ in self._look.nodes(where) if not _is_text(name))
+        return tuple(sorted(ascii(name.decode("latin-1"))[1:-1] for name in names))
+
+    @_reading
     def glob(self, pattern: str, path: str = ".") -> tuple[str, ...]:
         """Return the files below ``path`` that match, sorted.
 
@@ -1636,6 +1643,10 @@ def _can_be_named(name: str) -> bool:
     """Whether a name is text, and nobody's business but the user's."""
     if name.startswith(TEMPORARY):
         return False
+    return _is_text(name)
+
+
+def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
-from weakincentives.call import ToolCall
+from weakincentives.call import RunContext, ToolCall, new_id
 from weakincentives.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     MissingExtra,
@@ -74,7 +74,7 @@ class McpServer:
 
     With ``undo``, clients are also offered ``undo``, ``history`` and ``checkpoint``. ``time_limit``
     is how many seconds a call may take, so that a tool that hangs does not keep others waiting for
-    good.
+    good. Tools find ``config`` in their context, and the client's name in ``context.agent_id``.
 
     Run it with ``await server.run_stdio()`` or ``await server.run_http(...)``, or hand
     ``server.protocol`` to a transport of yours, in a ``with server:`` block.
@@ -88,10 +88,15 @@ class McpServer:
         name: str = "wink",
         time_limit: float | None = None,
         undo: bool = True,
+        config: Mapping[str, object] | None = None,
     ) -> None:
+        ids = RunContext()
         if isinstance(served, ToolRegistry):
             if session is not None and session is not served.session:
                 raise TypeError("a registry has a session of its own: leave session= out")
+            if config is not None:
+                raise TypeError("a registry has a config of its own: leave config= out")
+            ids = served.run_context or ids
             self.session = served.session
             self._resources = None
             self._surroundings: Callable[[], ToolContext] = served.context
@@ -102,6 +107,9 @@ class McpServer:
             self._resources = prompt.resources
             self._surroundings = lambda: self._rendered(prompt)
             self._policies = prompt.policies
+        run_id = new_id()
+        self._ids = ids.filled(run_id=run_id, loop_id=name, trace_id=run_id)
+        self._config = dict(config or {})
         self._time_limit = time_limit
         self._undo = UndoTools(self.session) if undo else None
         self._offered: _Offered | None = None
@@ -163,6 +171,7 @@ class McpServer:
             prompt=prompt,
             rendered_prompt=rendered,
             resources=prompt.resources,
+            config=self._config,
         )
 
     def _look(self) -> _Offered:
@@ -179,7 +188,7 @@ class McpServer:
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        now = _Offered(rendered, surroundings, replace(surroundings, rendered_prompt=whole), whole)
+        now = _Offered(rendered, surroundings, surroundings.having(rendered_prompt=whole), whole)
         self._offered = now
         guide = () if self._undo is None else (self._undo.guide,)
         self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
@@ -214,13 +223,17 @@ class McpServer:
         self, request: ServerRequestContext, params: CallToolRequestParams
     ) -> dict[str, Any]:
         call = ToolCall(params.name, params.arguments or {})
-        return await _cancelled_once(self._take(call, _Beats(request.session)))
+        client = request.session.client_params
+        ids = self._ids.filled(agent_id="mcp" if client is None else client.client_info.name)
+        return await _cancelled_once(self._take(call, _Beats(request.session), ids))
 
-    async def _take(self, call: ToolCall, beats: _Beats) -> dict[str, Any]:
+    async def _take(self, call: ToolCall, beats: _Beats, ids: RunContext) -> dict[str, Any]:
         async with self._line.turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
-            context = offered.context.having(deadline=self._new_deadline(), heartbeat=beats.heart)
+            context = offered.context.having(
+                deadline=self._new_deadline(), heartbeat=beats.heart, run_context=ids
+            )
             if self._undo is not None:
                 self._undo.before(call, offer, context)
             result = await self._result(call, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
@@ -42,6 +42,8 @@ __all__ = [
 
 _logger = get_logger(__name__)
 
+MemoryScope = Literal["working", "short-term", "long-term", "short_term", "long_term"]
+"""How long something is remembered; the last two are other spellings."""
 Check = Callable[..., "bool | Awaitable[bool]"]
 """Called with as many of ``(context, params)`` as it must be given."""
 Step = Callable[..., object]
@@ -122,6 +124,10 @@ class StatePrecondition(Precondition):
     expected_value: object = True
     """The value, or a predicate that is asked about it."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_named(f"state precondition {self.description!r}", "state", self.state)
+
     def _default(self, context: ToolContext) -> bool:
         memory = context.memory
         if memory is None:
@@ -144,6 +150,11 @@ class PermissionPrecondition(Precondition):
 
     permission: str
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        what = f"permission precondition {self.description!r}"
+        _check_named(what, "permission", self.permission)
+
     def _default(self, context: ToolContext) -> bool:
         from weakincentives.runtime.memory import Permissions
 
@@ -162,6 +173,7 @@ class DependencyPrecondition(Precondition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_named(f"dependency precondition {self.description!r}", "tool", self.tool)
         if self.status not in ("completed", "available"):
             raise ValueError(f"status must be 'completed' or 'available', got {self.status!r}")
 
@@ -235,7 +247,12 @@ async def validate_preconditions(
         passed = False
         try:
             answer = precondition.holds(context, params)
-            passed = bool(await answer if precondition.is_async else answer)
+            if precondition.is_async:
+                answer = await answer
+            elif inspect.isawaitable(answer):  # which would count as passed
+                _discard(answer)
+                raise TypeError("a plain check returned a coroutine: make it `async def`")
+            passed = bool(answer)
         except Exception as raised:
             if isinstance(raised, Suspended):
                 raise
@@ -268,6 +285,12 @@ class Effect:
         for name, step in (("apply", self.apply), ("rollback", self.rollback)):
             if step is not None:
                 _arity(step, f"{name} of {self.type} effect {self.description!r}")
+        if type(self) is Effect and self.apply is None:
+            raise ValueError(f"effect {self.description!r} needs an apply, or to be of some kind")
+
+    def _check(self, name: str, value: object) -> None:
+        """Refuse a field that the effect cannot do without."""
+        _check_named(f"{self.type} effect {self.description!r}", name, value)
 
     @property
     def is_async(self) -> bool:
@@ -306,6 +329,7 @@ class StateChangeEffect(Effect):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check("state", self.state)
         if self.change not in ("set", "clear", "increment", "decrement"):
             raise ValueError(
                 f"change must be 'set', 'clear', 'increment' or 'decrement', got {self.change!r}"
@@ -334,7 +358,7 @@ class MemoryEffect(Effect):
 
     type: ClassVar[str] = "memory"
 
-    scope: Literal["working", "short-term", "long-term"] = "working"
+    scope: MemoryScope = "working"
     operation: Literal["write", "delete", "update"] = "write"
     key: str
     value: object = None
@@ -342,6 +366,10 @@ class MemoryEffect(Effect):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.scope not in (known := get_args(MemoryScope)):
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"unknown memory scope {self.scope!r}: use one of {names}")
+        self._check("key", self.key)
         if self.operation not in ("write", "delete", "update"):
             raise ValueError(
                 f"operation must be 'write', 'delete' or 'update', got {self.operation!r}"
@@ -373,6 +401,11 @@ class NotificationEffect(Effect):
     """What is told, or a function of the result."""
     reversible: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.apply is None:
+            self._check("event", self.event)
+
     def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
         self.emit(context, result)
 
@@ -398,20 +431,41 @@ class CascadeEffect(Effect):
     arguments: object = field(default_factory=dict[str, object])
     """The other tool's arguments, or a function of the result."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = getattr(self.trigger_tool, "name", self.trigger_tool)
+        self._check("trigger_tool", name)
+
 
 async def apply_effects(
     tool: Tool[Any, Any], result: ToolResult[Any], context: ToolContext
 ) -> tuple[Effect, ...]:
-    """Apply what belongs inside the transaction; returns the effects that were applied.
+    """Apply a tool's effects for a result from elsewhere; returns those that were applied.
 
-    When one fails, those before it are rolled back and the error goes on.
+    As a transaction: when one fails, those before it are rolled back, session and resources are
+    as before, and the error goes on. Those that change something here come first, then
+    notifications, then cascades, each a call of its own.
     """
+    from weakincentives.runtime.tool_call import run_cascade
+    from weakincentives.runtime.transactions import tool_transaction
+
     applied: list[Effect] = []
-    try:
-        await apply_each(tool, result, context, applied)
-    except BaseException:
-        await roll_back_effects(applied, result, context)
-        raise
+    cascades: list[CascadeEffect] = []
+    with tool_transaction(context.session, context.resources, tag=f"effects:{tool.name}"):
+        try:
+            await apply_each(tool, result, context, applied)
+            for effect in tool.effects:
+                if isinstance(effect, CascadeEffect) and effect.apply is None:
+                    cascades.append(effect)
+                elif effect.after_commit:
+                    await effect.run(context, result)
+                    applied.append(effect)
+        except BaseException:
+            await roll_back_effects(applied, result, context)
+            raise
+    for cascade in cascades:
+        if await run_cascade(cascade, result, context) is not None:
+            applied += (cascade,)
     return tuple(applied)
 
 
@@ -460,6 +514,17 @@ async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> No
         await answer
 
     run_blocking(done)
+
+
+def _discard(answer: Any) -> None:
+    """Close a coroutine that nobody will await."""
+    if inspect.iscoroutine(answer):
+        answer.close()
+
+
+def _check_named(what: str, name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{what} needs its {name}: a string that is not empty, got {value!r}")
 
 
 def _arity(function: Callable[..., Any], what: str = "it") -> int:

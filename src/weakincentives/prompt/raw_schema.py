@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -62,9 +63,38 @@ def raw_validator(name: str, schema: dict[str, Any]) -> Callable[[object], dict[
         if found:
             details = {path: "; ".join(texts) for path, texts in found.items()}
             raise ParseError("invalid arguments", details)
+        return _with_defaults(arguments, validator) if has_defaults else arguments
+
+    has_defaults = '"default"' in json.dumps(schema)
+    return validate
+
+
+def _with_defaults(arguments: dict[str, Any], validator: Any) -> dict[str, Any]:
+    """Return valid arguments with the schema's defaults; as they are where those would not fit."""
+    try:
+        filled = _filled(arguments, validator)
+        return filled if validator.is_valid(filled) else arguments
+    except Exception:  # an unresolvable reference, too deep nesting: it is no reason to refuse
         return arguments
 
-    return validate
+
+def _filled(value: Any, validator: Any) -> Any:
+    schema = validator.schema
+    if not isinstance(schema, dict):
+        return value
+    if isinstance(value, dict):
+        filled = dict(cast("dict[str, Any]", value))
+        for name, part in cast("dict[str, Any]", schema).get("properties", {}).items():
+            inner = validator.evolve(schema=part)
+            if name in filled:
+                filled[name] = _filled(filled[name], inner)
+            elif isinstance(part, dict) and "default" in part and inner.is_valid(part["default"]):
+                filled[name] = copy.deepcopy(cast("Any", part["default"]))
+        return filled
+    if isinstance(value, list) and "items" in schema:
+        inner = validator.evolve(schema=schema["items"])
+        return [_filled(item, inner) for item in cast("list[Any]", value)]
+    return value
 
 
 def _from_json(data: object) -> Any:

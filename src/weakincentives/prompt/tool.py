@@ -133,6 +133,7 @@ class ToolContext:
     )
     """Taken from the resources when not given; in a call, the call's own view of it."""
     config: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
     signal: CancellationToken = field(default_factory=CancellationToken)
     """Set when nobody waits for the call any more."""
     degraded: tuple[str, ...] = ()
@@ -225,6 +226,10 @@ class ToolContext:
     def agent_id(self) -> str:
         return "" if self.run_context is None else self.run_context.agent_id
 
+    @property
+    def trace_id(self) -> str:
+        return "" if self.run_context is None else self.run_context.trace_id
+
     def beat(self) -> None:
         """Say that a long operation is alive."""
         if self.heartbeat is not None:
@@ -311,7 +316,12 @@ class Tool(TypedConstructor, Generic[P, R]):
         handler: ToolHandler[dict[str, Any], V] | None,
         **options: Any,
     ) -> Tool[dict[str, Any], V]:
-        """Return a tool whose arguments are a dict, validated by the JSON schema as given."""
+        """Return a tool whose arguments are a dict, validated by the JSON schema as given.
+
+        Arguments that are left out get the schema's defaults.
+        """
+        if schema is None:  # pyright: ignore[reportUnnecessaryComparison]  # callers may not check types
+            raise ToolDefinitionError(f"tool {name!r} must have a parameters schema")
         return Tool(
             name=name,
             description=description,
@@ -512,6 +522,14 @@ class Tool(TypedConstructor, Generic[P, R]):
         return described
 
     # What the runtime needs
+
+    @cached_property
+    def value_types(self) -> tuple[type, ...]:
+        """What a handler's value is an instance of, unless it is None; none for a tool without."""
+        if not self.strict:
+            return (object,)
+        cls = _dataclass_of(self.result_type)
+        return () if cls is None else (cls,)
 
     @cached_property
     def is_async(self) -> bool:

@@ -214,7 +214,7 @@ def parallel(
         for batch in batches:
             calls = [(by_key[key], given_to(key, by_key, params)) for key in batch]
             answers = await run.together(calls, len(results), max_concurrency)
-            results.update(zip(batch, answers, strict=True))
+            results.update(zip(batch, map(_settled, answers), strict=True))
             if stop_on_error and not all(answer.success for answer in answers):
                 break
 
@@ -237,16 +237,27 @@ def parallel(
     )
 
 
+def _settled(result: AnyResult) -> AnyResult:
+    """Return a member's answer; one that raised failed to execute, as the Protocol says."""
+    failure = result.failure
+    if failure is None or failure.code != "INTERNAL_ERROR":
+        return result
+    return replace(result, failure=replace(failure, code="EXECUTION_FAILED"))
+
+
 @dataclass(frozen=True, slots=True)
 class ConditionalBranch:
-    """Tools that run if ``condition(result, context)`` holds for what the first one answers."""
+    """Tools that run if ``condition(result, context)`` holds for what the first one answers.
+
+    A branch without tools never matches.
+    """
 
     condition: Condition
     tools: Sequence[AnyTool]
 
     def __post_init__(self) -> None:
         _check_plain("condition", self.condition)
-        object.__setattr__(self, "tools", _members("a branch", self.tools))
+        object.__setattr__(self, "tools", _members("a branch", self.tools, may_be_empty=True))
 
 
 def conditional(
@@ -261,21 +272,26 @@ def conditional(
     A branch's first tool runs, and the condition is asked about its result, a failure included. A
     branch that does not match is rolled back before the next is tried. The answer is that of the
     last tool; the first failure after the match ends the branch. Without a match and a fallback
-    the call fails with ``NO_BRANCH_MATCHED``. It takes the parameters of the first branch's first
-    tool; each other tool is given those of these arguments that its own parameters name.
+    the call fails with ``NO_BRANCH_MATCHED``; a branch without tools is skipped. It takes the
+    parameters of the first tool there is; each other one is given those of these arguments that
+    its own parameters name.
     """
     chosen = _branches(branches)
-    members = tuple(tool for branch in chosen for tool in branch.tools)
     last = _members("fallback", fallback) if fallback else ()
-    first = members[0]
+    members = (*(tool for branch in chosen for tool in branch.tools), *last)
     title = f"conditional:{len(chosen)}branches"
-    check_given(title, first, (*members[1:], *last))
+    if members:
+        check_given(title, members[0], members[1:])
     named = name or f"conditional-{len(chosen)}branches"
-    attempts = [_attempt(named, number, branch) for number, branch in enumerate(chosen)]
+    attempts = [
+        (number, _attempt(named, number, branch), branch)
+        for number, branch in enumerate(chosen)
+        if branch.tools
+    ]
 
     async def work(params: Any, run: _Run) -> ToolResult[ConditionalOutput]:
         left_behind: list[str] = []
-        for number, (attempt, branch) in enumerate(zip(attempts, chosen, strict=True)):
+        for number, attempt, branch in attempts:
             result = await run.branch(attempt, branch.tools, as_dict(params), number)
             if result.failure is not _NOT_MATCHED:
                 return _taken(number, result, left_behind)
@@ -288,13 +304,13 @@ def conditional(
 
     return _composed(
         title,
-        (*members, *last),
+        members,
         work,
         name=named,
         description=description or "Conditional tool execution based on runtime conditions",
         result_type=ConditionalOutput,
-        timeout=_sum_of_timeouts((*members, *last)),
-        **_parameters_of(first),
+        timeout=_sum_of_timeouts(members),
+        **(_parameters_of(members[0]) if members else {"params_type": None}),
     )
 
 
@@ -547,12 +563,12 @@ def _reason(result: AnyResult) -> str:
 def _composed(
     title: str, members: Sequence[AnyTool], work: Work, *, name: str, **options: Any
 ) -> AnyTool:
-    options.setdefault("reach", max((t.reach for t in members), key=_REACHES.index))
+    options.setdefault("reach", max((t.reach for t in members), key=_REACHES.index, default=None))
     return Tool(
         name=name,
         title=title,
         handler=_handler_of(work, members),
-        writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index)),
+        writes=cast("Writes", max((t.writes for t in members), key=_WRITES.index, default="api")),
         concurrent=True,  # as far as its members may: the offer asks them
         strict=False,
         **options,
@@ -586,15 +602,15 @@ def _sum_of_timeouts(members: Sequence[AnyTool]) -> float | None:
     For parallel ones as well: those that may not run beside others wait for each other.
     """
     limits = [tool.timeout for tool in members if tool.retry is None and tool.timeout is not None]
-    return sum(limits) if len(limits) == len(members) else None
+    return sum(limits) if limits and len(limits) == len(members) else None
 
 
-def _members(kind: str, tools: object) -> tuple[AnyTool, ...]:
+def _members(kind: str, tools: object, *, may_be_empty: bool = False) -> tuple[AnyTool, ...]:
     """Return the tools of a list, or say what is wrong with it."""
     if isinstance(tools, Tool) or not isinstance(tools, Iterable):
         raise ToolDefinitionError(f"{kind} takes a list of tools, got {tools!r}")
     members = tuple(cast("Iterable[AnyTool]", tools))
-    if not members:
+    if not members and not may_be_empty:
         raise ToolDefinitionError(f"{kind} needs at least one tool")
     by_name: dict[str, AnyTool] = {}
     for tool in members:

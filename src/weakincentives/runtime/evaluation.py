@@ -7,7 +7,7 @@ thread: only the model is waited for on an event loop, and handlers run where th
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Protocol, TypedDict, TypeVar
@@ -105,6 +105,8 @@ class RunConfig:
     """How often in a row an answer that does not fit the output type is sent back."""
     max_concurrency: int | None = None
     """How many calls of one turn run at the same time."""
+    tool_config: Mapping[str, object] = field(default_factory=dict[str, object])
+    """What tools find in ``context.config``."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -128,7 +130,7 @@ class RunOptions(TypedDict, total=False):
     on_event: Callable[[RunEvent], object] | None
     """Told what happens while it happens: text, turns, calls."""
     run_context: RunContext | None
-    """Ids of the run, for tools and records."""
+    """Ids of the run, for tools and records; those that are left out are made."""
     heartbeat: Heartbeat | None
     """Beats with every turn and call."""
 
@@ -159,14 +161,23 @@ class Run:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
         budget = config.budget if budget is None else budget
         tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        run_id = uuid.uuid4().hex
+        ids = run_context or RunContext(run_id=run_id)
+        self._trace_is_given = bool(ids.trace_id)
         self._context = ToolContext(
             session=session,
             prompt=prompt,
             adapter=model,
             deadline=deadline,
             budget_tracker=tracker,
-            run_context=run_context,
+            run_context=ids.filled(
+                run_id=run_id,
+                loop_id=ids.run_id or run_id,
+                agent_id=prompt.template.name,
+                trace_id=run_id,
+            ),
             heartbeat=heartbeat,
+            config=config.tool_config,
         )
         if self._output_type is not None:
             output_schema(self._output_type)  # a type that cannot be answered with is refused now
@@ -228,6 +239,10 @@ class Run:
 
     async def _run(self, message: str | None, resume: bool) -> PromptResponse[Any]:
         started, reason = self._clock.time(), "interrupted"
+        telemetry = instrumentation.telemetry
+        if telemetry is not None and not self._trace_is_given and (found := telemetry.trace_id()):
+            ids = self._context.run_context or RunContext()
+            self._context = self._context.having(run_context=replace(ids, trace_id=found))
         stop_listening = self._listen()
         try:
             await self._begin(message, resume)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from weakincentives.call import RunContext, new_id
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Resources
 from weakincentives.runtime.evaluation import RunConfig
@@ -78,6 +79,8 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         self.bus = Dispatcher() if bus is None else bus
         """Hears what happens in the sessions of all requests."""
         self.config = MainLoopConfig() if config is None else config
+        self.loop_id = new_id()
+        """What tools find in ``context.loop_id``."""
         self._requests: SimpleQueue[tuple[RequestT, _Future[OutT]] | None] = SimpleQueue()
         self._stopped = threading.Event()
         self._lock = threading.RLock()  # a signal may come while this thread holds it
@@ -99,7 +102,7 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         ``config`` among them replaces the loop's for this request.
         """
         with self._served(request, resources) as served:
-            options.setdefault("config", self.config)
+            self._complete(options)
             served.response = self.adapter.evaluate(served.prompt, served.session, **options)
         return served.response, served.session
 
@@ -112,9 +115,14 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
     ) -> tuple[PromptResponse[OutT], Session]:
         """Serve one request on the caller's event loop."""
         with self._served(request, resources) as served:
-            options.setdefault("config", self.config)
+            self._complete(options)
             served.response = await self.adapter.aevaluate(served.prompt, served.session, **options)
         return served.response, served.session
+
+    def _complete(self, options: RunOptions) -> None:
+        options.setdefault("config", self.config)
+        ids = options.get("run_context") or RunContext()
+        options["run_context"] = ids.filled(loop_id=self.loop_id)
 
     # Requests from a queue
 

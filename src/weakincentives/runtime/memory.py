@@ -14,12 +14,13 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from weakincentives.call import current_view
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import ViewClosed
 from weakincentives.logs import get_logger
+from weakincentives.prompt.contracts import MemoryScope
 from weakincentives.runtime.entries import Entries, Entry, reading, writing
 from weakincentives.runtime.rows import RowStore, fold, search_text
 from weakincentives.serde.exact import freeze, thaw
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
 __all__ = ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"]
-
-MemoryScope: TypeAlias = Literal["working", "short-term", "long-term", "short_term", "long_term"]
-"""How long something is remembered; the last two are other spellings."""
 
 _WORKING, _SHORT_TERM, _LONG_TERM = "working", "short-term", "long-term"
 _SCOPES = (_WORKING, _SHORT_TERM, _LONG_TERM)

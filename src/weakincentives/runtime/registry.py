@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives.call import ToolCall, new_call_id
+from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
 from weakincentives.errors import ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt.policies import AttachedPolicy, attach
@@ -69,8 +69,10 @@ class ToolRegistry:
     """Tools by name, called through the whole pipeline: no prompt and no model are needed.
 
     ``workspace`` is a directory for ``context.filesystem``; ``resources`` are whatever else tools
-    ask for. One session serves all calls: the one that is given, or one of its own. ``policies``
-    govern every tool. Use it in a ``with`` block, or call ``close``, to close what it opened.
+    ask for; a ``MemoryManager`` is there in any case, unless the resources are open already. One
+    session serves all calls: the one that is given, or one of its own. ``policies`` govern every
+    tool, ``config`` and ``run_context`` are what tools find in their context. Use it in a ``with``
+    block, or call ``close``, to close what it opened.
 
     A tool in a namespace has two names: ``web:scrape`` and, as providers take no colon,
     ``web__scrape``. Every method takes both, and records have the second.
@@ -88,8 +90,17 @@ class ToolRegistry:
         session: Session | None = None,
         policies: Iterable[object] = (),
         namespace: str | None = None,
+        config: Mapping[str, object] | None = None,
+        run_context: RunContext | None = None,
     ) -> None:
         self.session = Session() if session is None else session
+        self._config = dict(config or {})
+        self.run_context = run_context
+        """The ids that it was given for its calls."""
+        run_id = new_id()
+        self._ids = (run_context or RunContext()).filled(
+            run_id=run_id, loop_id="default", agent_id="default", trace_id=run_id
+        )
         self.namespace = _checked_namespace(namespace)
         """Where tools go that are registered without one, and where names are looked for, too."""
         self._policies = attach(policies)
@@ -99,6 +110,8 @@ class ToolRegistry:
         self._view: _View | None = None
         self._closed = False
         self._own: ResourceContext | None = None
+        self._memory: Binding[Any] | None = None
+        """The one that nobody gave it."""
         self.workspace: HostFilesystem | None = None
         """The directory, when it was given one: its history, and the way back."""
         self.register_all(tools)
@@ -125,6 +138,11 @@ class ToolRegistry:
 
             self.workspace = HostFilesystem(workspace)
             bound = bound.merge({Filesystem: self.workspace})
+        from weakincentives.runtime.memory import MemoryManager
+
+        if MemoryManager not in bound:
+            self._memory = Binding(MemoryManager, lambda _: MemoryManager())
+            bound = bound.merge({MemoryManager: self._memory})
         self._own = bound.open()
         return self._own
 
@@ -313,7 +331,11 @@ class ToolRegistry:
             offers[entry.tool.name] = offers[entry.qualified] = offer
         rendered = RenderedPrompt("", tools, offers)
         context = ToolContext(
-            session=self.session, resources=self._resources, rendered_prompt=rendered
+            session=self.session,
+            resources=self._resources,
+            rendered_prompt=rendered,
+            run_context=self._ids,
+            config=self._config,
         )
         return _View(rendered, context)
 
@@ -351,7 +373,9 @@ class ToolRegistry:
     ) -> tuple[Effect, ...]:
         """Apply a tool's effects for a result that came about elsewhere; returns which.
 
-        What waits for a commit, notifications and cascades, is not among them.
+        As a transaction: when one fails, session and resources are as before, and the error is
+        raised. Those that change something here come first, then notifications, then cascades,
+        each a call of its own.
         """
         return _run(lambda: self.aapply_effects(tool, result, context))
 
@@ -399,6 +423,7 @@ class ToolRegistry:
                 if binding.scope is Scope.SINGLETON
                 else binding
                 for kind, binding in context.registry.bindings.items()
+                if binding is not self._memory
             )
         )
 

@@ -8,6 +8,7 @@ and are kept in call order: what comes out is what comes out when they run one a
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
@@ -15,8 +16,9 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from json import JSONDecodeError
 from threading import Lock
-from types import coroutine
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
@@ -39,6 +41,7 @@ from weakincentives.errors import (
     WinkError,
 )
 from weakincentives.filesystem import Filesystem
+from weakincentives.filesystem.protocol import shown
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import (
     ALLOWED,
@@ -47,6 +50,7 @@ from weakincentives.prompt.policies import (
     note_success,
 )
 from weakincentives.prompt.prompt import Offer, Prompt
+from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
 from weakincentives.resources import ResourceContext, ResourceRegistry
@@ -75,6 +79,7 @@ __all__ = [
     "execute_tool",
     "execute_tools",
     "may_wait",
+    "run_cascade",
     "step_by_hand",
 ]
 
@@ -488,6 +493,7 @@ async def _pipeline(
         bound = progress.bound = context.bound_to(
             transaction.session, transaction.resources, call.id, progress.signal
         )
+        bound.__dict__["config"] = {**context.config, "tool_name": call.name}
         try:
             if progress.offer is None:
                 offer = offers.get(call.name) or _unknown(call, offers)
@@ -520,7 +526,7 @@ async def _pipeline(
                     raise RuntimeError(f"the handler raised StopIteration: {error}") from error
             else:
                 answer = await _handle_on_loop(tool, params, bound)
-            result = _succeeded(answer)
+            result = _succeeded(tool, answer)
             progress.succeeded = True
             if tool.effects:
                 await _apply_effects(progress, tool, result, bound)
@@ -566,7 +572,7 @@ def _unknown(call: ToolCall, offers: Mapping[str, Offer]) -> NoReturn:
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
-    raise ToolNotFound(f"Unknown tool '{name}'. {hint}Available tools: {known}", suggestions=near)
+    raise ToolNotFound(f"Tool '{name}' not found. {hint}Available tools: {known}", suggestions=near)
 
 
 async def _denial(progress: _Progress, policy: AttachedPolicy, verdict: Any) -> str | None:
@@ -696,19 +702,42 @@ async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolCon
     return result
 
 
-def _succeeded(answer: Any) -> ToolResult[Any]:
-    """Return a handler's answer if it is a success; raise for all others."""
+_UNFINISHED = {
+    CoroutineType: ("coroutine", "make it `async def`, or await what it calls"),
+    GeneratorType: ("generator", "return a list of what it yields"),
+    AsyncGeneratorType: ("async generator", "return a list of what it yields"),
+}
+
+
+def _succeeded(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
+    """Return a handler's answer if it is a success that keeps the contract; raise otherwise."""
     if not isinstance(answer, ToolResult):
-        if hasattr(answer, "close") and hasattr(answer, "send"):
-            answer.close()  # a coroutine that a sync handler returned: nobody will await it
+        _check_finished(answer)
         raise TypeError(
             f"the handler returned {type(answer).__name__}, not a ToolResult; "
             "return ToolResult.ok(...) or ToolResult.error(...)"
         )
     result = cast("ToolResult[Any]", answer)
+    value = result.value
+    if type(value) in _UNFINISHED:
+        _check_finished(value)
     if not result.success:
         raise _Failed(result)
+    if value is not None and not isinstance(value, tool.value_types):
+        raise TypeError(
+            f"the handler returned a value of type {type(value).__name__}, but its contract is "
+            f"ToolResult[{show(tool.result_type)}]"
+        )
     return result
+
+
+def _check_finished(answer: Any) -> None:
+    """Refuse a coroutine or generator in place of what it would give; nobody will run it."""
+    if type(answer) in _UNFINISHED:
+        kind, advice = _UNFINISHED[type(answer)]
+        if not isinstance(answer, AsyncGeneratorType):
+            answer.close()
+        raise TypeError(f"the handler returned a {kind}, not its result; {advice}")
 
 
 async def _apply_effects(
@@ -1152,6 +1181,14 @@ async def _follow_up(
             _logger.exception("effect %r failed after the commit; the call stays", name)
 
 
+async def run_cascade(
+    effect: CascadeEffect, result: ToolResult[Any], context: ToolContext
+) -> ToolResult[Any] | None:
+    """Make the call that a cascade asks for; None where its condition does not hold."""
+    call, offers = _cascaded(effect, result, _offers(context))
+    return None if call is None else await _arun(call, offers, context)
+
+
 def _cascaded(
     effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, Offer]
 ) -> tuple[ToolCall | None, Mapping[str, Offer]]:
@@ -1180,7 +1217,7 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     """Return what a failure means for the model."""
     if isinstance(error, _Failed):
         progress.answered = True
-        return _well_formed(progress.call, error.result)
+        return _logged(progress, _well_formed(progress, error.result))
     if isinstance(error, Suspended):
         progress.answered = True  # whoever stops to be called again has not done it yet
         return _suspended(progress, error)
@@ -1188,19 +1225,33 @@ def _answer(progress: _Progress, error: BaseException) -> ToolResult[Any]:
     if isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
             progress.denied_by = error.policy
-        return ToolResult.error(text, code=error.code, suggestions=error.suggestions)
+        return _logged(
+            progress,
+            ToolResult.error(
+                text,
+                code=error.code,
+                recoverable=error.recoverable,
+                suggestions=error.suggestions,
+            ),
+        )
     if isinstance(error, ToolTimeout):
-        return ToolResult.error(text, code="TIMEOUT")
+        return _logged(progress, ToolResult.error(text, code="TIMEOUT"))
     if isinstance(error, MergeConflict):
-        return ToolResult.error(text, code="CONFLICT", suggestions=("Look again, then retry",))
+        advice = ("Look again, then retry",)
+        return _logged(progress, ToolResult.error(text, code="CONFLICT", suggestions=advice))
     if _raises_through(error):
         code = next((c for cls, c in _RAISED_CODES if isinstance(error, cls)), None)
         said = _interrupted(progress) if code is None else f"{type(error).__name__}: {text}"
         return ToolResult.error(said, code=code or "INTERRUPTED", recoverable=False)
     if isinstance(error, ContractError):
-        return ToolResult.error(text, code="CONTRACT_VIOLATION")
+        return _logged(progress, ToolResult.error(text, code="CONTRACT_VIOLATION"))
     if isinstance(error, (ToolValidationError, ValueError)):
-        return ToolResult.error(text, code="VALIDATION_FAILED")
+        result = ToolResult.error(text, code="VALIDATION_FAILED")
+        if isinstance(error, ToolValidationError):
+            return _logged(progress, result)
+        # A library's own, not the handler's word: most likely a bug.
+        is_bug = isinstance(error, (JSONDecodeError, UnicodeError))
+        return _logged(progress, result, error, logging.ERROR if is_bug else logging.INFO)
     if isinstance(error, TypeError):
         _logger.error("tool %s raised a TypeError", progress.call.name, exc_info=error)
         message = f"Tool '{progress.call.name}' failed on a value of the wrong type: {text}"
@@ -1227,10 +1278,30 @@ def _interrupted(progress: _Progress) -> str:
     return f"'{progress.call.name}' was interrupted before it {ended}"
 
 
-def _well_formed(call: ToolCall, result: ToolResult[Any]) -> ToolResult[Any]:
+def _logged(
+    progress: _Progress,
+    result: ToolResult[Any],
+    error: BaseException | None = None,
+    level: int = logging.INFO,
+) -> ToolResult[Any]:
+    """Return the result of an expected failure, with a line in the log; no error in itself."""
+    if _logger.isEnabledFor(level):
+        name, code = shown(progress.call.name), cast("ToolError", result.failure).code
+        said = shown(result.message.partition("\n")[0])
+        _logger.log(level, "tool %s failed (%s): %s", name, code, said, exc_info=error)
+    return result
+
+
+def _well_formed(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
     """Return a handler's own failure with a message and a ToolError, whatever it left out."""
-    message = result.message or f"Tool '{call.name}' failed without saying why"
-    failure = result.failure or ToolError("EXECUTION_FAILED", message)
+    message, failure = result.message, result.failure
+    retry = None if progress.tool is None else progress.tool.retry
+    if failure is None and retry is not None and 0 < retry.max_retries < progress.attempts:
+        exceeded = f"Exceeded maximum retries ({retry.max_retries})"
+        message = message or exceeded
+        failure = ToolError("MAX_RETRIES_EXCEEDED", exceeded, recoverable=False)
+    message = message or f"Tool '{progress.call.name}' failed without saying why"
+    failure = failure or ToolError("EXECUTION_FAILED", message)
     return replace(result, message=message, failure=failure)
 
 
@@ -1242,6 +1313,8 @@ def _raises_through(error: BaseException) -> bool:
 
 def _text(error: BaseException) -> str:
     try:
+        if type(error).__str__ is KeyError.__str__:  # the key alone says nothing
+            return f"{type(error).__name__}: {error}"
         return str(error) or type(error).__name__
     except Exception:
         return type(error).__name__

@@ -63,6 +63,22 @@ def test_a_directory_is_listed_with_sizes(agent: Agent):
     )
 
 
+@pytest.mark.skipif(os.name != "posix", reason="names are bytes")
+def test_names_that_are_not_utf_8_are_shown_escaped(tmp_path: Path):
+    with agent_on("disk", tmp_path, {"a.txt": "a", "sub/b.txt": "b"}) as agent:
+        for name in (b"caf\xe9.txt", b"\xff", b"sub/\xe9\n"):
+            Path(os.fsdecode(os.fsencode(tmp_path / "work") + b"/" + name)).write_text("x")
+
+        assert agent.call("list_directory").render() == (
+            "The workspace has 2 entries\na.txt (1 byte)\nsub/\n"
+            "[Not listed, since no path can name them: 2 names that are not UTF-8: "
+            "\\xff, caf\\xe9.txt. A command can rename them]"
+        )
+        assert "1 name that is not UTF-8: \\xe9\\n. A command can rename it" in (
+            agent.call("list_directory", path="sub").render()
+        )
+
+
 def test_a_long_directory_comes_in_parts(open_agent: Open):
     agent = open_agent({f"{n}.txt": "" for n in range(5)})
 

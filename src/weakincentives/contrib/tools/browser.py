@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.contrib.tools.outbound import Door, OutboundRules, Resolve, system_resolve
@@ -27,6 +29,9 @@ T = TypeVar("T")
 _logger = get_logger(__name__)
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_DOWNLOADS = (".cache/ms-playwright", "Library/Caches/ms-playwright", "AppData/Local/ms-playwright")
+_START_SECONDS = 20
+_HOW_TO_INSTALL = "Install the system's chromium, or run `playwright install chromium`"
 _ARGUMENTS = (
     # Names are for the proxy to resolve: what tries to get around it finds nothing.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
@@ -81,6 +86,8 @@ class Browser:
         )
         self._executable = executable
         self._max_bytes = max_bytes
+        self._starts = False
+        """Whether the program is known to start."""
         # A loop of its own: calls come from many, and what Playwright makes belongs to one.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -92,9 +99,17 @@ class Browser:
         self._browser: async_api.Browser | None = None
 
     def is_available(self) -> bool:
-        """Tell whether it can be used; raises MissingExtra when Playwright is not installed."""
-        if find_spec("playwright") is None:
-            raise MissingExtra("web", "playwright")
+        """Tell whether it can be used: False once it is closed, else True.
+
+        Raises:
+            MissingExtra: Playwright is not installed.
+            ResourceError: There is no browser program, or it does not start. That is tried with
+                ``--version``, until it has worked once.
+        """
+        _check_installed()
+        if not self._starts and not self._closed:
+            _check_starts(self._executable or _system_program() or _downloaded_program())
+            self._starts = True
         return not self._closed
 
     async def read(
@@ -112,7 +127,7 @@ class Browser:
             wait_for: Seconds to wait after the page has loaded.
             timeout: Seconds for each step.
         """
-        self.is_available()
+        _check_installed()
         work = self._submit(self._read(url, selector, wait_for, timeout))
         return await asyncio.wrap_future(work)
 
@@ -198,8 +213,7 @@ class Browser:
                 )
             except async_api.Error as error:
                 raise PageNotRead(
-                    f"The browser did not start: {_first_line(error)}. Install the system's "
-                    "chromium, or run `playwright install chromium`"
+                    f"The browser did not start: {_first_line(error)}. {_HOW_TO_INSTALL}"
                 ) from error
             return self._browser
 
@@ -289,6 +303,42 @@ def _first_line(error: Exception) -> str:
 def _system_program() -> str | None:
     found = (shutil.which(name) for name in _PROGRAMS)
     return next((path for path in found if path is not None), None)
+
+
+def _downloaded_program() -> str | None:
+    """Return the newest Chromium that ``playwright install`` has put where Playwright looks."""
+    folder = os.environ.get("PLAYWRIGHT_BROWSERS_PATH")
+    places = [Path(folder)] if folder else [Path.home() / each for each in _DOWNLOADS]
+    found = [
+        program
+        for place in places
+        for name in ("chrome", "chrome-headless-shell", "headless_shell", "Chromium", "chrome.exe")
+        for program in place.glob(f"chromium*/**/{name}")
+        if program.is_file()
+    ]
+    return str(max(found, key=lambda program: program.stat().st_mtime)) if found else None
+
+
+def _check_installed() -> None:
+    if find_spec("playwright") is None:
+        raise MissingExtra("web", "playwright")
+
+
+def _check_starts(program: str | None) -> None:
+    if program is None:
+        raise ResourceError(f"no browser program is installed. {_HOW_TO_INSTALL}")
+    try:
+        subprocess.run(
+            [program, "--version"],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_START_SECONDS,
+        )
+    except FileNotFoundError as error:
+        raise ResourceError(f"there is no program {program}. {_HOW_TO_INSTALL}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ResourceError(f"{program} does not start: {error}") from error
 
 
 def _is_root() -> bool:

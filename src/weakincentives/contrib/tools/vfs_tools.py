@@ -68,6 +68,7 @@ _SNIPPET_LINES = 3
 _SNIPPET_MOST = 40
 _GREP_LINE_CHARS = 500
 _SIMILAR = 10
+_MAX_UNNAMED = 20
 _BRACES = "\nBraces stand for themselves in a pattern: make one call for each of the names in them"
 
 
@@ -189,6 +190,7 @@ class _FileTools:
                 "Use list_directory without a path to see where to begin"
             ) from error
         page, notice = self._page(entries, params.offset, params.limit)
+        notice = ". ".join(filter(None, (notice, _not_listed(files, params.path))))
         path = files.normalize(params.path)
         where = "The workspace" if path == "." else shown(path)
         how_many = counted(len(entries), "entry", "entries") if entries else "no entries"
@@ -462,6 +464,21 @@ def _transferred(
     source, destination = files.normalize(params.source), files.normalize(params.destination)
     message = f"{done} {shown(source)} to {shown(destination)}"
     return ToolResult.ok(FileTransferred(source, destination), message)
+
+
+def _not_listed(files: Filesystem, path: str) -> str:
+    """Return what is to be said of names on a disk that are not text."""
+    unnamed = getattr(files, "unnamed", None)
+    names: tuple[str, ...] = () if unnamed is None else unnamed(path)
+    if not names:
+        return ""
+    shown_names = ", ".join(names[:_MAX_UNNAMED]) + (", ..." if len(names) > _MAX_UNNAMED else "")
+    is_one = len(names) == 1
+    return (
+        f"Not listed, since no path can name {'it' if is_one else 'them'}: "
+        f"{counted(len(names), 'name')} that {'is' if is_one else 'are'} not UTF-8: {shown_names}. "
+        f"A command can rename {'it' if is_one else 'them'}"
+    )
 
 
 def _delete_file(params: DeleteFileParams, *, context: ToolContext) -> ToolResult[FileDeleted]:

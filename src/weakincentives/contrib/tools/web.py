@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -128,11 +129,11 @@ def web_scrape_tool(
     )
 
 
-def _has_browser(context: ToolContext) -> bool:
+async def _has_browser(context: ToolContext) -> bool:
     browser = context.resources.find(Browser)
     if browser is None:
         raise LookupError("no Browser is bound: resources={Browser: Binding(Browser, ...)}")
-    return browser.is_available()
+    return await asyncio.to_thread(browser.is_available)  # the first time it starts a program
 
 
 def _summary(page: ScrapedPage) -> str:
