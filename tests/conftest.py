@@ -4,9 +4,12 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 
 # Whoever starts the tests in the background, or with nohup, has these ignored, also by all that the
 # tests start; but some are about what they do.
@@ -44,3 +47,17 @@ def _collected() -> Iterator[None]:
     """What a module leaves unclosed is reported there, not in whatever test runs later."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def ordinary_user() -> Iterator[OrdinaryUser]:
+    """A user who may do nothing special, for tests that run as root."""
+    with found_ordinary_user() as user:
+        yield user
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """An empty directory of that user."""
+    with place_for_others() as place:
+        yield place

@@ -376,7 +376,7 @@ class Podman:
         if os.geteuid() != 0 and not os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
             return "without root it limits memory and processes with cgroup v2 only"
         if not self.kit.profile.stat().st_size:
-            return "its own list of system calls, seccomp.json, is not installed"
+            return "its own list of system calls, seccomp.json, is missing or cannot be read"
         return None
 
     @contextmanager
