@@ -20,6 +20,15 @@ for _number, _handler in (
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
+# Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
+os.umask(0o022)
+for _name in list(os.environ):
+    _of_the_tests = _name in ("WINK_HEAVY", "WINK_THOROUGH", "WINK_TORTURE", "WINK_SEED")
+    if _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE") or (
+        _name.startswith("WINK_") and not _of_the_tests
+    ):
+        del os.environ[_name]
+
 # Shared machines stall: how long an example takes says nothing about whether it is right.
 # CI says whether a change is sound, so it always tries the same examples; everybody else, new ones.
 settings.register_profile(

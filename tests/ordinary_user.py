@@ -50,6 +50,8 @@ class OrdinaryUser:
     ) -> subprocess.CompletedProcess[str]:
         """Run Python and return what it printed; ``within`` is a command of root's around it."""
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+        # What setpriv itself starts may lie where only root can go; what a shell starts may not.
+        become += ["sh", "-c", 'exec "$@"', "sh"]
         return subprocess.run(
             [*within, *become, self.python, *arguments],
             input=stdin,

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,10 @@ def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
     assert sum("rolled b" in line and line.startswith("✗") for line in lines) == 1
 
 
+@pytest.mark.skipif(
+    not sys.prefix.isascii() or not __file__.isascii(),
+    reason="under LC_ALL=C Python cannot start from a path that is not ASCII",
+)
 def test_without_utf8_signs_become_words(project: Path):
     with terminal_run(project, FIX, env={"LC_ALL": "C"}) as terminal:
         assert terminal.end() == 0

@@ -164,6 +164,8 @@ class Kit:
         self.profile.write_text(container_profile())
         for name, text in _FILES.items():
             (self.place / name).write_text(text)
+        for file in self.place.iterdir():
+            file.chmod(0o644)  # whatever the caller's umask: other users' commands read them
         self.links: list[tuple[str, str]] = [("/tmp", "/var/tmp")]
         """What links lead to, and their names."""
         self.binds: list[tuple[str, str]] = []
@@ -240,6 +242,7 @@ def _write_env(folder: Path, env: Mapping[str, str]) -> None:
     """
     exports = (f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     (folder / "env").write_text("".join(exports), errors="surrogateescape")
+    (folder / "env").chmod(0o644)  # its owner reads it, and only its owner gets into the folder
 
 
 def _outside() -> dict[str, str]:
@@ -460,13 +463,15 @@ class Podman:
         root = place / "root"
         for name in ("dev", "proc", "sys", "tmp", "var", INSIDE[1:]):
             (root / name).mkdir(parents=True)
-        (root / "tmp").chmod(0o1777)
-        for target, name in self.kit.links:
-            (root / name[1:]).symlink_to(target)
         for source, target in self.kit.binds:
             _place_for(source, root / target[1:])
         for name in (ENV[1:], "etc/hostname", "etc/resolv.conf", "run/.containerenv"):
             _place_for("", root / name)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # whatever the caller's umask
+        (root / "tmp").chmod(0o1777)
+        for target, name in self.kit.links:
+            (root / name[1:]).symlink_to(target)
         binds = [_bind(source, target, "ro=true") for source, target in self.kit.binds]
         return [*binds, "--rootfs", str(root)]
 
