@@ -319,6 +319,21 @@ def test_help_names_pages_by_their_titles(name: str, text: str):
     assert "[[" not in text, f"{name}: what is optional has one pair of brackets"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/registry.md"])
+def test_examples_that_work_as_intended_print_no_traceback(page: str):
+    """A newcomer who pastes them sees what they print, and nothing on standard error."""
+    opening, closing = r"(?:```python|<!--- invisible-code-block: python)", r"(?:```|-->)"
+    blocks = re.findall(
+        rf"^{opening}\n(.*?)^{closing}", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_first_ten_minutes_go_as_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
