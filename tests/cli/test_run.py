@@ -428,7 +428,8 @@ def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
         lines = terminal.text.splitlines()
 
     assert sum(line.startswith(("✓ ", "✗ ", "⊘ ")) for line in lines) == 7
-    assert sum("rolled b" in line and line.startswith("✗") for line in lines) == 1
+    assert sum(line.startswith("✗ edit_file rolled") for line in lines) == 1
+    assert all(len(line) <= 20 for line in lines)
 
 
 @pytest.mark.skipif(
@@ -725,5 +726,5 @@ def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):
     done = run.wink("run", "--help")
 
     assert done.code == 0
-    for wanted in ("--dry-run", "protect=GLOB", "docs/cli.md", 'wink run "fix the failing test"'):
+    for wanted in ("--dry-run", "protect=GLOB", "The commands", 'wink run "fix the failing test"'):
         assert wanted in done.out

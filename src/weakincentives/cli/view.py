@@ -409,8 +409,6 @@ class LiveView:
                 self._print(line)
         for line in self._words.lines(event):
             self._print(line)
-        if isinstance(event, PlanChanged) and (live := self._live) is not None:
-            live.refresh()  # at once: a step may be done before the next frame is due
         if isinstance(event, RunResult):
             if event.diff is not None:
                 self._show_diff(event.diff)

@@ -773,8 +773,15 @@ def test_root_does_not_stay_root_where_others_own_the_files(box: Box, tmp_path: 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_strict_umask_of_the_caller_is_no_obstacle(engine: str):
-    """What it makes for the command can be read there; what the command makes has that umask."""
+def test_what_only_the_caller_can_enter_is_no_obstacle(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A umask of 077, and a directory for temporary files below one that is the caller's alone.
+
+    What is made for the command can be read there; what the command makes has that umask.
+    """
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = os.umask(0o077)
     try:
         sandbox = found(engine)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -155,7 +155,7 @@ class Kit:
     """
 
     def __init__(self, read_only: Sequence[str | os.PathLike[str]] = ()) -> None:
-        self.place = Path(tempfile.mkdtemp(prefix="wink-"))
+        self.place = Path(tempfile.mkdtemp(prefix="wink-", dir=_temporary()))
         weakref.finalize(self, remove_tree, self.place)
         self.place.chmod(0o711)  # as root, commands of other users come by here
         self.filter = self.place / "filter"
@@ -232,6 +232,16 @@ def _limited(order: Order) -> Generator[tuple[str, ...]]:
         yield group.entrances
     finally:
         group.remove()
+
+
+def _temporary() -> str:
+    """Return where temporary files go: for root, where commands of other users can get to."""
+    places = [tempfile.gettempdir(), *(["/tmp", "/var/tmp"] if os.geteuid() == 0 else [])]
+    for place in map(Path, places):
+        with suppress(OSError):
+            if all(each.stat().st_mode & 0o001 for each in (place, *place.absolute().parents)):
+                return str(place)
+    return places[0]
 
 
 def _write_env(folder: Path, env: Mapping[str, str]) -> None:
