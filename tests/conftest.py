@@ -4,9 +4,12 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 
 # Whoever starts the tests in the background, or with nohup, has these ignored, also by all that the
 # tests start; but some are about what they do.
@@ -16,6 +19,15 @@ for _number, _handler in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
+
+# Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
+os.umask(0o022)
+for _name in list(os.environ):
+    _of_the_tests = _name in ("WINK_HEAVY", "WINK_THOROUGH", "WINK_TORTURE", "WINK_SEED")
+    if _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE") or (
+        _name.startswith("WINK_") and not _of_the_tests
+    ):
+        del os.environ[_name]
 
 # Shared machines stall: how long an example takes says nothing about whether it is right.
 # CI says whether a change is sound, so it always tries the same examples; everybody else, new ones.
@@ -44,3 +56,17 @@ def _collected() -> Iterator[None]:
     """What a module leaves unclosed is reported there, not in whatever test runs later."""
     yield
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def ordinary_user() -> Iterator[OrdinaryUser]:
+    """A user who may do nothing special, for tests that run as root."""
+    with found_ordinary_user() as user:
+        yield user
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """An empty directory of that user."""
+    with place_for_others() as place:
+        yield place

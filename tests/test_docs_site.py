@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer.main
@@ -291,6 +292,46 @@ def test_a_command_that_is_shown_can_be_given(page: str, line: str):
         assert rest, f"{page}: {line} names no command"
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, rest, parent=context)
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Every command with its help."""
+    waiting: list[tuple[str, Any]] = [("wink", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        with command.make_context(name, [], resilient_parsing=True) as context:
+            yield name, command.get_usage(context) + command.get_help(context)
+            yield name, str(command.epilog or "")
+        waiting += [
+            (f"{name} {sub}", each) for sub, each in getattr(command, "commands", {}).items()
+        ]
+
+
+@pytest.mark.parametrize(("name", "text"), list(helps()))
+def test_help_names_pages_by_their_titles(name: str, text: str):
+    """Who has installed a wheel has no docs/; the titles are those of the site."""
+    titles = re.findall(r"^ +- ([^:\n]+): [\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    named = re.findall(r'"([^"]+)"', text.partition("In the documentation:")[2])
+
+    assert re.findall(r"\S+\.md\b", text) == []
+    assert set(named) <= set(titles)
+    assert named or "In the documentation" not in text
+    assert "[[" not in text, f"{name}: what is optional has one pair of brackets"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/registry.md"])
+def test_examples_that_work_as_intended_print_no_traceback(page: str):
+    """A newcomer who pastes them sees what they print, and nothing on standard error."""
+    opening, closing = r"(?:```python|<!--- invisible-code-block: python)", r"(?:```|-->)"
+    blocks = re.findall(
+        rf"^{opening}\n(.*?)^{closing}", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_first_ten_minutes_go_as_the_readme_says(

@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import pkgutil
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -112,30 +116,79 @@ def test_the_example_of_a_turn_sells_no_more_than_there_is():
     assert "In stock: 0. What the checker found: None." in shown
 
 
-@pytest.mark.heavy
-def test_a_built_wheel_in_an_empty_environment_holds_every_package(tmp_path: Path):
+# What is published
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-deps",
-            "-w",
-            str(tmp_path),
-            str(ROOT),
-        ],
-        check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, as a person unpacks it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as sources:
+        sources.extractall(folder, filter="data")
+    return next(folder.iterdir())
+
+
+def test_the_source_distribution_holds_the_whole_repository(unpacked: Path):
+    asked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode or "Makefile" not in asked.stdout:
+        pytest.skip("this is not a clone")
+    files = [name for name in asked.stdout.split("\0") if name and (ROOT / name).exists()]
+
+    assert [name for name in files if not (unpacked / name).is_file()] == []
+
+
+def test_the_two_commands_of_the_readme_can_be_given_in_the_source_distribution(unpacked: Path):
+    """What they would run is there, and some of it is run: tests, and the examples of a page."""
+    for target in ("demo", "test", "test-all", "lint"):
+        subprocess.run(["make", "-n", target], cwd=unpacked, capture_output=True, check=True)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+         "tests/test_clock.py", "README.md"],
+        cwd=unpacked, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(unpacked / "src"), "PYTEST_ADDOPTS": ""},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_the_readme_on_an_index_has_no_link_that_leads_nowhere(built: Path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        text = archive.read(name).decode()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+    assert "Description-Content-Type: text/markdown" in text
+    assert "# WINK" in text
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", prose) == []
+    assert "source distribution" in prose
+
+
+@pytest.mark.heavy
+def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, tmp_path: Path):
+    (wheel,) = built.glob("*.whl")
     assert wheel.name.startswith("wink_runtime-")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "weakincentives/cli/demo_project/script.json" in names
-    assert "weakincentives/cli/demo_project/till/receipts/monday.csv" in names
-    venv.create(tmp_path / "empty", with_pip=True)
+    data = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert {str(path.relative_to(SOURCE.parent)) for path in data} <= set(names)
     python = tmp_path / "empty" / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", str(wheel)], check=True)
+    install = _new_environment(tmp_path / "empty", python)
+    subprocess.run([*install, str(wheel)], check=True)
 
     extra = [name for name in MODULES if name.split(".")[1] in ("cli", "mcp")]
     core = [name for name in MODULES if name not in extra]
@@ -162,10 +215,26 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(tmp_path: Pat
     assert refused.returncode == 2
     assert refused.stderr == "wink: rich is missing; run: pip install 'wink-runtime[cli]'\n"
 
-    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[cli]"], check=True)
+    subprocess.run([*install, f"{wheel}[cli]"], check=True)
+    helped = subprocess.run([wink, "--help"], capture_output=True, text=True, check=False)
+    assert helped.returncode == 0, helped.stderr
+    assert " demo " in helped.stdout
     shown = subprocess.run(
-        [wink, "demo", "--into", tmp_path / "demo"], capture_output=True, text=True, check=False
+        [wink, "demo", "--into", tmp_path / "demo"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
     )
     assert shown.returncode == 0, shown.stderr
     assert "rolled back" in shown.stdout
     assert "Traceback" not in shown.stderr
+
+
+def _new_environment(place: Path, python: Path) -> list[str]:
+    """Make one, and return the command that installs into it: by uv, which is quick, or by pip."""
+    if uv := shutil.which("uv"):
+        subprocess.run([uv, "venv", "--quiet", "-p", sys.executable, str(place)], check=True)
+        return [uv, "pip", "install", "--quiet", "-p", str(python)]
+    venv.create(place, with_pip=True)
+    return [str(python), "-m", "pip", "install", "--quiet"]

@@ -151,6 +151,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("WINK_", "OPENAI_", "ANTHROPIC_", "CLAUDE_", "LC_", "PYTEST_"))
+        and name not in ("COLUMNS", "LINES")  # the terminal's own size counts
     }
     kept |= {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
     return {**kept, **(more or {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,10 +29,9 @@ def program(tmp_path: Path) -> Path:
     path = tmp_path / "bin" / "wink"
     path.parent.mkdir()
     # Named as it is installed: the shell's script asks it by this name.
-    path.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom weakincentives.cli.main import main\n"
-        "sys.argv[0] = 'wink'\nmain()\n"
-    )
+    code = "import sys; from weakincentives.cli.main import main; sys.argv[0] = 'wink'; main()"
+    # Not named in the first line: that takes no path with a space.
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
     path.chmod(0o755)
     return path
 

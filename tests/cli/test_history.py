@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -360,6 +361,44 @@ def test_what_a_person_changed_since_is_kept_unless_forced_and_then_too(wink: Wi
     assert "a - b" in (project / "src/calc.py").read_text()
     assert wink("undo", forced.out.split("wink undo ")[1].split()[0]).code == 0
     assert (project / "src/calc.py").read_text() == "mine\n"
+
+
+KILLED = """
+import os, signal, sys
+from weakincentives.filesystem import HostFilesystem
+
+view = HostFilesystem(sys.argv[1]).fork_in_place()
+view.write("src/calc.py", "half of it\\n")
+view.write("made.txt", "half of it\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_call_left_is_rolled_back_before_anything_is_undone(
+    wink: Wink, project: Path
+):
+    """Nobody else has changed these files, so nobody else is blamed."""
+    run = make_run(project, TURNS)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(project)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (project / "src/calc.py").read_text() == "half of it\n"
+
+    looked = [wink("undo", f"{run.mark}/4", "--dry-run"), wink("diff", f"{run.mark}/4")]
+    for each in looked:
+        assert "a call was killed before it ended" in each.err
+        assert "somebody else" not in each.err
+    assert (project / "made.txt").exists(), "looking changes nothing"
+
+    undone = wink("undo", f"{run.mark}/4")
+
+    assert undone.code == 0, undone.err
+    assert undone.err == (
+        "wink: a call was killed before it ended; what it had changed was rolled back first\n"
+    )
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert (project / "new.txt").exists()
+    assert not (project / "made.txt").exists()
+    assert wink("undo").err == "", "it is said once"
 
 
 def test_a_call_under_a_later_one_is_refused_with_the_way_to_go_back_over_both(

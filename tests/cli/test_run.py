@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -427,9 +428,14 @@ def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
         lines = terminal.text.splitlines()
 
     assert sum(line.startswith(("✓ ", "✗ ", "⊘ ")) for line in lines) == 7
-    assert sum("rolled b" in line and line.startswith("✗") for line in lines) == 1
+    assert sum(line.startswith("✗ edit_file rolled") for line in lines) == 1
+    assert all(len(line) <= 20 for line in lines)
 
 
+@pytest.mark.skipif(
+    not sys.prefix.isascii() or not __file__.isascii(),
+    reason="under LC_ALL=C Python cannot start from a path that is not ASCII",
+)
 def test_without_utf8_signs_become_words(project: Path):
     with terminal_run(project, FIX, env={"LC_ALL": "C"}) as terminal:
         assert terminal.end() == 0
@@ -778,5 +784,5 @@ def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):
     done = run.wink("run", "--help")
 
     assert done.code == 0
-    for wanted in ("--dry-run", "protect=GLOB", "docs/cli.md", 'wink run "fix the failing test"'):
+    for wanted in ("--dry-run", "protect=GLOB", "The commands", 'wink run "fix the failing test"'):
         assert wanted in done.out

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from weakincentives.cli.view import (
     CallEnded,
     CallStarted,
+    ChangedFile,
     Event,
-    FileChange,
     JsonView,
     LiveView,
     PlainView,
@@ -37,7 +37,7 @@ WILD = "\x1b[2Jwiped \x1b]0;title\x07 \x9b31m \u202eevil \r over \x00 caf\xe9 \u
 
 def events(text: str) -> list[Event]:
     """Return one event of each kind, with a text in all places where there can be one."""
-    files = (FileChange(path=text, added=1, removed=2), FileChange(path="b"))
+    files = (ChangedFile(path=text, added=1, removed=2), ChangedFile(path="b"))
     steps = (PlanLine(title=text, status="done"), PlanLine(title=text, status="blocked", note=text))
     arguments = {"path": text, "content": text}
     return [
@@ -166,7 +166,7 @@ def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
         message="because",
         seconds=0.25,
         rolled_back=rolled_back,
-        files=(FileChange(path="a.py", added=2, removed=1),),
+        files=(ChangedFile(path="a.py", added=2, removed=1),),
     )
     mark = " rolled back" if rolled_back else ""
     word = " denied" if outcome == "denied" else mark

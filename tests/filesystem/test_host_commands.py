@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
 
+from ordinary_user import OrdinaryUser
 from weakincentives.errors import (
     CommandFailed,
     FilesystemError,
@@ -144,7 +146,7 @@ SCRIPTS = {
     "deep": "mkdir -p a/b/c; printf 1 > a/b/c/d; chmod 500 a/b/c; chmod 711 a; touch -d @9 a/b/c/d",
     "names": "printf 1 > 'with space'; printf 2 > 'líne\nbreak'; touch -d @9 with* l*ne*",
     "temporary": "printf x > t; rm t; mkdir u; rmdir u",
-    "python": f"""{sys.executable} - <<'END'
+    "python": f"""{shlex.quote(sys.executable)} - <<'END'
 import os
 open('made.txt', 'w').write('by python')
 os.utime('made.txt', (7, 7))
@@ -873,32 +875,17 @@ def test_a_process_killed_during_a_command_leaves_nothing_behind(
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root can be someone else")
-def test_it_works_for_any_user(tmp_path: Path):
+def test_it_works_for_any_user(ordinary_user: OrdinaryUser, home: Path):
     """The tests of this module, once more, as a user that may do nothing special."""
-    python = "/usr/bin/python3"
-    paths = [path for path in sys.path if path and os.path.isdir(path)]
-    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env"]
-    home = Path("/tmp") / f"wink-nobody-{os.getpid()}"
-    command = [*as_nobody, f"HOME={home}", f"PYTHONPATH={os.pathsep.join(paths)}", python]
-    probe = subprocess.run([*command, "-c", "import pytest, rpds"], capture_output=True, text=True)
-    if probe.returncode:
-        pytest.skip(f"no Python that another user can run: {probe.stderr.strip()[-200:]}")
     arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", f"--basetemp={home}/t"]
+    module = str(Path(__file__).relative_to(Path(__file__).parents[2]))
     # Who runs it makes a difference to an overlay above all.
-    arguments += [__file__] if os.environ.get("WINK_HEAVY") else ["-k", "not scan", __file__]
-    home.mkdir()
-    os.chown(home, 65534, 65534)
-    try:
-        done = subprocess.run(
-            [*command, "-m", "pytest", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-    finally:
-        subprocess.run(["rm", "-rf", home], check=True)
+    arguments += [module] if os.environ.get("WINK_HEAVY") else ["-k", "not scan", module]
 
-    assert done.returncode == 0, done.stdout[-3000:]
+    done = ordinary_user.run("-m", "pytest", *arguments, home=home, cwd=ordinary_user.clone)
+
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout
 
 
 # A process that is killed while a command of its runs

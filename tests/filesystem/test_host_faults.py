@@ -389,25 +389,25 @@ def test_a_command_on_a_full_disk_fails_and_is_rolled_back(small: Path):
 @pytest.fixture
 def unprivileged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of a user whom permissions hold for; root becomes such a user meanwhile."""
-    place = Path(tempfile.mkdtemp(prefix="wink-test-"))
-    state = tempfile.mkdtemp(prefix="wink-test-state-")
-    monkeypatch.setenv("XDG_STATE_HOME", state)
-    try:
-        if ROOT:
-            os.chown(place, 65534, 65534)
-            os.chown(state, 65534, 65534)
-            os.setegid(65534)
-            os.seteuid(65534)
+    if not ROOT:
+        place = Path(tempfile.mkdtemp(prefix="wink-test-"))
         yield place
-    finally:
-        if ROOT:
-            os.seteuid(0)
-            os.setegid(0)
         for directory, names, _ in os.walk(place):  # each before it is entered
             for name in names:
                 os.chmod(os.path.join(directory, name), 0o700)
         shutil.rmtree(place)
-        shutil.rmtree(state)
+        return
+    from ordinary_user import NOBODY, place_for_others  # a child imports this module, too
+
+    with place_for_others() as place, place_for_others() as state:
+        monkeypatch.setenv("XDG_STATE_HOME", str(state))
+        try:
+            os.setegid(NOBODY)
+            os.seteuid(NOBODY)
+            yield place
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
 
 
 def test_a_directory_without_write_permission_stops_the_operation_and_no_more(unprivileged: Path):
@@ -488,7 +488,7 @@ def test_a_file_of_another_owner_is_theirs_again_after_a_rollback(unprivileged: 
     os.seteuid(0)
     for name in ("b.txt", "dir/c.txt", "one"):
         os.chown(root / name, 0, 0)
-    os.seteuid(65534)
+    os.seteuid(os.stat(root).st_uid)
     before = look(root)
     with HostFilesystem(root) as fs:
         view = fs.fork_in_place()

@@ -62,7 +62,7 @@ class LocalModel:
         if find_spec("xllamacpp") is None:
             raise MissingExtra("local", "xllamacpp")
         self.path = _small_model() if path is None else Path(path)
-        if not self.path.is_file():
+        if not os.path.isfile(self.path):
             raise ProviderRejected(
                 f"There is no file {str(self.path)!r}: give that of a GGUF model"
             )

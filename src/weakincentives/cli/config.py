@@ -130,9 +130,9 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.exists() and not path.is_file():
-        raise Misuse(f"{path} is not a file")
     try:
+        if path.exists() and not path.is_file():
+            raise Misuse(f"{path} is not a file")
         # With an end of its last line, or the place of an error there is "end of document".
         return tomllib.loads(path.read_text("utf-8") + "\n")
     except tomllib.TOMLDecodeError as error:
@@ -182,7 +182,7 @@ def _with_policy(found: dict[str, Any], spec: str) -> dict[str, Any]:
         more = {key: _parsed("--policy", key, text)}
     elif spec.endswith(".toml"):
         path = Path(spec).expanduser()
-        if not path.exists():
+        if not os.path.lexists(path):
             raise Misuse(f"--policy: there is no file {spec}")
         table = _read(path)
         more = _table(path.name, table["policy"] if list(table) == ["policy"] else table)

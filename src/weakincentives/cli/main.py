@@ -20,7 +20,8 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="wink",
     help="Run an LLM agent's tools as transactions: committed, or rolled back as if never begun.",
-    epilog="Start with `wink demo`. Then: `wink doctor`, and `wink run --help`.",
+    epilog="Start with `wink demo`. Then: `wink doctor`, and `wink run --help`. "
+    "The documentation is part of the source distribution: docs/.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

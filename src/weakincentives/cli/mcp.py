@@ -32,7 +32,7 @@ Examples:
 
   wink mcp mypackage.tools:section                    # your own tools
 
-Read on: docs/mcp_server.md, and docs/mcp_clients.md for what to write into a client's settings.
+In the documentation: "Serving a workspace"; for the settings of a client: "Setting up a client".
 """
 
 
@@ -45,7 +45,7 @@ def _mcp(
     specs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SPEC]...",
+            metavar="SPEC",
             help="Serve these sections, registries or tools (module:object or file.py:object) "
             "instead of the file, shell and planning suites.",
         ),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weakincentives.adapters import Adapter
     from weakincentives.budget import TokenUsage
 
-__all__ = ["PROVIDERS", "OpenedModel", "Provider", "open_model"]
+__all__ = ["PROVIDERS", "OpenedModel", "Provider", "open_model", "problem_with_file"]
 
 Price = Callable[["TokenUsage"], "float | None"]
 
@@ -74,6 +74,25 @@ def open_model(name: str | None, *, turns: int = 0) -> Generator[OpenedModel]:
             problem = str(error).partition(" or give api_key=")[0]
             raise Misuse(f"the model {name!r} cannot be used: {problem}") from error
         yield OpenedModel(name, adapter, price)
+
+
+def problem_with_file(name: str) -> str:
+    """Return why a model that is a file cannot be used; empty for all others. Starts nothing."""
+    kind, _, rest = name.partition(":")
+    try:
+        if kind == "local":
+            from weakincentives.adapters import LocalModel
+
+            LocalModel(_path_of(rest))
+        elif kind == "scripted":
+            _scripted(rest, 0, ExitStack())
+    except (MissingExtra, ProviderRejected, Misuse) as error:
+        return str(error)
+    return ""
+
+
+def _path_of(name: str) -> Path | None:
+    return Path(name).expanduser() if name else None
 
 
 def _forms() -> str:
@@ -133,7 +152,7 @@ def _claude(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | N
 def _local(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
     from weakincentives.adapters import LocalAdapter, LocalModel
 
-    served = stack.enter_context(LocalModel(Path(name).expanduser() if name else None))
+    served = stack.enter_context(LocalModel(_path_of(name)))
     # Small models repeat themselves without end when nothing keeps them from it.
     return LocalAdapter(served, options={"frequency_penalty": 0.4}), None
 

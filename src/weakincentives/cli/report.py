@@ -11,7 +11,7 @@ from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.cli import view as shown
 from weakincentives.cli.view import (
     CallEnded,
-    FileChange,
+    ChangedFile,
     PlanChanged,
     PlanLine,
     RunResult,
@@ -56,7 +56,7 @@ class Report:
         self._workbench: Workbench | None = None
         self._under_way: dict[str, object] = {}
         """The arguments of calls, by id."""
-        self._changed: dict[str, tuple[FileChange, ...]] = {}
+        self._changed: dict[str, tuple[ChangedFile, ...]] = {}
         """What calls have changed, by id, while it is not known whether that is kept."""
         self._files: dict[str, tuple[int, int]] = {}
         self._plan: object = None
@@ -188,7 +188,7 @@ class Report:
             rolled_back=self._rolled_back,
             denied=self._denied,
             files=tuple(
-                FileChange(path=path, added=added, removed=removed)
+                ChangedFile(path=path, added=added, removed=removed)
                 for path, (added, removed) in sorted(self._files.items())
             ),
             input_tokens=self._usage.input_tokens,
@@ -219,12 +219,12 @@ _MAX_COUNTED = 100
 """Files whose lines are counted; of more, only the names are told."""
 
 
-def _changes(files: HostFilesystem) -> tuple[FileChange, ...]:
+def _changes(files: HostFilesystem) -> tuple[ChangedFile, ...]:
     """Return what a call has changed so far, with how many lines came and went."""
     paths = files.changed_here()
     if len(paths) > _MAX_COUNTED:
-        return tuple(FileChange(path=path) for path in paths)
+        return tuple(ChangedFile(path=path) for path in paths)
     return tuple(
-        FileChange(path=each.path, added=each.added, removed=each.removed)
+        ChangedFile(path=each.path, added=each.added, removed=each.removed)
         for each in files.diff_here()
     )

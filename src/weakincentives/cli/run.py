@@ -52,8 +52,8 @@ Examples:
 
   echo "tidy up" | wink run - --model local --json
 
-Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL. Read on:
-docs/cli.md
+Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.
+In the documentation: "The commands".
 """
 _RESUME_EXAMPLES = """
 Examples:
@@ -64,7 +64,7 @@ Examples:
 
   wink resume 20261116-0630 "and now the docs, too"
 
-Read on: docs/cli.md
+In the documentation: "The commands".
 """
 
 Model = Annotated[
@@ -156,7 +156,7 @@ def resume(
     run_id: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]",
+            metavar="RUN",
             help="Which run; the last that did not come to its end.",
             autocompletion=complete_runs,
         ),

@@ -37,7 +37,7 @@ Examples:
 
   wink tools --json | jq .name
 
-Which there are is set in wink.toml. Read on: docs/cli.md and docs/policies.md
+Which there are is set in wink.toml. In the documentation: "The commands", "Policies".
 """
 _CHECK_EXAMPLES = """
 Examples:
@@ -48,7 +48,8 @@ Examples:
 
   wink policy check edit_file '{"path": "a.py", ...}' --run k3f
 
-Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed. Read on: docs/policies.md
+Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.
+In the documentation: "Policies".
 """
 
 Policy = Annotated[

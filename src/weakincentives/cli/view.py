@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CallEnded",
     "CallStarted",
+    "ChangedFile",
     "Event",
-    "FileChange",
     "PlanChanged",
     "PlanLine",
     "Retried",
@@ -108,7 +108,7 @@ class CallStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileChange:
+class ChangedFile:
     path: str
     added: int = 0
     removed: int = 0
@@ -128,7 +128,7 @@ class CallEnded(Event):
     """The end of what the model is given besides the message."""
     rolled_back: bool = False
     """Whether it ran, and what it did was taken back."""
-    files: tuple[FileChange, ...] = ()
+    files: tuple[ChangedFile, ...] = ()
     denied_by: str = ""
     notes: tuple[str, ...] = ()
 
@@ -177,7 +177,7 @@ class RunResult(Event):
     calls: int = 0
     rolled_back: int = 0
     denied: int = 0
-    files: tuple[FileChange, ...] = ()
+    files: tuple[ChangedFile, ...] = ()
     input_tokens: int = 0
     output_tokens: int = 0
     cost_usd: float | None = None
@@ -604,7 +604,7 @@ class Words:
             ),
         ]
 
-    def _append_files(self, line: Text, files: Sequence[FileChange], about: str) -> None:
+    def _append_files(self, line: Text, files: Sequence[ChangedFile], about: str) -> None:
         for each in files[:3]:
             path = self.text(shortened(each.path, 40))
             line.append("" if path == about else f" {path}")

@@ -112,7 +112,7 @@ class ServerProcess:
     async def _start(self) -> asyncio.subprocess.Process:
         program = self._command[0]
         found = shutil.which(program, path=self._env.get("PATH", os.defpath))
-        if found is None and not (self._cwd and Path(self._cwd, program).is_file()):
+        if found is None and not (self._cwd and os.path.isfile(Path(self._cwd, program))):
             raise McpServerError(
                 f"there is no program {program!r}: install it, or give its whole path"
             )

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from ordinary_user import OrdinaryUser, place_for_others
 from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
 from weakincentives.contrib.tools.sandbox_filter import (
     REFUSED,
@@ -37,7 +37,6 @@ ENGINES = [
     pytest.param("bubblewrap", marks=pytest.mark.heavy),
     "namespaces",
 ]
-SOURCE = Path(__file__).parents[3] / "src"
 PATIENCE = 600
 """Seconds for a command that is not about time: the machine may be busy, or stand still."""
 
@@ -773,6 +772,33 @@ def test_root_does_not_stay_root_where_others_own_the_files(box: Box, tmp_path: 
     assert (status.st_uid, status.st_gid) == (12345, 23456)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_only_the_caller_can_enter_is_no_obstacle(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A umask of 077, and a directory for temporary files below one that is the caller's alone.
+
+    What is made for the command can be read there; what the command makes has that umask.
+    """
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0o077)
+    try:
+        sandbox = found(engine)
+        if isinstance(sandbox, str):
+            pytest.skip(sandbox)
+        with place_for_others() if os.geteuid() == 0 else tempfile.TemporaryDirectory() as place:
+            with HostFilesystem(place) as files:
+                done = sandbox.run(files, "cat /etc/passwd; ls /etc >b.txt", timeout=PATIENCE)
+            assert done.ok, done.stderr
+            mode = os.stat(Path(place, "b.txt")).st_mode
+    finally:
+        os.umask(before)
+
+    assert "user:x:1000" in done.stdout
+    assert mode & 0o777 == (0o644 if engine == "podman" else 0o600)  # podman sets its own
+
+
 # Which one
 
 
@@ -966,30 +992,19 @@ with HostFilesystem(sys.argv[2]) as files:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("engine", ["bubblewrap", "namespaces"])
-def test_an_ordinary_user_has_the_same(engine: str):
-    if os.geteuid() != 0 or isinstance(found(engine), str):
-        pytest.skip(f"needs root, to become somebody else, and {engine}")
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        root, home = Path(place, "work"), Path(place, "home")
-        for folder in (root, home):
-            folder.mkdir()
+def test_an_ordinary_user_has_the_same(engine: str, ordinary_user: OrdinaryUser):
+    if isinstance(found(engine), str):
+        pytest.skip(f"needs {engine}")
+    with place_for_others(4321) as home:
+        root = home / "work"
+        root.mkdir()
         (home / "secret").write_text("top secret")
-        for path in (root, home, home / "secret"):
+        for path in (root, home / "secret"):
             os.chown(path, 4321, 4321)
-        python = next((each for each in (sys.executable, "/usr/bin/python3") if usable(each)), None)
-        if python is None:
-            pytest.skip("no Python that an ordinary user can start has this package's own version")
-        done = subprocess.run(
-            [python, "-c", CHILD, engine, str(root), str(home / "secret")],
-            cwd=place,
-            env={"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": package_path()},
-            user=4321,
-            group=4321,
-            extra_groups=[],
-            capture_output=True,
-            text=True,
-        )
+        done = ordinary_user.run(
+            "-c", CHILD, engine, str(root), str(home / "secret"),
+            home=home, cwd=home, uid=4321, env={"PATH": os.environ["PATH"]},
+        )  # fmt: skip
         kept = contents(root)
 
     assert done.returncode == 0, done.stderr
@@ -1001,18 +1016,3 @@ def test_an_ordinary_user_has_the_same(engine: str):
     assert bombs[2] == "it used more than 128 MiB of memory"
     assert flood[2] == "it wrote more than 16 MiB to the disk"
     assert kept == {"b.txt": b"new\n"}
-
-
-def usable(python: str) -> bool:
-    version = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
-    try:
-        asked = subprocess.run([python, "-c", version], user=4321, group=4321, extra_groups=[])
-    except OSError:
-        return False
-    return asked.returncode == 0
-
-
-def package_path() -> str:
-    import pydantic
-
-    return f"{SOURCE}:{Path(pydantic.__file__).parents[1]}"

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -159,7 +159,7 @@ class Kit:
     """
 
     def __init__(self, read_only: Sequence[str | os.PathLike[str]] = ()) -> None:
-        self.place = Path(tempfile.mkdtemp(prefix="wink-"))
+        self.place = Path(tempfile.mkdtemp(prefix="wink-", dir=_temporary()))
         weakref.finalize(self, remove_tree, self.place)
         self.place.chmod(0o711)  # as root, commands of other users come by here
         self.filter = self.place / "filter"
@@ -168,6 +168,8 @@ class Kit:
         self.profile.write_text(container_profile())
         for name, text in _FILES.items():
             (self.place / name).write_text(text)
+        for file in self.place.iterdir():
+            file.chmod(0o644)  # whatever the caller's umask: other users' commands read them
         self.nothing = self.place / "nothing"
         """What a command sees in the place of a directory that is hidden from it."""
         self.nothing.mkdir()
@@ -246,6 +248,16 @@ def _limited(order: Order) -> Generator[tuple[str, ...]]:
         yield group.entrances
     finally:
         group.remove()
+
+
+def _temporary() -> str:
+    """Return where temporary files go: for root, where commands of other users can get to."""
+    places = [tempfile.gettempdir(), *(["/tmp", "/var/tmp"] if os.geteuid() == 0 else [])]
+    for place in map(Path, places):
+        with suppress(OSError):
+            if all(each.stat().st_mode & 0o001 for each in (place, *place.absolute().parents)):
+                return str(place)
+    return places[0]
 
 
 def _write_env(folder: Path, order: Order) -> None:
@@ -403,7 +415,7 @@ class Podman:
         if os.geteuid() != 0 and not os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
             return "without root it limits memory and processes with cgroup v2 only"
         if not self.kit.profile.stat().st_size:
-            return "its own list of system calls, seccomp.json, is not installed"
+            return "its own list of system calls, seccomp.json, is missing or cannot be read"
         return None
 
     @contextmanager
@@ -488,13 +500,15 @@ class Podman:
         root = place / "root"
         for name in ("dev", "proc", "sys", "tmp", "var", INSIDE[1:]):
             (root / name).mkdir(parents=True)
-        (root / "tmp").chmod(0o1777)
-        for target, name in self.kit.links:
-            (root / name[1:]).symlink_to(target)
         for source, target in self.kit.binds:
             _place_for(source, root / target[1:])
         for name in (ENV[1:], "etc/hostname", "etc/resolv.conf", "run/.containerenv"):
             _place_for("", root / name)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # whatever the caller's umask
+        (root / "tmp").chmod(0o1777)
+        for target, name in self.kit.links:
+            (root / name[1:]).symlink_to(target)
         binds = [_bind(source, target, "ro=true") for source, target in self.kit.binds]
         return [*binds, "--rootfs", str(root)]
 

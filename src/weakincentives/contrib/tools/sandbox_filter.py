@@ -163,12 +163,20 @@ PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/se
 def container_profile(places: Sequence[Path] = PROFILES) -> str:
     """Return the same for podman: what its own profile allows, without what is refused here.
 
-    Empty where podman's own is not to be found: a list of what is allowed needs one to start from.
+    Empty where podman's own is missing or unreadable: a list of what is allowed needs one to start
+    from. An unreadable one is never replaced by the next: it may be the stricter of the two.
     """
-    given = next((place for place in places if place.exists()), None)
-    if given is None:
-        return ""
-    profile: dict[str, Any] = json.loads(given.read_text())
+    for place in places:
+        try:
+            return _narrowed(json.loads(place.read_text()))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, TypeError, LookupError):
+            return ""
+    return ""
+
+
+def _narrowed(profile: dict[str, Any]) -> str:
     ours = {*REFUSED, *UNSEEN, *MODES, "clone", "socket"}
     rules: list[dict[str, Any]] = [
         {**rule, "names": [name for name in rule["names"] if name not in ours]}

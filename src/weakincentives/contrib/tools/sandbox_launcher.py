@@ -169,6 +169,7 @@ def _build(plan: Plan) -> None:
 
     The old root is seen at ``/old`` meanwhile, whatever lies above the place of the new one.
     """
+    umask = os.umask(0o022)  # what is made here is there to be seen; the command gets its own back
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -192,6 +193,7 @@ def _build(plan: Plan) -> None:
     _check(libc.pivot_root(b".", b"."), "pivot_root")
     _check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
+    os.umask(umask)
 
 
 def _build_proc(covers: list[tuple[str, str]]) -> None:
