@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import logging
 import os
 import shutil
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
+from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
-from weakincentives.filesystem.records import Journal, Record, read_journal
+from weakincentives.filesystem.records import Journal, Record, Source, read_journal
 from weakincentives.filesystem.store import (
     Entry,
     Objects,
@@ -258,7 +260,9 @@ class History(Past):
         # First what was changed in place: what was taken away may be the same file.
         for index in [*edits, *(entries.keys() - edits)]:
             entry = entries[index]
-            if entry.kind == "directory":
+            if records[index].op == "found":
+                self._settle_found(records[index].source, entry)
+            elif entry.kind == "directory":
                 later = [entries[edit] for edit in edits if edit > index]
                 links = _links_in(meta).get(records[index].kept or "", ())
                 self._settle_directory(records[index], serial, links, later)
@@ -286,7 +290,38 @@ class History(Past):
             entry, size = self._complete(entry, source)
             entries.append((index, entry))
             total += size
+        for index, record in enumerate(records):
+            if record.op == "found" and record.before is not None and record.source is not None:
+                entry, size = self._complete_found(record.before, record.source)
+                entries.append((index, entry))
+                total += size
         return entries[::-1], total
+
+    def _complete_found(self, entry: Entry, source: Source) -> tuple[Entry, int]:
+        if entry.size > self._limit and self.needed() is None:
+            return entry, 0
+        own = path_of(self.store.scan, source)
+        if own is None:
+            data = data_of(self.store.scan, source, entry.size)
+            digest = hashlib.sha256(data).hexdigest()
+        else:
+            fd = os.open(own, os.O_RDONLY)
+            try:
+                digest = digest_of(fd)
+            finally:
+                os.close(fd)
+        return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
+
+    def _settle_found(self, source: Source | None, entry: Entry) -> None:
+        """Make the content that a file had before others changed it one of the history's."""
+        if source is None or entry.digest is None or entry.digest in self.store.objects:
+            return
+        own = path_of(self.store.scan, source)
+        if own is None:
+            data = data_of(self.store.scan, source, entry.size)
+            self.store.objects.add(data, safe=self.store.safe)
+        elif own.exists():  # else it is there already, from an earlier try
+            self.store.objects.take(own, entry.digest)
 
     def _complete(self, entry: Entry, name: str) -> tuple[Entry, int]:
         """Return an entry with its digest, and how many bytes it takes to keep it."""
@@ -432,7 +467,7 @@ class History(Past):
 
     def _drop_objects(self) -> None:
         """Remove the contents that nothing refers to any more."""
-        used = self._known_elsewhere()
+        used: set[str] = set()
         for serial in self.serials():
             used |= {
                 record.before.digest
@@ -442,14 +477,6 @@ class History(Past):
         for digest in list(self.store.objects.digests()):
             if digest not in used:
                 self.store.objects.remove(digest)
-
-    def _known_elsewhere(self) -> set[str]:
-        """The contents that the manifest of the workspace refers to."""
-        if not (self.store.path / "manifest.db").exists():
-            return set()
-        from weakincentives.filesystem.scan import digests_in
-
-        return digests_in(self.store.path / "manifest.db")
 
 
 def kept_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:

@@ -33,8 +33,9 @@ from weakincentives.filesystem.confined import (
     xattrs_of,
 )
 from weakincentives.filesystem.history import History
+from weakincentives.filesystem.pack import fill, has_content, path_of, second_name
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.records import Record, read_journal
+from weakincentives.filesystem.records import Record, Source, read_journal
 from weakincentives.filesystem.rooms import Room, Rooms, set_time
 from weakincentives.filesystem.store import (
     Entry,
@@ -43,6 +44,7 @@ from weakincentives.filesystem.store import (
     copy_content,
     copy_exactly,
     entry_at,
+    kind_of,
 )
 
 __all__ = ["Changes", "lasting", "matches", "recover"]
@@ -98,6 +100,8 @@ class Changes:
         self._touched: dict[Parts, int] = {}
         """The directories that were changed since the last mark, with their devices."""
         self._litter: set[tuple[Room, str]] = set()
+        self.is_stuck = False
+        """Whether the last undo could not be finished: the disk did not let it."""
         self._arrived: dict[Ident, Parts] = {}
         """Where files went that have more names in the store, and come from there one by one."""
 
@@ -264,20 +268,33 @@ class Changes:
         self,
         parts: Parts,
         before: Entry | None,
+        source: Source | None = None,
         times: tuple[tuple[Parts, int], ...] = (),
         twin: Parts | None = None,
     ) -> None:
         """Note that somebody else changed a path: undoing brings ``before`` back.
 
-        Directories come before what is in them. ``times`` are directories' times, set last. The
-        ``twin``, another name of the same file, was found later: so it is back before.
+        Directories come before what is in them. ``source`` has the content of a file, ``times``
+        are directories' times, set last. The ``twin``, another name of the same file, was found
+        later: so it is back before.
         """
         self._forget_below(parts)
-        self._append(Record(op="found", path=parts, before=before, times=times, twin=twin))
+        self._append(
+            Record(op="found", path=parts, before=before, source=source, times=times, twin=twin)
+        )
 
-    def expect_external(self) -> None:
-        """Note that others change files from here on: whatever happens is the transaction's."""
-        self._append(Record(op="external"))
+    def forget_from(self, count: int) -> None:
+        """Take the records from one on out of the journal: nothing is to be undone for them."""
+        if len(self.records) > count:
+            self.journal.cut(self.records[count].offset)
+            del self.records[count:]
+
+    def expect_external(self, known: Ident) -> None:
+        """Note that others change files from here on: whatever happens is the transaction's.
+
+        ``known`` tells which list there is of what was there before.
+        """
+        self._append(Record(op="external", old=known))
 
     # Savepoints and the end
 
@@ -398,7 +415,10 @@ class Changes:
 
             # After a record that was not written to its end, nothing could be read.
             self.journal.cut(records[-1].offset + len(records[-1].encode()))
-            find_unfinished(self.tree, self.store, self)
+            begun = next(record.old for record in records if record.op == "external")
+            sentence = find_unfinished(self.tree, self.store, self, begun)
+            if sentence is not None:
+                undoing.sentences.append(sentence)
         return self._undo_from(0, undoing)
 
     # Making one change
@@ -708,6 +728,7 @@ class Changes:
 
     def _undo_from(self, index: int, undoing: _Undoing) -> tuple[str, ...]:
         self._forget()
+        self.is_stuck = True
         try:
             for record in reversed(self.records[index:]):
                 self._undo_and_tell(record, undoing)
@@ -715,6 +736,7 @@ class Changes:
                     self._write_through([record])
                 self.journal.cut(record.offset)
                 self.records.pop()
+            self.is_stuck = False
         except OSError as error:
             if undoing.recovering:
                 raise
@@ -1025,18 +1047,16 @@ class Changes:
         parts, twin = record.path, self._twin(record, before)
         if status is not None and twin is not None and status.st_ino == twin.st_ino:
             return
-        if status is not None and twin is None and self._is_back(parts, before, status):
+        if status is not None and twin is None and self._is_back(record, before, status):
             apply_entry(self.tree, parts, before)
             return
         if twin is None and _is_still(status, before):
-            content = self._fresh(self.rooms.own)
-            self._make_again(self.rooms.own, content, before)
-            self._refill(self.tree, parts, content, before)
+            self._refill_from(self.tree, parts, record.source, before)
             return
         room = self._room(above, parts[:-1])
         staged = self._fresh(room)
         if twin is None or record.twin is None:
-            self._make_again(room, staged, before)
+            self._make_again(room, staged, record, before)
         else:
             with self.tree.parent(record.twin) as other:
                 room.link(other, record.twin[-1], staged)
@@ -1051,23 +1071,52 @@ class Changes:
         status = self.tree.status_if_reached(record.twin)
         return status if status is not None and matches(before.ident, lasting(status)) else None
 
-    def _is_back(self, parts: Parts, before: Entry, status: os.stat_result) -> bool:
-        """Tell whether a file is what it was: a recovery that was killed has brought it back."""
-        if before.digest is None or status.st_nlink > 1 or not stat.S_ISREG(status.st_mode):
+    def _is_back(self, record: Record, before: Entry, status: os.stat_result) -> bool:
+        """Tell whether something is what it was: an undo that was cut short has brought it back."""
+        if kind_of(status.st_mode) != before.kind:
             return False
-        if not matches(before.ident, lasting(status)):
+        if before.kind == "symlink":
+            return self.tree.link_target(record.path) == before.target
+        if before.kind != "file":
+            return before.kind == "fifo"
+        if record.source is None:
+            return status.st_ino == before.ino  # it could not be read, so not changed in place
+        own = path_of(self.store.scan, record.source)
+        with contextlib.suppress(FileNotFoundError):
+            if own is not None and os.path.samestat(os.lstat(own), status):
+                return True
+        if status.st_nlink > 1 or not matches(before.ident, lasting(status)):
             return False
-        reading = self.store.objects.open(before.digest)
+        return self._has_content(self.tree, record.path, record.source, before)
+
+    def _has_content(self, tree: Tree, parts: Parts, source: Source, before: Entry) -> bool:
         try:
-            return _has_content(self.tree, parts, reading)
+            reading = tree.open_file(parts)
+        except PermissionError:
+            return False
+        try:
+            return has_content(self.store.scan, source, before.size, reading)
         finally:
             os.close(reading)
 
-    def _make_again(self, room: Room, staged: str, before: Entry) -> None:
+    def _refill_from(self, tree: Tree, parts: Parts, source: Source | None, before: Entry) -> None:
+        """Give a file that was changed in place its content back, for all the names it has."""
+        if source is None:
+            raise OSError(errno.ENOENT, "its content was not kept")
+        if not self._has_content(tree, parts, source, before):
+            fd = _open_to_change(tree, parts, before.mode)
+            try:
+                fill(self.store.scan, source, before.size, fd)
+                os.ftruncate(fd, before.size)
+            finally:
+                os.close(fd)
+        apply_entry(tree, parts, before)
+
+    def _make_again(self, room: Room, staged: str, record: Record, before: Entry) -> None:
         with room.open() as fd:
             match before.kind:
-                case "file" if before.digest is not None:
-                    self._write_object(before.digest, fd, staged)
+                case "file":
+                    self._make_file_again(room, fd, staged, record.source, before)
                 case "symlink":
                     os.symlink(before.target or "", staged, dir_fd=fd)
                 case "fifo":
@@ -1076,17 +1125,26 @@ class Changes:
                     raise OSError(errno.ENOENT, "its content was not kept")
         apply_entry(room.tree, room.at(staged), before)
 
-    def _write_object(self, digest: str, above: int, name: str) -> None:
-        reading = self.store.objects.open(digest)
+    def _make_file_again(
+        self, room: Room, above: int, staged: str, source: Source | None, before: Entry
+    ) -> None:
+        """Make a file again: the same one if it has a name left, without a copy where possible."""
+        held = second_name(self.store.scan, before.ino) if before.nlink > 1 else None
+        if held is not None and _linked_to(held, above, staged):
+            self._refill_from(room.tree, room.at(staged), source, before)
+            return
+        if source is None:
+            raise OSError(errno.ENOENT, "its content was not kept")
+        own = path_of(self.store.scan, source)
+        if own is not None and before.nlink == 1 and _linked_to(own, above, staged):
+            return
+        writing = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            writing = os.open(name, flags, 0o600, dir_fd=above)
-            try:
-                copy_content(reading, writing)
-            finally:
-                os.close(writing)
+            fill(self.store.scan, source, before.size, writing)
+            if self.store.safe:
+                os.fsync(writing)
         finally:
-            os.close(reading)
+            os.close(writing)
 
     def _parent_again(self, parts: Parts, undoing: _Undoing) -> Held:
         """Open a directory to put something back into, which may have been taken away."""
@@ -1147,6 +1205,10 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     for name in store.tree.names(()):
         if name != "journal":
             store.tree.remove_all((name,))
+    if any(record.op == "external" for record in records):
+        from weakincentives.filesystem.scan import forget_unfinished
+
+        forget_unfinished(store)
     history.journal.close()
     rooms.leave()
     return sentences
@@ -1230,6 +1292,17 @@ def _links_may_be_refused() -> Generator[None]:
     except OSError as error:
         if error.errno not in (errno.EXDEV, *_NO_LINKS):
             raise
+
+
+def _linked_to(path: Path, above: int, name: str) -> bool:
+    """Give a file in the store another name; False where that cannot be."""
+    try:
+        os.link(path, name, dst_dir_fd=above, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, *_NO_LINKS):
+            raise
+        return False
+    return True
 
 
 def _status(above: int, name: str) -> os.stat_result | None:

@@ -8,16 +8,26 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weakincentives.filesystem.confined import Ident, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Entry, Store
 
-__all__ = ["Journal", "Record", "read_journal"]
+__all__ = ["Journal", "Record", "Source", "read_journal"]
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: every change needs it
+
+
+class Source(NamedTuple):
+    """Where the store has a content that a program may have changed."""
+
+    name: str
+    """A file in the folder of the scan."""
+    offset: int
+    check: int
+    """The checksum of one that is in a file with others."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +57,8 @@ class Record:
     """Whether ``kept`` is the thing itself, taken away, and not a second name of it or a copy."""
     twin: Parts | None = None
     """Of something found: another name of the same file, which is brought back before this one."""
+    source: Source | None = None
+    """Of a file that was found changed: its content before."""
     commit: dict[str, Any] | None = None
     offset: int = 0
     """Where in the journal the record begins."""
@@ -69,6 +81,7 @@ class Record:
             self.away,
             self.commit,
             None if self.twin is None else "/".join(self.twin),
+            self.source,
         ]
         text = _encode(values).encode()
         return b"%08x %s\n" % (zlib.crc32(text), text)
@@ -81,7 +94,7 @@ class Record:
             return None
         values = json.loads(text)
         op, path, origin, kept, copy, before, old, new, room, times, away, commit = values[:12]
-        twin = values[12] if len(values) > 12 else None  # older ones have none
+        twin, source = [*values[12:], None, None][:2]  # older ones have none
         return cls(
             op=op,
             path=_split(path),
@@ -95,6 +108,7 @@ class Record:
             times=tuple((_split(parts), mtime) for parts, mtime in times),
             away=away,
             twin=None if twin is None else _split(twin),
+            source=None if source is None else Source(*source),
             commit=commit,
             offset=offset,
             end=offset + len(line),
