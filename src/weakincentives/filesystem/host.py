@@ -279,9 +279,9 @@ class _Workspace:
 
     def end_in_place(self, serial: int | None, *, undone: bool = True) -> None:
         """Close the transaction that works in place, now that it was committed or rolled back."""
-        self.in_place = None
         if undone:
             self.external.end()
+        self.in_place = None
         self._go_back_to(0, "the call that this view was forked from has ended")
         self._stages = []
         self.committed(serial)

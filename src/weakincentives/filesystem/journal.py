@@ -100,6 +100,10 @@ class Changes:
         self._touched: dict[Parts, int] = {}
         """The directories that were changed since the last mark, with their devices."""
         self._litter: set[tuple[Room, str]] = set()
+        self._has_programs = False
+        """Whether others change files in this transaction, or did."""
+        self._safe_until = 0
+        """How many of the records keep nothing that only a room has."""
         self.is_stuck = False
         """Whether the last undo could not be finished: the disk did not let it."""
         self._arrived: dict[Ident, Parts] = {}
@@ -295,6 +299,7 @@ class Changes:
         ``known`` tells which list there is of what was there before.
         """
         self._append(Record(op="external", old=known))
+        self._has_programs = True
 
     # Savepoints and the end
 
@@ -370,11 +375,32 @@ class Changes:
         for record in records:
             if record.room is not None and record.op in ("put", "gone"):
                 name, room = record.kept or "", self.rooms.of(record.room)
-                if room.status(name) is not None:
+                if self.rooms.own.status(_safe(name)) is not None:
+                    self.rooms.own.remove(name)
+                    os.rename(
+                        _safe(name),
+                        name,
+                        src_dir_fd=self.store.tx_fd,
+                        dst_dir_fd=self.store.tx_fd,
+                    )
+                    self._litter.add((self.rooms.own, name))
+                elif room.status(name) is not None:
                     # What took its place may have come from there, under the same name.
                     self.rooms.own.remove(name)
                     self._litter.add((self.rooms.own, name))
                     copy_exactly(room.tree, room.at(name), self.store.tree, (name,))
+
+    def keep_safe(self) -> None:
+        """Copy what rooms keep to the store: programs reach what is in the workspace."""
+        self.rooms.make_again()
+        for record in self.records[self._safe_until :]:
+            if record.room is not None and record.op in ("put", "gone"):
+                name, room = record.kept or "", self.rooms.of(record.room)
+                if room.status(name) is not None:
+                    self._litter.add((self.rooms.own, _safe(name)))
+                    self.rooms.own.remove(_safe(name))
+                    copy_exactly(room.tree, room.at(name), self.store.tree, (_safe(name),))
+        self._safe_until = len(self.records)
 
     def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, int]]:
         """Return what is now at each path that was changed, by whomever; and of files the modes."""
@@ -410,6 +436,7 @@ class Changes:
             if record.away:
                 undoing.ours[record.path].add(None)
         self.records = list(records)
+        self._has_programs = undoing.external
         if undoing.external:
             from weakincentives.filesystem.scan import find_unfinished
 
@@ -728,8 +755,10 @@ class Changes:
 
     def _undo_from(self, index: int, undoing: _Undoing) -> tuple[str, ...]:
         self._forget()
+        self._safe_until = min(self._safe_until, index)
         self.is_stuck = True
         try:
+            self.rooms.make_again()
             for record in reversed(self.records[index:]):
                 self._undo_and_tell(record, undoing)
                 if self.store.safe:
@@ -801,7 +830,7 @@ class Changes:
                 self._put_back(record, undoing)
             case "edit":
                 self._revise(record)
-                if record.kept is not None:
+                if record.kept is not None and not self._is_lost(record):
                     self._put_back(record, undoing)
             case "moved" | "moved over":
                 self._move_back(record, undoing)
@@ -824,6 +853,8 @@ class Changes:
     def _return(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> None:
         """Put what was kept back to its place; if it is not there, it is in its place already."""
         kept, room = record.kept or "", self.rooms.of(record.room)
+        if record.room is not None and not self._is_in_place(above, parts, record):
+            self._bring_again(room, kept)
         external = undoing.recovering and undoing.external
         if external and _is_elsewhere(room, kept, above, parts[-1]):
             self._aside(above, parts, undoing)
@@ -838,6 +869,13 @@ class Changes:
             return
         room.remove(kept)  # still there if both names were one file
         self._litter.discard((room, kept))
+
+    def _bring_again(self, room: Room, kept: str) -> None:
+        """Have a room hold again what it held, if a program has changed or removed that."""
+        own = self.rooms.own
+        if own.status(_safe(kept)) is not None and not _is_copy(own, room, kept):
+            room.remove(kept)
+            copy_exactly(own.tree, own.at(_safe(kept)), room.tree, room.at(kept))
 
     def _was_not_made(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> bool:
         """Tell whether a change was only about to be made."""
@@ -934,13 +972,19 @@ class Changes:
         status = self.tree.status(record.path)
         if status is not None and status.st_ino == before.ino:
             self._refill(self.tree, record.path, copy, before)
-        elif record.kept is None:
+        elif record.kept is None or self._is_lost(record):
             # None of its names is left to us: a copy is all there is.
             staged = self._fresh(room)
             copy_exactly(self.store.tree, (copy,), room.tree, room.at(staged))
             apply_entry(room.tree, room.at(staged), before)
             with self.tree.parent(record.path) as above:
                 room.put(staged, above, record.path[-1])
+
+    def _is_lost(self, record: Record) -> bool:
+        """Tell whether a program has removed, from a room, the name that a file was kept by."""
+        if record.room is None or not self._has_programs:
+            return False
+        return self.rooms.of(record.room).status(record.kept or "") is None
 
     def _refill(self, tree: Tree, parts: Parts, name: str, before: Entry) -> None:
         """Make a file's content that of one in the store, for all the names it has."""
@@ -960,7 +1004,7 @@ class Changes:
 
     def _move_back(self, record: Record, undoing: _Undoing) -> None:
         origin = record.origin or ()
-        if record.kept is None:
+        if record.kept is None or self._is_lost(record):
             self._rename_to_origin(record, origin, undoing)
             return
         if record.copy is not None:
@@ -973,11 +1017,8 @@ class Changes:
             self._clear(above, record, undoing)
 
     def _rename_to_origin(self, record: Record, origin: Parts, undoing: _Undoing) -> None:
-        wanted = record.new.ino if record.new is not None else None
-        status = self.tree.status(record.path)
-        if status is None or status.st_ino != wanted:
-            there = self.tree.status(origin)
-            if there is None or there.st_ino != wanted:
+        if not self._is_moved(record, record.path):
+            if not self._is_moved(record, origin):
                 raise OSError(errno.ENOENT, "it is not where it was moved to")
             return
         with (
@@ -986,6 +1027,14 @@ class Changes:
         ):
             self._aside(above, origin, undoing)
             os.rename(record.path[-1], origin[-1], src_dir_fd=below, dst_dir_fd=above)
+
+    def _is_moved(self, record: Record, parts: Parts) -> bool:
+        """Tell whether what was moved is at a path: itself, or what a scan has made of it."""
+        status, new = self.tree.status(parts), record.new
+        if status is None or new is None:
+            return False
+        alike = self._is_lost(record) and matches(new, lasting(status))
+        return alike or status.st_ino == new.ino
 
     def _unmake(self, record: Record, undoing: _Undoing) -> None:
         with contextlib.suppress(FileNotFoundError), self.tree.parent(record.path) as above:
@@ -1292,6 +1341,31 @@ def _links_may_be_refused() -> Generator[None]:
     except OSError as error:
         if error.errno not in (errno.EXDEV, *_NO_LINKS):
             raise
+
+
+def _safe(name: str) -> str:
+    """Return the name, in the transaction's directory, of a copy of what a room keeps."""
+    return f"b{name}"
+
+
+def _is_copy(own: Room, room: Room, name: str) -> bool:
+    """Tell whether a room still has what was copied from it."""
+    there = {parts[len(room.at(name)) :]: lasting(s) for parts, s in room.tree.walk(room.at(name))}
+    for parts, status in own.tree.walk(own.at(_safe(name))):
+        place = parts[1:]
+        known = there.pop(place, None)
+        if known is None or _is_directory(status) != (known.size == -1):
+            return False
+        if not _is_directory(status) and not matches(known, lasting(status)):
+            return False
+        if stat.S_ISREG(status.st_mode):
+            reading = own.tree.open_file(parts)
+            try:
+                if not _has_content(room.tree, (*room.at(name), *place), reading):
+                    return False
+            finally:
+                os.close(reading)
+    return not there
 
 
 def _linked_to(path: Path, above: int, name: str) -> bool:

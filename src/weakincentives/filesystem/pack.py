@@ -25,7 +25,7 @@ from weakincentives.filesystem.records import Source
 from weakincentives.filesystem.store import Entry, copy_content, kind_of
 from weakincentives.state import sealed, unsealed
 
-__all__ = ["Pack", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
+__all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
 
 LARGE = 256 << 10
 """Files from this size on are copied to a file of their own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,8 +162,19 @@ class Rooms:
         status = self._tree.status(parts)
         return status is not None and status.st_dev == device
 
+    def make_again(self) -> None:
+        """Make the rooms again that a program has removed, which saw them in the workspace."""
+        for room in self.made:
+            status = self._tree.status_if_reached(room.base)
+            if status is None or not stat.S_ISDIR(status.st_mode):
+                self._tree.remove_all(room.base)
+                self._make_at(room.base)
+
     def _make_in(self, top: Parts) -> Room:
-        room = Room(self._tree, (*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
+        return self._make_at((*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
+
+    def _make_at(self, base: Parts) -> Room:
+        room, top = Room(self._tree, base), base[:-1]
         # Noted first: whoever comes after a kill knows what to remove, and which time to set.
         self._times[room.base] = self._time_of(top)
         self._write_note()

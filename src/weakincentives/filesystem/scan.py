@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.confined import BARRED, Ident, Tree, xattrs_of
 from weakincentives.filesystem.inotify import Watcher
-from weakincentives.filesystem.pack import Pack, Row, has_content
+from weakincentives.filesystem.pack import Pack, Place, Row, has_content
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import Source
 from weakincentives.filesystem.rooms import TEMPORARY
@@ -48,6 +48,7 @@ RESERVE = 64 << 20
 # Nothing is there any more, or something else, such as a link.
 _GONE = BARRED | {errno.ENOENT, errno.EINVAL}
 
+_OPENED = (stat.S_IFREG, stat.S_IFDIR)
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -65,7 +66,7 @@ class Found(NamedTuple):
     """Another name of the same file, which undoing brings back before this one."""
 
 
-class _Place(NamedTuple):
+class _Spot(NamedTuple):
     """A path to look at more closely."""
 
     parts: Parts
@@ -73,6 +74,8 @@ class _Place(NamedTuple):
     above: int = -1
     """An open directory in which ``name`` is this path; -1 for none."""
     name: str = ""
+    is_new: bool = False
+    """A file that no row is known of: its status is asked for when it is opened."""
 
 
 class Manifest:
@@ -114,17 +117,20 @@ class Manifest:
                 self._start_watching()
             now: dict[Parts, Row | None] = {}
             since = int(SYSTEM_CLOCK.time() * 1e9) - RACY_NS
-            kept: dict[int, Row] = {}
+            kept: dict[int, tuple[Place, int]] = {}
             try:
-                for place in self._differing(tree):
-                    now[place.parts] = self._look(tree, place, since, kept)
-                was = {parts: self.pack.rows.get(parts) for parts in now}
+                with contextlib.closing(self._differing(tree)) as differing:
+                    for place in differing:
+                        now[place.parts] = self._look(tree, place, since, kept)
+                rows = self.pack.rows
+                was = {parts: rows[parts] for parts in now if parts in rows}
                 self.pack.save(now)
             except BaseException:
                 self.pack.abandon()
                 raise
+            for parts, row in was.items():
+                self._forget(parts, row)
             for parts, row in now.items():
-                self._forget(parts, was[parts])
                 if row is not None:
                     self._remember(parts, row)
             if self._watcher is not None:
@@ -135,10 +141,13 @@ class Manifest:
         """Return the paths that differ from the manifest, directories before what is in them."""
         with self._lock:
             found: list[Found] = []
-            for place in self._differing(tree):
-                row = self.pack.rows.get(place.parts)
-                if row is None or place.status is None or self._differs(tree, place, row):
-                    found.append(_found(place.parts, row))
+            with contextlib.closing(self._differing(tree)) as differing:
+                for place in differing:
+                    row = self.pack.rows.get(place.parts)
+                    if row is None:
+                        found.append(Found(place.parts, None))
+                    elif place.status is None or self._differs(tree, place, row):
+                        found.append(_found(place.parts, row))
             return sorted(found, key=_by_path)
 
     def to_undo(self, tree: Tree, found: Sequence[Found]) -> list[Found]:
@@ -196,12 +205,12 @@ class Manifest:
         row = self.pack.rows.get(one.parts)
         if row is None or not row.is_directory:
             return False
-        now = self._status_row(tree, _Place(one.parts, tree.status_if_reached(one.parts)))
+        now = self._status_row(tree, _Spot(one.parts, tree.status_if_reached(one.parts)))
         return now is not None and _plain(now._replace(mtime_ns=row.mtime_ns)) == _plain(row)
 
     # Looking
 
-    def _differing(self, tree: Tree) -> Iterator[_Place]:
+    def _differing(self, tree: Tree) -> Generator[_Spot]:
         """Yield what may have changed: each path whose status is not the known one."""
         if self._watcher is not None:
             self._watcher.drain()
@@ -211,7 +220,7 @@ class Manifest:
         narrowed = self._touched(tree)
         yield from self._below(tree, ()) if narrowed is None else narrowed
 
-    def _touched(self, tree: Tree) -> list[_Place] | None:
+    def _touched(self, tree: Tree) -> list[_Spot] | None:
         """Return what differs among what the system says was touched; None when in doubt."""
         watcher = self._watcher
         if watcher is None or not self._covered:
@@ -225,12 +234,12 @@ class Manifest:
             if not covered and not _is_ours(parts):
                 found.extend(self._one(tree, parts))
         # Where a file got another name, nobody tells which its first one is.
-        if any(self._is_newly_linked(one) for one in found):
+        if any(self._is_newly_linked(tree, one) for one in found):
             return None
-        return [_Place(one.parts, one.status) for one in found]  # their directories are closed
+        return [one._replace(above=-1) for one in found]  # their directories are closed
 
-    def _is_newly_linked(self, place: _Place) -> bool:
-        status = place.status
+    def _is_newly_linked(self, tree: Tree, place: _Spot) -> bool:
+        status = tree.status_if_reached(place.parts) if place.is_new else place.status
         return (
             status is not None
             and status.st_nlink > 1
@@ -238,22 +247,22 @@ class Manifest:
             and place.parts not in self._linked.get(status.st_ino, ())
         )
 
-    def _one(self, tree: Tree, parts: Parts) -> Iterator[_Place]:
+    def _one(self, tree: Tree, parts: Parts) -> Iterator[_Spot]:
         status = tree.status_if_reached(parts)
         row = self.pack.rows.get(parts)
         if _is_directory(status) != (row is not None and row.is_directory):
             yield from self._below(tree, parts)
         elif not _agrees(status, row):
-            yield _Place(parts, status)
+            yield _Spot(parts, status)
 
-    def _below(self, tree: Tree, top: Parts) -> Iterator[_Place]:
+    def _below(self, tree: Tree, top: Parts) -> Iterator[_Spot]:
         """Yield what differs at a path and at all that is or was below it."""
         pending: list[tuple[Parts, os.stat_result | None]] = [(top, tree.status_if_reached(top))]
         while pending:
             parts, status = pending.pop()
             if not _is_directory(status):
                 if not _agrees(status, self.pack.rows.get(parts)):
-                    yield _Place(parts, status)
+                    yield _Spot(parts, status)
                 names = self._children.get(parts, ())
                 pending.extend(((*parts, name), None) for name in names)
                 continue
@@ -265,14 +274,14 @@ class Manifest:
         parts: Parts,
         status: os.stat_result | None,
         pending: list[tuple[Parts, os.stat_result | None]],
-    ) -> Iterator[_Place]:
+    ) -> Iterator[_Spot]:
         """Yield what differs of a directory and of the files in it; others are to be looked at."""
         differs = not _agrees(status, self.pack.rows.get(parts))
         try:
             held = tree.listing(parts)
         except PermissionError:  # it may not be looked into: what is in it is as it was
             if differs:
-                yield _Place(parts, status)
+                yield _Spot(parts, status)
             return
         except OSError as error:
             if error.errno not in _GONE:
@@ -284,70 +293,78 @@ class Manifest:
             # First the watch, then the look: nothing happens unseen in between.
             self._watch(fd, parts)
             if differs:
-                yield _Place(parts, status, fd, ".")
+                yield _Spot(parts, status, fd, ".")
             missing = set(self._children.get(parts, ()))
             with os.scandir(fd) as entries:
                 for entry in entries:
                     name = entry.name
                     if name.startswith(TEMPORARY):
                         continue
+                    below = (*parts, name)
+                    row = rows.get(below)
+                    if row is None and entry.is_file(follow_symlinks=False):
+                        yield _Spot(below, None, fd, name, True)
+                        continue
                     try:
                         found = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue
                     missing.discard(name)
-                    below = (*parts, name)
-                    if stat.S_ISDIR(found.st_mode):
-                        pending.append((below, found))
-                        continue
-                    row = rows.get(below)
-                    if row is not None and row.is_directory:
+                    is_directory = stat.S_ISDIR(found.st_mode)
+                    if is_directory or (row is not None and row.is_directory):
                         pending.append((below, found))
                     elif not _agrees(found, row):
-                        yield _Place(below, found, fd, name)
+                        yield _Spot(below, found, fd, name)
             pending.extend(((*parts, name), None) for name in missing)
 
-    def _look(self, tree: Tree, place: _Place, since: int, kept: dict[int, Row]) -> Row | None:
+    def _look(
+        self, tree: Tree, place: _Spot, since: int, kept: dict[int, tuple[Place, int]]
+    ) -> Row | None:
         """Return what is at a path now, its content kept; None when it is gone again."""
-        with self._opened(tree, place) as fd:
-            if fd is None:
-                row = self._status_row(tree, place)
-                return None if row is None else _trusted(row, since)
-            status = os.fstat(fd)
-            row = _row(status, xattrs_of(fd))
-            if stat.S_ISREG(status.st_mode):
-                row = self._with_content(place, row, fd, status, kept)
-            return _trusted(row, since)
-
-    def _with_content(
-        self, place: _Place, row: Row, fd: int, status: os.stat_result, kept: dict[int, Row]
-    ) -> Row:
-        """Return a file's row with where its content is: where it was, if it is the same."""
-        for known in (self.pack.rows.get(place.parts), kept.get(row.ino)):
-            if known is not None and self._has_content(known, row, fd):
-                return row._replace(source=known.source)
-            os.lseek(fd, 0, os.SEEK_SET)
-        source, size = self.pack.add(fd, status)
-        if size != row.size:  # it changes while it is read
-            row = row._replace(size=size, ctime_ns=0)
-        row = row._replace(source=source)
-        if row.nlink > 1:
-            kept[row.ino] = row
-        return row
-
-    def _has_content(self, known: Row, now: Row, fd: int) -> bool:
-        if known.source is None or known.size != now.size or not known.is_file:
-            return False
-        self.pack.flush()  # it may have been added a moment ago
+        fd = self._open(tree, place)
+        if fd is None:
+            row = self._status_row(tree, place)
+            return row if row is None or row.ctime_ns <= since else row._replace(ctime_ns=0)
         try:
-            return has_content(self.pack.folder, Source(*known.source), known.size, fd)
+            status = os.fstat(fd)
+            content, size = None, status.st_size
+            if stat.S_ISREG(status.st_mode):
+                content, size = self._keep(place, status, fd, kept)
+            # Times that are too new, or of a file that changes while it is read, say nothing.
+            trusted = status.st_ctime_ns <= since and size == status.st_size
+            ctime_ns = status.st_ctime_ns if trusted else 0
+            return _row(status, xattrs_of(fd), None, content, size, ctime_ns)
+        finally:
+            os.close(fd)
+
+    def _keep(
+        self, place: _Spot, status: os.stat_result, fd: int, kept: dict[int, tuple[Place, int]]
+    ) -> tuple[Place, int]:
+        """Return where a file's content is, and its size: where it was, if it is the same."""
+        row = None if place.is_new else self.pack.rows.get(place.parts)
+        if row is not None and row.is_file and row.source is not None:
+            if self._has_content(row.source, row.size, fd):
+                return row.source, row.size
+            os.lseek(fd, 0, os.SEEK_SET)
+        if status.st_nlink == 1:
+            return self.pack.add(fd, status)
+        if status.st_ino not in kept:  # else it was read by another of its names
+            kept[status.st_ino] = self.pack.add(fd, status)
+        return kept[status.st_ino]
+
+    def _has_content(self, place: Place, size: int, fd: int) -> bool:
+        if os.fstat(fd).st_size != size:
+            return False
+        try:
+            return has_content(self.pack.folder, Source(*place), size, fd)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO):
                 raise
             return False  # it went back to its place, or is damaged
 
-    def _differs(self, tree: Tree, place: _Place, before: Row) -> bool:
-        with self._opened(tree, place) as fd:
+    def _differs(self, tree: Tree, place: _Spot, before: Row) -> bool:
+        fd = self._open(tree, place)
+        try:
             now = self._status_row(tree, place) if fd is None else _open_row(fd)
             if now is None or _plain(before) != _plain(now):
                 return True
@@ -357,23 +374,16 @@ class Manifest:
                 return True
             if fd is None or before.source is None:
                 return before.ino != now.ino
-            return not self._has_content(before, now, fd)
-
-    @contextlib.contextmanager
-    def _opened(self, tree: Tree, place: _Place) -> Generator[int | None]:
-        """Open a file or directory; None for anything else, and where that may not be."""
-        status = place.status
-        plain = status is not None and (
-            stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
-        )
-        fd = self._open(tree, place) if plain else None
-        try:
-            yield fd
+            return not self._has_content(before.source, before.size, fd)
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _open(self, tree: Tree, place: _Place) -> int | None:
+    def _open(self, tree: Tree, place: _Spot) -> int | None:
+        """Open a file or directory; None for anything else, and where that may not be."""
+        status = place.status
+        if not place.is_new and (status is None or stat.S_IFMT(status.st_mode) not in _OPENED):
+            return None
         try:
             if place.above >= 0:
                 return os.open(place.name, _OPEN, dir_fd=place.above)
@@ -385,7 +395,7 @@ class Manifest:
                 return None
             raise
 
-    def _status_row(self, tree: Tree, place: _Place) -> Row | None:
+    def _status_row(self, tree: Tree, place: _Spot) -> Row | None:
         """Return what a path's status says, for what is not to be opened; None for nothing."""
         status = tree.status_if_reached(place.parts)
         if status is None:
@@ -506,8 +516,9 @@ class External:
             manifest.refresh(self._tree)
             manifest.pack.tidy()
             manifest.hold_names(self._tree)
-            changes.bring_over(changes.records)
+            changes.keep_safe()
             self._reserve()
+            _settled(self._store).unlink(missing_ok=True)
             _unsettled(self._store).touch()
             self._since = len(changes.records)
             changes.expect_external(Ident(*manifest.pack.mark, 0))
@@ -530,7 +541,7 @@ class External:
         """Take note of a change of our own."""
         if self.expected(changes) and not self._is_settled:
             self.manifest.refresh(self._tree)
-            changes.bring_over(changes.records)
+            changes.keep_safe()
             self._found = None
 
     @contextlib.contextmanager
@@ -559,11 +570,12 @@ class External:
     def end(self) -> None:
         """Give back what a transaction that has ended might have needed."""
         if self._is_under_way:
-            self._is_under_way = False
             self._release()
-            _drop_names(self._store)
-            _unsettled(self._store).unlink(missing_ok=True)
-            _settled(self._store).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is left is removed before the next
+                _drop_names(self._store)
+                _unsettled(self._store).unlink(missing_ok=True)
+                _settled(self._store).unlink(missing_ok=True)
+            self._is_under_way = False
 
     def close(self) -> None:
         """Close the manifest."""
@@ -680,30 +692,30 @@ def _found(parts: Parts, row: Row | None) -> Found:
 
 
 def _row(
-    status: os.stat_result, xattrs: tuple[tuple[str, bytes], ...], target: str | None = None
+    status: os.stat_result,
+    xattrs: tuple[tuple[str, bytes], ...],
+    target: str | None = None,
+    content: Place | None = None,
+    size: int | None = None,
+    ctime_ns: int | None = None,
 ) -> Row:
     return Row(
         status.st_mode,
         status.st_mtime_ns,
         status.st_uid,
         status.st_gid,
-        status.st_size,
+        status.st_size if size is None else size,
         status.st_ino,
         status.st_nlink,
-        status.st_ctime_ns,
+        status.st_ctime_ns if ctime_ns is None else ctime_ns,
         xattrs,
         target,
-        None,
+        content,
     )
 
 
 def _open_row(fd: int) -> Row:
     return _row(os.fstat(fd), xattrs_of(fd))
-
-
-def _trusted(row: Row, since: int) -> Row:
-    """Return a row whose times are trusted only if they are old enough."""
-    return row._replace(ctime_ns=0) if row.ctime_ns > since else row
 
 
 def _is_ours(parts: Parts) -> bool:
