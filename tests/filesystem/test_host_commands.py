@@ -29,8 +29,8 @@ from weakincentives.errors import (
 from weakincentives.filesystem import HostFilesystem, commands, overlay
 from weakincentives.filesystem.commands import engines
 from weakincentives.filesystem.confined import Tree
+from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
-from weakincentives.filesystem.store import Objects
 from weakincentives.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
@@ -804,7 +804,7 @@ def test_only_a_call_that_works_in_place_can_start_programs_of_its_own(over: Hos
 @pytest.mark.parametrize("watch", [True, False])
 def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Path, watch: bool):
     tree = Tree(root)
-    manifest = Manifest(tmp_path / "manifest.db", Objects(tmp_path / "objects"), watch=watch)
+    manifest = Manifest(Pack(tmp_path / "scan", "test"), watch=watch)
     manifest.refresh(tree)
     assert manifest.changes(tree) == []
 
@@ -821,12 +821,12 @@ def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Pa
     }  # fmt: skip
     assert found["moved"] is None
     assert found["one"] is not None
-    assert found["one"].digest is not None
+    assert found["one"].size == len(b"linked\n")
     manifest.refresh(tree)
     assert manifest.changes(tree) == []
     manifest.close()
 
-    again = Manifest(tmp_path / "manifest.db", Objects(tmp_path / "objects"), watch=watch)
+    again = Manifest(Pack(tmp_path / "scan", "test"), watch=watch)
     assert again.changes(tree) == []
     again.close()
     tree.close()

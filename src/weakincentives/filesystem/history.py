@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -19,8 +20,9 @@ from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import HistoryDamaged, StoreRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree
+from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
-from weakincentives.filesystem.records import JOURNAL, Journal, Record, read_journal
+from weakincentives.filesystem.records import JOURNAL, Journal, Record, Source, read_journal
 from weakincentives.filesystem.store import (
     Entry,
     Objects,
@@ -230,7 +232,6 @@ class History(Past):
         self._limit = limit
         self._clock = clock
         self._total: int | None = None
-        self._elsewhere: tuple[tuple[int, int], set[str]] | None = None
         self._uses: _Uses | None = None
 
     def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Ident]:
@@ -317,7 +318,9 @@ class History(Past):
         # First what was changed in place: what was taken away may be the same file.
         for index in [*edits, *(entries.keys() - edits)]:
             entry = entries[index]
-            if entry.kind == "directory":
+            if records[index].op == "found":
+                self._settle_found(records[index].source, entry)
+            elif entry.kind == "directory":
                 later = [entries[edit] for edit in edits if edit > index]
                 links = _links_in(meta).get(records[index].kept or "", ())
                 self._settle_directory(records[index], serial, links, later)
@@ -358,7 +361,38 @@ class History(Past):
             entry, size = self._complete(entry, source)
             entries.append((index, entry))
             total += size
+        for index, record in enumerate(records):
+            if record.op == "found" and record.before is not None and record.source is not None:
+                entry, size = self._complete_found(record.before, record.source)
+                entries.append((index, entry))
+                total += size
         return entries[::-1], total
+
+    def _complete_found(self, entry: Entry, source: Source) -> tuple[Entry, int]:
+        if entry.size > self._limit and self.needed() is None:
+            return entry, 0
+        own = path_of(self.store.scan, source)
+        if own is None:
+            data = data_of(self.store.scan, source, entry.size)
+            digest = hashlib.sha256(data).hexdigest()
+        else:
+            fd = os.open(own, os.O_RDONLY)
+            try:
+                digest = digest_of(fd)
+            finally:
+                os.close(fd)
+        return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
+
+    def _settle_found(self, source: Source | None, entry: Entry) -> None:
+        """Make the content that a file had before others changed it one of the history's."""
+        if source is None or entry.digest is None or entry.digest in self.store.objects:
+            return
+        own = path_of(self.store.scan, source)
+        if own is None:
+            data = data_of(self.store.scan, source, entry.size)
+            self.store.objects.add(data, safe=self.store.safe)
+        elif own.exists():  # else it is there already, from an earlier try
+            self.store.objects.take(own, entry.digest)
 
     def _complete(self, entry: Entry, name: str) -> tuple[Entry, int]:
         """Return an entry with its digest, and how many bytes it takes to keep it."""
@@ -527,22 +561,8 @@ class History(Past):
 
     def _drop(self, unused: set[str]) -> None:
         """Remove contents that nothing in the history refers to any more."""
-        if unused:
-            for digest in unused - self._known_elsewhere():
-                self.store.objects.remove(digest)
-
-    def _known_elsewhere(self) -> set[str]:
-        """The contents that the manifest of the workspace refers to."""
-        manifest = self.store.path / "manifest.db"
-        if not manifest.exists():
-            return set()
-        from weakincentives.filesystem.scan import digests_in
-
-        status = manifest.stat()
-        state = (status.st_mtime_ns, status.st_size)
-        if self._elsewhere is None or self._elsewhere[0] != state:
-            self._elsewhere = state, digests_in(manifest)
-        return self._elsewhere[1]
+        for digest in unused:
+            self.store.objects.remove(digest)
 
 
 TRIMMED_AT_ONCE = 64

@@ -231,7 +231,8 @@ class _Workspace:
             record = records[number]
             room = record.room if name == record.kept else None
             records[number] = replace(record, before=entry, kept=name, room=room)
-        return records, Taken(self.store.objects, self.store.tree, self.tree)
+        own = self.store
+        return records, Taken(own.objects, own.tree, self.tree, scan=own.scan)
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return every path that changes which are not committed yet have changed, sorted; and
@@ -254,8 +255,39 @@ class _Workspace:
             yield
         self._go_back_to(len(changes.records), "what this view was forked from was undone")
 
-    def end_in_place(self, serial: int | None) -> None:
+    def roll_back(self, changes: Changes) -> tuple[str, ...]:
+        """Undo the transaction that works in place, and close it.
+
+        Returns a sentence for each thing that could not be put back. What the disk does not let us
+        look for now is looked for, and undone, before the next change.
+        """
+        try:
+            with self.undoing(changes):
+                told = changes.roll_back()
+        except OSError as error:
+            self.history.unfinished = functools.partial(self._roll_back_later, changes)
+            told = (
+                "What other programs changed could not be looked for, and nothing is put back yet"
+                f" ({error.strerror}). That is tried again before the next change, and when the"
+                " directory is opened again",
+            )
+            logger.error("%s", told[0])
+            self.end_in_place(None, undone=False)
+            return told
+        self.end_in_place(None, undone=not changes.is_stuck)
+        return told
+
+    def _roll_back_later(self, changes: Changes) -> None:
+        with self.undoing(changes):
+            changes.roll_back()
+        if changes.is_stuck:
+            raise OSError(errno.EIO, "what an earlier call changed could not be undone")
+        self.external.end()
+
+    def end_in_place(self, serial: int | None, *, undone: bool = True) -> None:
         """Close the transaction that works in place, now that it was committed or rolled back."""
+        if undone:
+            self.external.end()
         self.in_place = None
         self._go_back_to(0, "the call that this view was forked from has ended")
         self._stages = []
@@ -451,9 +483,7 @@ class HostFilesystem:
             return
         with workspace.lock:
             if workspace.in_place is not None and workspace.store.pid == os.getpid():
-                with workspace.undoing(workspace.in_place):
-                    workspace.in_place.roll_back()
-                workspace.end_in_place(None)
+                workspace.roll_back(workspace.in_place)
             workspace.history.journal.close()
             workspace.closing()
 
@@ -868,18 +898,16 @@ class HostFilesystem:
         changes = view._changes
         if changes is None or workspace.in_place is not changes:
             return ()  # it has ended, with all that was nested in it
+        if view._mark is None:
+            return workspace.roll_back(changes)
         with workspace.undoing(changes):
-            if view._mark is not None:
-                return changes.undo_to(view._mark)
-            left = changes.roll_back()
-        workspace.end_in_place(None)
-        return left
+            return changes.undo_to(view._mark)
 
     def _keep(self, view: HostFilesystem) -> None:
         """Keep what was changed in place; the outermost view's changes are committed."""
         changes = view._changes
         if view._mark is None and changes is not None:
-            self._workspace.external.settle(changes)
+            self._workspace.external.settle(changes, last=True)
             if self._workspace.external.expected(changes):
                 self._check_found(changes.since(None))
             self._workspace.end_in_place(changes.commit(view.call, view._undoes))

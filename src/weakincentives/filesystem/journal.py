@@ -42,8 +42,9 @@ from weakincentives.filesystem.confined import (
     xattrs_of,
 )
 from weakincentives.filesystem.history import History
+from weakincentives.filesystem.pack import fill, has_content, path_of, second_name
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.records import Record, read_journal
+from weakincentives.filesystem.records import Record, Source, read_journal
 from weakincentives.filesystem.rooms import Room, Rooms, set_time
 from weakincentives.filesystem.store import (
     DAMAGED,
@@ -53,6 +54,7 @@ from weakincentives.filesystem.store import (
     copy_content,
     copy_exactly,
     entry_at,
+    kind_of,
 )
 
 __all__ = ["Changes", "lasting", "matches", "recover"]
@@ -112,6 +114,12 @@ class Changes:
         self._touched: dict[Parts, Mount] = {}
         """The directories that were changed since the last mark, and where they are mounted."""
         self._litter: set[tuple[Room, str]] = set()
+        self._has_programs = False
+        """Whether others change files in this transaction, or did."""
+        self._safe_until = 0
+        """How many of the records keep nothing that only a room has."""
+        self.is_stuck = False
+        """Whether the last undo could not be finished: the disk did not let it."""
         self._arrived: dict[Ident, Parts] = {}
         """Where files went that have more names in the store, and come from there one by one."""
 
@@ -289,20 +297,34 @@ class Changes:
         self,
         parts: Parts,
         before: Entry | None,
+        source: Source | None = None,
         times: tuple[tuple[Parts, int], ...] = (),
         twin: Parts | None = None,
     ) -> None:
         """Note that somebody else changed a path: undoing brings ``before`` back.
 
-        Directories come before what is in them. ``times`` are directories' times, set last. The
-        ``twin``, another name of the same file, was found later: so it is back before.
+        Directories come before what is in them. ``source`` has the content of a file, ``times``
+        are directories' times, set last. The ``twin``, another name of the same file, was found
+        later: so it is back before.
         """
         self._forget_below(parts)
-        self._append(Record(op="found", path=parts, before=before, times=times, twin=twin))
+        self._append(
+            Record(op="found", path=parts, before=before, source=source, times=times, twin=twin)
+        )
 
-    def expect_external(self) -> None:
-        """Note that others change files from here on: whatever happens is the transaction's."""
-        self._append(Record(op="external"))
+    def forget_from(self, count: int) -> None:
+        """Take the records from one on out of the journal: nothing is to be undone for them."""
+        if len(self.records) > count:
+            self.journal.cut(self.records[count].offset)
+            del self.records[count:]
+
+    def expect_external(self, known: Ident) -> None:
+        """Note that others change files from here on: whatever happens is the transaction's.
+
+        ``known`` tells which list there is of what was there before.
+        """
+        self._append(Record(op="external", old=known))
+        self._has_programs = True
 
     # Savepoints and the end
 
@@ -383,13 +405,34 @@ class Changes:
         for record in records:
             if record.room is not None and record.op in ("put", "gone"):
                 name, room = record.kept or "", self.rooms.of(record.room)
-                if room.status(name) is not None:
+                if self.rooms.own.status(_safe(name)) is not None:
+                    self.rooms.own.remove(name)
+                    os.rename(
+                        _safe(name),
+                        name,
+                        src_dir_fd=self.store.tx_fd,
+                        dst_dir_fd=self.store.tx_fd,
+                    )
+                    self._litter.add((self.rooms.own, name))
+                elif room.status(name) is not None:
                     # What took its place may have come from there, under the same name.
                     self.rooms.own.remove(name)
                     self._litter.add((self.rooms.own, name))
                     copy_exactly(room.tree, room.at(name), self.store.tree, (name,))
                     copied = True
         return copied
+
+    def keep_safe(self) -> None:
+        """Copy what rooms keep to the store: programs reach what is in the workspace."""
+        self.rooms.make_again()
+        for record in self.records[self._safe_until :]:
+            if record.room is not None and record.op in ("put", "gone"):
+                name, room = record.kept or "", self.rooms.of(record.room)
+                if room.status(name) is not None:
+                    self._litter.add((self.rooms.own, _safe(name)))
+                    self.rooms.own.remove(_safe(name))
+                    copy_exactly(room.tree, room.at(name), self.store.tree, (_safe(name),))
+        self._safe_until = len(self.records)
 
     def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, int]]:
         """Return what is now at each path that was changed, by whomever; and of files the modes."""
@@ -425,12 +468,16 @@ class Changes:
             if record.away:
                 undoing.ours[record.path].add(None)
         self.records = list(records)
+        self._has_programs = undoing.external
         if undoing.external:
             from weakincentives.filesystem.scan import find_unfinished
 
             # After a record that was not written to its end, nothing could be read.
             self.journal.cut(records[-1].end)
-            find_unfinished(self.tree, self.store, self)
+            begun = next(record.old for record in records if record.op == "external")
+            sentence = find_unfinished(self.tree, self.store, self, begun)
+            if sentence is not None:
+                undoing.sentences.append(sentence)
         return self._undo_from(0, undoing)
 
     # Making one change
@@ -852,13 +899,17 @@ class Changes:
 
     def _undo_from(self, index: int, undoing: _Undoing) -> tuple[str, ...]:
         self._forget()
+        self._safe_until = min(self._safe_until, index)
+        self.is_stuck = True
         try:
+            self.rooms.make_again()
             for record in reversed(self.records[index:]):
                 self._undo_and_tell(record, undoing)
                 if self.store.safe:
                     self._write_through([record])
                 self.journal.cut(record.offset)
                 self.records.pop()
+            self.is_stuck = False
         except OSError as error:
             if undoing.recovering:
                 raise
@@ -923,7 +974,7 @@ class Changes:
                 self._put_back(record, undoing)
             case "edit":
                 self._revise(record)
-                if record.kept is not None:
+                if record.kept is not None and not self._is_lost(record):
                     self._put_back(record, undoing)
             case "moved" | "moved over":
                 self._move_back(record, undoing)
@@ -946,6 +997,8 @@ class Changes:
     def _return(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> None:
         """Put what was kept back to its place; if it is not there, it is in its place already."""
         kept, room = record.kept or "", self.rooms.of(record.room)
+        if record.room is not None and not self._is_in_place(above, parts, record):
+            self._bring_again(room, kept)
         external = undoing.recovering and undoing.external
         if external and _is_elsewhere(room, kept, above, parts[-1]):
             self._aside(above, parts, undoing)
@@ -960,6 +1013,13 @@ class Changes:
             return
         room.remove(kept)  # still there if both names were one file
         self._litter.discard((room, kept))
+
+    def _bring_again(self, room: Room, kept: str) -> None:
+        """Have a room hold again what it held, if a program has changed or removed that."""
+        own = self.rooms.own
+        if own.status(_safe(kept)) is not None and not _is_copy(own, room, kept):
+            room.remove(kept)
+            copy_exactly(own.tree, own.at(_safe(kept)), room.tree, room.at(kept))
 
     def _was_not_made(self, above: int, parts: Parts, record: Record, undoing: _Undoing) -> bool:
         """Tell whether a change was only about to be made."""
@@ -1056,13 +1116,19 @@ class Changes:
         status = self.tree.status(record.path)
         if status is not None and status.st_ino == before.ino:
             self._refill(self.tree, record.path, copy, before)
-        elif record.kept is None:
+        elif record.kept is None or self._is_lost(record):
             # None of its names is left to us: a copy is all there is.
             staged = self._fresh(room)
             copy_exactly(self.store.tree, (copy,), room.tree, room.at(staged))
             apply_entry(room.tree, room.at(staged), before)
             with self.tree.parent(record.path) as above:
                 room.put(staged, above, record.path[-1])
+
+    def _is_lost(self, record: Record) -> bool:
+        """Tell whether a program has removed, from a room, the name that a file was kept by."""
+        if record.room is None or not self._has_programs:
+            return False
+        return self.rooms.of(record.room).status(record.kept or "") is None
 
     def _refill(self, tree: Tree, parts: Parts, name: str, before: Entry) -> None:
         """Make a file's content that of one in the store, for all the names it has."""
@@ -1082,7 +1148,7 @@ class Changes:
 
     def _move_back(self, record: Record, undoing: _Undoing) -> None:
         origin = record.origin or ()
-        if record.kept is None:
+        if record.kept is None or self._is_lost(record):
             self._rename_to_origin(record, origin, undoing)
             return
         if record.copy is not None:
@@ -1096,11 +1162,12 @@ class Changes:
 
     def _rename_to_origin(self, record: Record, origin: Parts, undoing: _Undoing) -> None:
         status, there = self.tree.status(record.path), self.tree.status(origin)
-        if there is not None and record.new is not None and there.st_ino == record.new.ino:
+        is_here = self._is_moved(record, record.path)
+        if not is_here and self._is_moved(record, origin):
             return
         # Where nothing is at the old path, it is the one that was moved, whatever its inode: not
         # every filesystem keeps these when it is mounted again.
-        if status is None or (there is not None and status.st_ino != _ino(record.new)):
+        if status is None or (there is not None and not is_here):
             raise OSError(errno.ENOENT, "it is not where it was moved to")
         with (
             self._parent_again(origin, undoing) as above,
@@ -1108,6 +1175,14 @@ class Changes:
         ):
             self._aside(above, origin, undoing)
             os.rename(record.path[-1], origin[-1], src_dir_fd=below, dst_dir_fd=above)
+
+    def _is_moved(self, record: Record, parts: Parts) -> bool:
+        """Tell whether what was moved is at a path: itself, or what a scan has made of it."""
+        status, new = self.tree.status(parts), record.new
+        if status is None or new is None:
+            return False
+        alike = self._is_lost(record) and matches(new, lasting(status))
+        return alike or status.st_ino == new.ino
 
     def _unmake(self, record: Record, undoing: _Undoing) -> None:
         with contextlib.suppress(FileNotFoundError), self.tree.parent(record.path) as above:
@@ -1169,18 +1244,16 @@ class Changes:
         parts, twin = record.path, self._twin(record, before)
         if status is not None and twin is not None and status.st_ino == twin.st_ino:
             return
-        if status is not None and twin is None and self._is_back(parts, before, status):
+        if status is not None and twin is None and self._is_back(record, before, status):
             apply_entry(self.tree, parts, before)
             return
         if twin is None and _is_still(status, before):
-            content = self._fresh(self.rooms.own)
-            self._make_again(self.rooms.own, content, before)
-            self._refill(self.tree, parts, content, before)
+            self._refill_from(self.tree, parts, record.source, before)
             return
         room = self._room(above, parts[:-1])
         staged = self._fresh(room)
         if twin is None or record.twin is None:
-            self._make_again(room, staged, before)
+            self._make_again(room, staged, record, before)
         else:
             with self.tree.parent(record.twin) as other:
                 room.link(other, record.twin[-1], staged)
@@ -1195,23 +1268,52 @@ class Changes:
         status = self.tree.status_if_reached(record.twin)
         return status if status is not None and matches(before.ident, lasting(status)) else None
 
-    def _is_back(self, parts: Parts, before: Entry, status: os.stat_result) -> bool:
-        """Tell whether a file is what it was: a recovery that was killed has brought it back."""
-        if before.digest is None or status.st_nlink > 1 or not stat.S_ISREG(status.st_mode):
+    def _is_back(self, record: Record, before: Entry, status: os.stat_result) -> bool:
+        """Tell whether something is what it was: an undo that was cut short has brought it back."""
+        if kind_of(status.st_mode) != before.kind:
             return False
-        if not matches(before.ident, lasting(status)):
+        if before.kind == "symlink":
+            return self.tree.link_target(record.path) == before.target
+        if before.kind != "file":
+            return before.kind == "fifo"
+        if record.source is None:
+            return status.st_ino == before.ino  # it could not be read, so not changed in place
+        own = path_of(self.store.scan, record.source)
+        with contextlib.suppress(FileNotFoundError):
+            if own is not None and os.path.samestat(os.lstat(own), status):
+                return True
+        if status.st_nlink > 1 or not matches(before.ident, lasting(status)):
             return False
-        reading = self.store.objects.open(before.digest)
+        return self._has_content(self.tree, record.path, record.source, before)
+
+    def _has_content(self, tree: Tree, parts: Parts, source: Source, before: Entry) -> bool:
         try:
-            return _has_content(self.tree, parts, reading)
+            reading = tree.open_file(parts)
+        except PermissionError:
+            return False
+        try:
+            return has_content(self.store.scan, source, before.size, reading)
         finally:
             os.close(reading)
 
-    def _make_again(self, room: Room, staged: str, before: Entry) -> None:
+    def _refill_from(self, tree: Tree, parts: Parts, source: Source | None, before: Entry) -> None:
+        """Give a file that was changed in place its content back, for all the names it has."""
+        if source is None:
+            raise OSError(errno.ENOENT, "its content was not kept")
+        if not self._has_content(tree, parts, source, before):
+            fd = _open_to_change(tree, parts, before.mode)
+            try:
+                fill(self.store.scan, source, before.size, fd)
+                os.ftruncate(fd, before.size)
+            finally:
+                os.close(fd)
+        apply_entry(tree, parts, before)
+
+    def _make_again(self, room: Room, staged: str, record: Record, before: Entry) -> None:
         with room.open() as fd:
             match before.kind:
-                case "file" if before.digest is not None:
-                    self._write_object(before.digest, fd, staged)
+                case "file":
+                    self._make_file_again(room, fd, staged, record.source, before)
                 case "symlink":
                     os.symlink(before.target or "", staged, dir_fd=fd)
                 case "fifo":
@@ -1220,17 +1322,26 @@ class Changes:
                     raise OSError(errno.ENOENT, "its content was not kept")
         apply_entry(room.tree, room.at(staged), before)
 
-    def _write_object(self, digest: str, above: int, name: str) -> None:
-        reading = self.store.objects.open(digest)
+    def _make_file_again(
+        self, room: Room, above: int, staged: str, source: Source | None, before: Entry
+    ) -> None:
+        """Make a file again: the same one if it has a name left, without a copy where possible."""
+        held = second_name(self.store.scan, before.ino) if before.nlink > 1 else None
+        if held is not None and _linked_to(held, above, staged):
+            self._refill_from(room.tree, room.at(staged), source, before)
+            return
+        if source is None:
+            raise OSError(errno.ENOENT, "its content was not kept")
+        own = path_of(self.store.scan, source)
+        if own is not None and before.nlink == 1 and _linked_to(own, above, staged):
+            return
+        writing = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            writing = os.open(name, flags, 0o600, dir_fd=above)
-            try:
-                copy_content(reading, writing)
-            finally:
-                os.close(writing)
+            fill(self.store.scan, source, before.size, writing)
+            if self.store.safe:
+                os.fsync(writing)
         finally:
-            os.close(reading)
+            os.close(writing)
 
     def _parent_again(self, parts: Parts, undoing: _Undoing) -> Held:
         """Open a directory to put something back into, which may have been taken away."""
@@ -1292,6 +1403,10 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
     for name in store.tree.names(()):
         if name != "journal":
             store.tree.remove_all((name,))
+    if any(record.op == "external" for record in records):
+        from weakincentives.filesystem.scan import forget_unfinished
+
+        forget_unfinished(store)
     history.journal.close()
     rooms.leave()
     return sentences
@@ -1397,6 +1512,42 @@ def _links_may_be_refused() -> Generator[None]:
     except OSError as error:
         if error.errno not in (errno.EXDEV, *_NO_LINKS):
             raise
+
+
+def _safe(name: str) -> str:
+    """Return the name, in the transaction's directory, of a copy of what a room keeps."""
+    return f"b{name}"
+
+
+def _is_copy(own: Room, room: Room, name: str) -> bool:
+    """Tell whether a room still has what was copied from it."""
+    there = {parts[len(room.at(name)) :]: lasting(s) for parts, s in room.tree.walk(room.at(name))}
+    for parts, status in own.tree.walk(own.at(_safe(name))):
+        place = parts[1:]
+        known = there.pop(place, None)
+        if known is None or _is_directory(status) != (known.size == -1):
+            return False
+        if not _is_directory(status) and not matches(known, lasting(status)):
+            return False
+        if stat.S_ISREG(status.st_mode):
+            reading = own.tree.open_file(parts)
+            try:
+                if not _has_content(room.tree, (*room.at(name), *place), reading):
+                    return False
+            finally:
+                os.close(reading)
+    return not there
+
+
+def _linked_to(path: Path, above: int, name: str) -> bool:
+    """Give a file in the store another name; False where that cannot be."""
+    try:
+        os.link(path, name, dst_dir_fd=above, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, *_NO_LINKS):
+            raise
+        return False
+    return True
 
 
 def _status(above: int, name: str) -> os.stat_result | None:

@@ -17,6 +17,7 @@ from rpds import HashTrieMap, HashTrieSet
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.history import Delta, Link, Past, kept_at
+from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Content, Entry, Objects
@@ -527,6 +528,8 @@ class Taken(NamedTuple):
     """Has rooms in it with what is not committed yet."""
     links: Mapping[str, Sequence[Link]] = MappingProxyType({})
     """The files in each directory that stayed under another name; they are copies in it."""
+    scan: Path | None = None
+    """Has the contents that other programs changed in what is not committed yet."""
 
     def at(self, record: Record) -> tuple[Tree, Parts] | None:
         """Return where what a record has replaced is, if it is not among the objects."""
@@ -595,9 +598,12 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
 
 def _content(
     layer: Layer, record: Record, before: Entry, taken: Taken
-) -> Where | Content | Path | None:
+) -> Where | Content | Path | bytes | None:
     if before.digest is not None:
         return Content(taken.objects, before.digest)
+    if record.source is not None and taken.scan is not None:
+        own = path_of(taken.scan, record.source)
+        return own or data_of(taken.scan, record.source, before.size)
     if record.copy is not None and record.op == "edit" and taken.tree is not None:
         return taken.tree.path / record.copy
     place = taken.at(record)

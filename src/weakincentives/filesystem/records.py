@@ -9,20 +9,30 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weakincentives.filesystem.confined import Ident, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Entry, Store, checked_parts
 from weakincentives.state import Seals
 
-__all__ = ["JOURNAL", "Journal", "Record", "read_journal"]
+__all__ = ["JOURNAL", "Journal", "Record", "Source", "read_journal"]
 
 JOURNAL = "journal"
 """What the records of a transaction are sealed as; each is bound to its place in the file."""
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: every change needs it
+
+
+class Source(NamedTuple):
+    """Where the store has a content that a program may have changed."""
+
+    name: str
+    """A file in the folder of the scan."""
+    offset: int
+    check: int
+    """The checksum of one that is in a file with others."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +62,8 @@ class Record:
     """Whether ``kept`` is the thing itself, taken away, and not a second name of it or a copy."""
     twin: Parts | None = None
     """Of something found: another name of the same file, which is brought back before this one."""
+    source: Source | None = None
+    """Of a file that was found changed: its content before."""
     commit: dict[str, Any] | None = None
     offset: int = 0
     """Where in the journal the record begins."""
@@ -74,6 +86,7 @@ class Record:
             self.away,
             self.commit,
             None if self.twin is None else "/".join(self.twin),
+            self.source,
         ]
         return _encode(values).encode()
 
@@ -82,7 +95,7 @@ class Record:
         """Return the record in a text; raises ValueError for one with a name that is none."""
         values = json.loads(text)
         op, path, origin, kept, copy, before, old, new, room, times, away, commit = values[:12]
-        twin = values[12] if len(values) > 12 else None  # older ones have none
+        twin, source = [*values[12:], None, None][:2]  # older ones have none
         return cls(
             op=op,
             path=checked_parts(path),
@@ -96,10 +109,20 @@ class Record:
             times=tuple((checked_parts(parts), int(mtime)) for parts, mtime in times),
             away=bool(away),
             twin=None if twin is None else checked_parts(twin),
+            source=None if source is None else _checked_source(source),
             commit=commit,
         )
 
 
+def _checked_source(values: Any) -> Source:
+    """Return where a content is; the name is one that a pack gives to its files."""
+    name, offset, check = values
+    if not isinstance(name, str) or not _SOURCE.fullmatch(name):
+        raise ValueError(f"not the name of a file with contents: {name!r}")
+    return Source(name, int(offset), int(check))
+
+
+_SOURCE = re.compile("o[0-9]+|pack-[0-9]+")
 _KEPT = re.compile("[a-z][0-9]+")
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,8 +193,19 @@ class Rooms:
         with held as fd:
             return mount_of(fd) == mount
 
+    def make_again(self) -> None:
+        """Make the rooms again that a program has removed, which saw them in the workspace."""
+        for room in self.made:
+            status = self._tree.status_if_reached(room.base)
+            if status is None or not stat.S_ISDIR(status.st_mode):
+                self._tree.remove_all(room.base)
+                self._make_at(room.base, room.mount)
+
     def _make_in(self, top: Parts, mount: Mount) -> Room:
-        room = Room(self._tree, mount, (*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
+        return self._make_at((*top, f"{TEMPORARY}{os.urandom(6).hex()}"), mount)
+
+    def _make_at(self, base: Parts, mount: Mount) -> Room:
+        room, top = Room(self._tree, mount, base), base[:-1]
         # Noted first: whoever comes after a kill knows what to remove, and which time to set.
         self._times[room.base] = self._time_of(top)
         self._write_note()

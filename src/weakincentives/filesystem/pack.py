@@ -1,0 +1,425 @@
+"""What a workspace held before other programs changed it: a row for each path, and the contents.
+
+The contents of small files lie one after the other in one file, the pack: to make a file for each
+would take far longer than to read them all. Large files are copied to files of their own, so that
+one of them can be put back without a copy. The rows are in the index, a log of sealed frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import marshal
+import os
+import re
+import stat
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weakincentives.filesystem.confined import CHUNK, read_all, write_all
+from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.records import Source
+from weakincentives.filesystem.store import Entry, copy_content, kind_of
+from weakincentives.state import sealed, unsealed
+
+__all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
+
+LARGE = 256 << 10
+"""Files from this size on are copied to a file of their own."""
+
+WASTE = 16 << 20
+"""Bytes in the pack that nothing refers to: from this on, and more than is in use, it is rewritten.
+"""
+
+_FRAME = struct.Struct(">Q")
+_OWN = re.compile(r"o[0-9]+")
+_PACK = re.compile(r"pack-[0-9]+")
+
+
+Place = tuple[str, int, int]
+"""A :class:`Source`, as plain as it is saved."""
+
+
+class Row(NamedTuple):
+    """What is known of a path."""
+
+    st_mode: int
+    mtime_ns: int
+    uid: int
+    gid: int
+    size: int
+    ino: int
+    nlink: int
+    ctime_ns: int
+    """0 when the times cannot be trusted: then the content is compared."""
+    xattrs: tuple[tuple[str, bytes], ...]
+    target: str | None
+    source: Place | None
+    """Of a file, where its content is; None for one that could not be read."""
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.st_mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.st_mode)
+
+    @property
+    def entry(self) -> Entry:
+        """All that is needed to make it again, but for the content."""
+        return Entry(
+            kind=kind_of(self.st_mode),
+            mode=stat.S_IMODE(self.st_mode),
+            mtime_ns=self.mtime_ns,
+            uid=self.uid,
+            gid=self.gid,
+            xattrs=self.xattrs,
+            size=self.size,
+            ino=self.ino,
+            nlink=self.nlink,
+            target=self.target,
+        )
+
+
+class Pack:
+    """The rows and contents in a directory of the store.
+
+    Args:
+        folder: The directory; made if missing.
+        purpose: What the seals are for, so that no other workspace's index is taken for this one's.
+        safe: Write through to the disk what is saved.
+    """
+
+    def __init__(self, folder: Path, purpose: str, *, safe: bool = False) -> None:
+        self.folder = folder
+        self.rows: dict[Parts, Row] = {}
+        self.is_damaged = False
+        """Whether the index cannot be read to its end. Then there are no rows."""
+        self._purpose = f"scan {purpose}"
+        self._safe = safe
+        self._buffer: list[bytes] = []
+        self._uses: dict[Place, int] = {}
+        """How many rows refer to each content."""
+        self._live = 0
+        """Bytes of the pack that are in use."""
+        self.needed = 0
+        """Bytes that making every small file again would take, with a journal that says so."""
+        self._unused: set[str] = set()
+        """Files with a content that no row refers to."""
+        self._index = self._data = -1
+        self._size = 0
+        folder.mkdir(mode=0o700, exist_ok=True)
+        names = os.listdir(folder)
+        self._number = max((int(n[1:]) for n in names if _OWN.fullmatch(n)), default=0)
+        known = (int(n[6:]) for n in names if n.startswith("index-") and n[6:].isdigit())
+        self._generation = max(known, default=0)
+        if self._generation:
+            self._open()
+            self._load()
+        else:
+            self.reset()
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in (self._index, self._data):
+            if fd >= 0:
+                os.close(fd)
+        self._index = self._data = -1
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Which index it is, and how long: one that is shorter has lost something."""
+        return self._generation, os.fstat(self._index).st_size
+
+    # Contents
+
+    def add(self, reading: int, status: os.stat_result) -> tuple[Place, int]:
+        """Keep a file's content; returns where it is, and its size.
+
+        It lasts when the rows are saved.
+        """
+        if status.st_size >= LARGE:
+            return self._add_large(reading)
+        data = read_all(reading, status.st_size)
+        return self._append(data, zlib.crc32(data)), len(data)
+
+    def _append(self, data: bytes, check: int) -> Place:
+        place = (self._data_name, self._size, check)
+        self._buffer.append(data)
+        self._size += len(data)
+        if len(self._buffer) >= 256:
+            self.flush()
+        return place
+
+    def _add_large(self, reading: int) -> tuple[Place, int]:
+        self._number += 1
+        name = f"o{self._number}"
+        path = self.folder / name
+        writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            copy_content(reading, writing)
+            if self._safe:
+                os.fsync(writing)
+            size = os.fstat(writing).st_size
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(writing)
+        return (name, 0, 0), size
+
+    def flush(self) -> None:
+        """Write the contents that were added."""
+        data = b"".join(self._buffer)
+        try:
+            if data:
+                _write_at(self._data, data, self._size - len(data))
+        except BaseException:
+            self._size -= len(data)
+            raise
+        finally:
+            self._buffer.clear()
+
+    # Rows
+
+    def save(self, rows: Mapping[Parts, Row | None]) -> None:
+        """Note what is at some paths now, None for nothing, with the contents that were added."""
+        try:
+            self.flush()
+            if not rows:
+                return
+            size = os.fstat(self._index).st_size
+            try:
+                self._write_frame(self._index, rows.items())
+            except BaseException:
+                os.ftruncate(self._index, size)
+                raise
+        finally:
+            self._buffer.clear()
+        for parts, row in rows.items():
+            self._set(parts, row)
+
+    def abandon(self) -> None:
+        """Forget the contents that were added since the rows were last saved."""
+        self._size -= sum(map(len, self._buffer))
+        self._buffer.clear()
+
+    def _set(self, parts: Parts, row: Row | None) -> None:
+        before = self.rows.pop(parts, None)
+        if row is not None:
+            self.rows[parts] = row
+            self._count(row, 1)
+        if before is not None:
+            self._count(before, -1)
+
+    def _count(self, row: Row, change: int) -> None:
+        self.needed += change * 512
+        source = row.source
+        if source is None:
+            return
+        uses = self._uses.get(source, 0)
+        self._uses[source] = uses + change
+        if not uses + change:
+            del self._uses[source]
+        if uses and uses + change:
+            return
+        if source[0] == self._data_name:
+            self._live += change * row.size
+            self.needed += change * -(-row.size // 4096) * 4096
+        elif change > 0:
+            self._unused.discard(source[0])
+        else:
+            self._unused.add(source[0])
+
+    def _write_frame(self, fd: int, rows: Iterable[tuple[Parts, Row | None]]) -> None:
+        plain = [("/".join(parts), None if row is None else tuple(row)) for parts, row in rows]
+        # Read back only with its seal intact: nobody else can have made it.
+        frame = sealed(self._purpose, marshal.dumps((self._size, plain), 4))
+        if self._safe:
+            os.fsync(self._data)
+        write_all(fd, _FRAME.pack(len(frame)) + frame)
+        if self._safe:
+            os.fsync(fd)
+
+    def _load(self) -> None:
+        left = memoryview(read_all(self._index, os.fstat(self._index).st_size))
+        done = 0
+        while len(left) >= _FRAME.size:
+            end = _FRAME.size + _FRAME.unpack_from(left)[0]
+            if end > len(left):
+                break  # a process was killed while it wrote this: nothing depends on it
+            plain = unsealed(self._purpose, bytes(left[_FRAME.size : end]))
+            if plain is None:
+                self.is_damaged = True
+                self._forget()
+                return
+            self._apply(marshal.loads(plain))
+            left, done = left[end:], done + end
+        os.ftruncate(self._index, done)
+        used = {source[0] for source in self._uses}
+        self._unused = {n for n in os.listdir(self.folder) if _OWN.fullmatch(n)} - used
+
+    def _apply(self, frame: tuple[int, list[tuple[str, Any]]]) -> None:
+        self._size = frame[0]
+        for path, values in frame[1]:
+            parts: Parts = tuple(path.split("/")) if path else ()
+            self._set(parts, None if values is None else Row._make(values))
+
+    # Space
+
+    def tidy(self) -> None:
+        """Forget contents that nothing refers to. Only between transactions."""
+        for name in self._unused:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / name)
+        self._unused.clear()
+        frames = os.fstat(self._index).st_size
+        waste = self._size - self._live
+        if waste > max(self._live, WASTE) or frames > WASTE + 1000 * len(self.rows):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Copy what is in use to a new pack, with a new index."""
+        old, old_data = self.rows, self._data_name
+        reading = os.dup(self._data)
+        moved: dict[Place, Place] = {}
+        try:
+            self._begin_generation()
+            rows: dict[Parts, Row] = {}
+            for parts, row in old.items():
+                source = row.source
+                if source is not None and source[0] == old_data:
+                    if source not in moved:
+                        data = os.pread(reading, row.size, source[1])
+                        moved[source] = self._append(data, source[2])
+                    row = row._replace(source=moved[source])
+                rows[parts] = row
+            self._forget()
+            self._publish(rows)
+        finally:
+            os.close(reading)
+
+    def reset(self) -> None:
+        """Forget everything: the next look begins anew."""
+        self.is_damaged = False
+        self._forget()
+        self._begin_generation()
+        self._publish({})
+        for name in os.listdir(self.folder):
+            if _OWN.fullmatch(name):
+                os.unlink(self.folder / name)
+
+    def _forget(self) -> None:
+        self.rows, self._uses = {}, {}
+        self._live = self.needed = 0
+        self._unused.clear()
+
+    def _begin_generation(self) -> None:
+        self.close()
+        self._buffer.clear()
+        self._generation += 1
+        self._size = 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._data = os.open(self.folder / self._data_name, flags, 0o600)
+        self._index = os.open(self.folder / "new", flags | os.O_APPEND, 0o600)
+
+    def _publish(self, rows: Mapping[Parts, Row]) -> None:
+        """Let a complete index take the place of the one before."""
+        self.save(dict(rows))
+        os.rename(self.folder / "new", self.folder / f"index-{self._generation}")
+        self._remove_older()
+
+    def _open(self) -> None:
+        index = self.folder / f"index-{self._generation}"
+        self._index = os.open(index, os.O_RDWR | os.O_APPEND)
+        self._data = os.open(self.folder / self._data_name, os.O_RDWR | os.O_CREAT, 0o600)
+        self._remove_older()
+
+    def _remove_older(self) -> None:
+        ours = {f"index-{self._generation}", self._data_name}
+        for name in os.listdir(self.folder):
+            if name.startswith(("index-", "pack-", "new")) and name not in ours:
+                os.unlink(self.folder / name)
+
+    @property
+    def _data_name(self) -> str:
+        return f"pack-{self._generation}"
+
+
+# Contents, for those who only know where they are
+
+
+def path_of(folder: Path, source: Source) -> Path | None:
+    """Return the file that holds just this content; None for one that is with others."""
+    return folder / source.name if _OWN.fullmatch(source.name) else None
+
+
+def data_of(folder: Path, source: Source, size: int) -> bytes:
+    """Return a content."""
+    return b"".join(_chunks(folder, source, size))
+
+
+def fill(folder: Path, source: Source, size: int, writing: int) -> None:
+    """Write a content to a descriptor that nothing was written to, holes as holes."""
+    own = path_of(folder, source)
+    if own is None:
+        write_all(writing, data_of(folder, source, size))
+        return
+    reading = os.open(own, os.O_RDONLY)
+    try:
+        copy_content(reading, writing)
+    finally:
+        os.close(reading)
+
+
+def has_content(folder: Path, source: Source, size: int, reading: int) -> bool:
+    """Tell whether what a descriptor has to read is this content."""
+    for data in _chunks(folder, source, size):
+        if read_exactly(reading, len(data)) != data:
+            return False
+    return not os.read(reading, 1)
+
+
+def read_exactly(reading: int, size: int) -> bytes:
+    """Return the next bytes, fewer only at the end."""
+    data = os.read(reading, size)
+    while len(data) < size and (more := os.read(reading, size - len(data))):
+        data += more
+    return data
+
+
+def _chunks(folder: Path, source: Source, size: int) -> Iterator[bytes]:
+    own = path_of(folder, source)
+    if own is None and not _PACK.fullmatch(source.name):
+        raise OSError(errno.EIO, "where it was kept cannot be told")
+    fd = os.open(own or folder / source.name, os.O_RDONLY)
+    try:
+        if own is None:
+            data = os.pread(fd, size, source.offset)
+            if len(data) != size or zlib.crc32(data) != source.check:
+                raise OSError(errno.EIO, "what was kept of it is damaged")
+            yield data
+            return
+        while data := os.read(fd, CHUNK):
+            yield data
+    finally:
+        os.close(fd)
+
+
+def second_name(folder: Path, ino: int) -> Path | None:
+    """Return the name that a file with names elsewhere has in the store, if it has one."""
+    path = folder / f"l{ino}"
+    with contextlib.suppress(FileNotFoundError):
+        return path if os.lstat(path).st_ino == ino else None
+    return None
+
+
+def _write_at(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
