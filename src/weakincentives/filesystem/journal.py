@@ -1570,10 +1570,6 @@ def _sync_in(above: int, name: str) -> None:
         os.close(fd)
 
 
-def _ino(ident: Ident | None) -> int | None:
-    return None if ident is None else ident.ino
-
-
 def _is_directory(status: os.stat_result | None) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
