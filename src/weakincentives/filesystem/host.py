@@ -1094,9 +1094,14 @@ class HostFilesystem:
             reserved.check_tree(parts, look)
             return True
         if step.action == "move" and step.source is not None and reserved.problem(parts, look):
-            status = os.lstat(step.source)
-            if stat.S_ISREG(status.st_mode) and reserved.is_rewritten_as_it_was(
-                parts, look, step.source.read_bytes(), stat.S_IMODE(status.st_mode)
+            tree, place = step.source
+            status = tree.status(place)
+            if (
+                status is not None
+                and stat.S_ISREG(status.st_mode)
+                and reserved.is_rewritten_as_it_was(
+                    parts, look, tree.read(place)[0], stat.S_IMODE(status.st_mode)
+                )
             ):
                 return False
         directory = step.action == "directory"

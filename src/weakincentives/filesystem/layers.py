@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
-from weakincentives.filesystem.confined import Tree
+from weakincentives.filesystem.confined import BARRED, Tree
 from weakincentives.filesystem.history import Delta, Link, Past, kept_at
 from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
@@ -583,7 +583,7 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
             kind, source = "link", os.fsencode(before.target or "")
         case "directory":
             kind = "directory"
-            if record.op == "found" and layer.node(record.path) is not None:
+            if record.op == "found" and _is_there(layer, record.path):
                 return layer
             if (place := taken.at(record)) is not None:
                 stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
@@ -594,6 +594,15 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
     ino = before.ino if record.old is None else record.old.ino
     node = Node(kind, before.mode, before.size, before.mtime_ns, ino, device, before.nlink)
     return layer.put(record.path, Cover(node, source))
+
+
+def _is_there(layer: Layer, parts: Parts) -> bool:
+    try:
+        return layer.node(parts) is not None
+    except OSError as error:
+        if error.errno in BARRED:
+            return False
+        raise
 
 
 def _content(
