@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import ON_DISK, Seen, elsewhere, look, put
 
@@ -270,6 +270,7 @@ def keep(fs: HostFilesystem, operations: list[Any]) -> None:
     calls=st.lists(st.lists(CHANGING, min_size=1, max_size=4), min_size=1, max_size=4),
     place=st.integers(0, 3),
 )
+@example(calls=[[("delete", "one"), ("write", "two", "")]], place=0)
 def test_going_back_over_kept_calls_brings_every_name_back(store, calls, place):
     """And going back over the going back does, too."""
     with workspace(store) as fs:

@@ -447,8 +447,11 @@ class History(Past):
         status = self.store.tree.status((name,))
         if status is None or entry.digest is None:
             return
-        if status.st_nlink == 1 or entry.digest not in self.store.objects:
-            # Also in the place of one that is there: that may be damaged, this one is not.
+        # One that is there is replaced, because it may be damaged; but not by a file that was
+        # changed since through another of its names: then a copy has its content.
+        if entry.digest not in self.store.objects or (
+            status.st_nlink == 1 and self._digest((name,)) == entry.digest
+        ):
             self._make_object(name, status, entry.digest)
 
     def _settle_directory(
