@@ -503,3 +503,47 @@ def test_whatever_programs_did_is_undone_exactly(calls: list[list[tuple[str, ...
                     for step in steps:
                         mutate(root, *step)
                 assert look(root) == before
+
+
+# Taking back a call that was kept
+
+
+@pytest.fixture
+def fs(root: Path) -> Iterator[HostFilesystem]:
+    with HostFilesystem(root) as fs:
+        yield fs
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_undo_leaves_what_a_person_put_into_a_directory_that_a_program_made(
+    fs: HostFilesystem, root: Path, force: bool
+):
+    call_id = kept_call(fs, "mkdir -p out/sub; echo x > out/x; echo y > out/sub/y")
+    put(root / "out/mine", "a person's")
+    told = fs.undo(call_id, force=force)
+    assert list((root / "out").rglob("*")) == [root / "out/mine"]
+    assert any("out/mine" in sentence for sentence in told)
+
+
+def test_undo_leaves_a_persons_file_in_a_directory_that_took_the_place_of_a_file(
+    fs: HostFilesystem, root: Path
+):
+    call_id = kept_call(fs, "rm dir/b.txt; mkdir dir/b.txt; echo x > dir/b.txt/x")
+    put(root / "dir/b.txt/mine", "a person's")
+    told = fs.undo(call_id)
+    assert (root / "dir/b.txt/mine").read_text() == "a person's"
+    assert not (root / "dir/b.txt/x").exists()
+    assert any("dir/b.txt/mine" in sentence for sentence in told)
+
+
+def test_reverting_leaves_what_a_person_put_into_a_directory_that_a_program_made(
+    fs: HostFilesystem, root: Path
+):
+    fs.write("first", "call")
+    first = fs.history()[-1].call_id
+    kept_call(fs, "mkdir -p out; echo x > out/x")
+    put(root / "out/mine", "a person's")
+    told = fs.revert_to(first)
+    assert (root / "out/mine").read_text() == "a person's"
+    assert not (root / "out/x").exists()
+    assert any("out/mine" in sentence for sentence in told)

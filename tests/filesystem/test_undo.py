@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_filesystem_model import APPLY, outcome
-from trees import ON_DISK, look
+from trees import ON_DISK, has_xattrs, look
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import UndoRefused
@@ -472,3 +472,116 @@ def test_of_calls_up_to_the_last_nothing_is_left(
 
         assert fs.undo(*data.draw(st.permutations(ids[first:]))) == ()
         assert contents(Path(above)) == states[first]
+
+
+# What a person did that leaves size and time as they were
+
+
+def in_place(path: Path) -> None:
+    """As some editors do, and ``rsync -t --inplace``."""
+    status = path.stat()
+    path.write_text(path.read_text().swapcase())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def by_another_file(path: Path) -> None:
+    """As ``cp -p`` and ``rsync -t`` do."""
+    status = path.stat()
+    new = path.with_name("staged")
+    new.write_text(path.read_text().swapcase())
+    new.chmod(status.st_mode & 0o777)
+    os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
+    new.rename(path)
+
+
+def with_an_attribute(path: Path) -> None:
+    if not has_xattrs(path.parent.parent):
+        pytest.skip("no extended attributes here")
+    os.setxattr(path, "user.note", b"a person's")
+
+
+def with_another_owner(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(path, 65534, 65534)
+
+
+PERSONS = [in_place, by_another_file, with_an_attribute, with_another_owner]
+
+
+def by_the_api(fs: HostFilesystem, root: Path) -> None:
+    write(fs, "c1", **{"src/app.py": "by the agent"})
+
+
+def by_a_command(fs: HostFilesystem, root: Path) -> None:
+    call(fs, "c1", lambda view: view.run("printf 'by the agent' > src/app.py"))
+
+
+def by_a_copy(fs: HostFilesystem, root: Path) -> None:
+    def work(view: HostFilesystem) -> None:
+        view.write("staging/app.py", "by the agent")
+        view.copy("staging", "src", overwrite=True)
+
+    call(fs, "c1", work)
+
+
+def by_a_program(fs: HostFilesystem, root: Path) -> None:
+    def work(view: HostFilesystem) -> None:
+        view.expect_external()
+        (root / "src/app.py").write_text("by the agent")
+
+    call(fs, "c1", work)
+
+
+AGENTS = [by_the_api, by_a_command, by_a_copy, by_a_program]
+
+
+@pytest.mark.parametrize("person", PERSONS)
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_change_that_leaves_size_and_time_as_they_were_is_not_lost(
+    fs: HostFilesystem,
+    root: Path,
+    agent: Callable[[HostFilesystem, Path], None],
+    person: Callable[[Path], None],
+):
+    agent(fs, root)
+    person(root / "src/app.py")
+    before = look(root)
+    with pytest.raises(UndoRefused) as refused:
+        fs.undo("c1")
+    assert "src/app.py" in refused.value.paths
+    assert look(root) == before
+
+
+@pytest.mark.parametrize("person", PERSONS)
+def test_such_a_change_between_two_calls_is_not_lost(
+    fs: HostFilesystem, root: Path, person: Callable[[Path], None]
+):
+    by_the_api(fs, root)
+    person(root / "src/app.py")
+    before = look(root)
+    write(fs, "c2", **{"src/app.py": "once more"})
+    assert fs.undo("c2") == ()
+    assert look(root)["src/app.py"].content == before["src/app.py"].content
+    with pytest.raises(UndoRefused):
+        fs.undo("c1")
+    write(fs, "c3", **{"src/app.py": "and again"})
+    with pytest.raises(UndoRefused):
+        fs.undo("c1", "c3")
+    told = fs.revert_to(fs.history()[0].call_id)
+    assert told == ()
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_a_call_that_failed_in_between_is_no_obstacle(
+    fs: HostFilesystem, root: Path, agent: Callable[[HostFilesystem, Path], None]
+):
+    before = look(root)
+    agent(fs, root)
+    for _ in range(2):
+        view = fs.fork_in_place()
+        view.write("src/app.py", "fails")
+        view.set_readonly("src/app.py")
+        fs.discard(view)
+    fs.undo("c1")
+    assert look(root)["src/app.py"].content == before["src/app.py"].content

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import HistoryDamaged, StoreRefused
-from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree
+from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree, xattrs_of
 from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import JOURNAL, Journal, Record, Source, read_journal
@@ -37,7 +37,18 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.state import Seals
 
-__all__ = ["CHANGES", "Committed", "Delta", "History", "Link", "Past", "kept_at", "replaced"]
+__all__ = [
+    "CHANGES",
+    "Committed",
+    "Delta",
+    "History",
+    "Link",
+    "Mark",
+    "Past",
+    "kept_at",
+    "mark_of",
+    "replaced",
+]
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -67,6 +78,80 @@ class Committed:
     """The calls that it took back."""
 
 
+class Mark(NamedTuple):
+    """What tells whether somebody else has changed a file since, whatever they did to its times."""
+
+    mode: int
+    uid: int
+    gid: int
+    ctime_ns: int
+    """Nobody can set it: while it is the same, so is all else."""
+    digest: str | None
+    """Of the content, or of a link's text; None where that was too much to read."""
+    xattrs: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(
+        cls, status: os.stat_result, digest: str | None, xattrs: tuple[tuple[str, bytes], ...]
+    ) -> Mark:
+        """Return the mark of something with this status."""
+        mode = stat.S_IMODE(status.st_mode)
+        return cls(mode, status.st_uid, status.st_gid, status.st_ctime_ns, digest, xattrs)
+
+    def encode(self) -> list[Any]:
+        """Return the mark as JSON takes it."""
+        return [*self[:5], [[name, value.hex()] for name, value in self.xattrs]]
+
+    @classmethod
+    def decode(cls, values: Sequence[Any]) -> Mark:
+        """Return the mark that :meth:`encode` wrote."""
+        xattrs = tuple((name, bytes.fromhex(value)) for name, value in values[5])
+        return cls(*values[:5], xattrs)
+
+    def is_of(self, entry: Entry) -> bool:
+        """Tell whether something that a later call replaced was as it is marked."""
+        if entry.kind != "file":
+            return True
+        if (entry.mode, entry.uid, entry.gid) != self[:3] or entry.xattrs != self.xattrs:
+            return False
+        return entry.digest is None or self.digest is None or entry.digest == self.digest
+
+    def is_at(self, tree: Tree, parts: Parts) -> bool:
+        """Tell whether what is at a path is as it is marked."""
+        status = tree.status_if_reached(parts)
+        if status is None:
+            return False
+        if status.st_ctime_ns == self.ctime_ns:
+            return True
+        now = mark_of(tree, parts, status)
+        return (
+            now is not None
+            and self.digest is not None
+            and now[:3] == self[:3]
+            and ((now.digest, now.xattrs) == (self.digest, self.xattrs))
+        )
+
+
+def mark_of(tree: Tree, parts: Parts, status: os.stat_result, *, read: bool = True) -> Mark | None:
+    """Return the mark of what is at a path; None for what is neither a file nor a link."""
+    if stat.S_ISLNK(status.st_mode):
+        return Mark.of(status, _digest_of_text(tree.link_target(parts)), ())
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    try:
+        fd = tree.open_file(parts)
+    except PermissionError:
+        return Mark.of(status, None, ())
+    try:
+        return Mark.of(os.fstat(fd), digest_of(fd) if read else None, xattrs_of(fd))
+    finally:
+        os.close(fd)
+
+
+def _digest_of_text(text: str) -> str:
+    return hashlib.sha256(os.fsencode(text)).hexdigest()
+
+
 class Link(NamedTuple):
     """A file in a directory that a call took away, and that stayed under another name."""
 
@@ -84,8 +169,8 @@ class Delta:
     records: tuple[Record, ...]
     after: Mapping[Parts, Ident | None]
     """What was at each path when it was committed."""
-    modes: Mapping[Parts, int]
-    """The permissions that the files among these had then."""
+    marks: Mapping[Parts, Mark]
+    """More about the files and links among these: it shows what size and time do not."""
     links: Mapping[str, tuple[Link, ...]]
     """The files in each directory it took away that had names elsewhere, too."""
 
@@ -182,8 +267,8 @@ class Past:
             checked_parts(path): None if ident is None else Ident(*map(int, ident))
             for path, ident in meta["after"]
         }
-        modes = {checked_parts(path): int(mode) for path, mode in meta.get("modes", ())}
-        return Delta(committed, changes, after, modes, _links_in(meta))
+        marks = {checked_parts(path): Mark.decode(mark) for path, mark in meta.get("marks", ())}
+        return Delta(committed, changes, after, marks, _links_in(meta))
 
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
@@ -259,7 +344,7 @@ class History(Past):
         records: Sequence[Record],
         call: ToolCall | None,
         after: Mapping[Parts, Ident | None],
-        modes: Mapping[Parts, int],
+        marks: Mapping[Parts, Mark],
         tree: Tree,
         undoes: Sequence[str] = (),
     ) -> int | None:
@@ -284,7 +369,7 @@ class History(Past):
             "time": self._clock.time(),
             "entries": [(index, entry.encode()) for index, entry in entries],
             "after": [["/".join(parts), ident] for parts, ident in after.items()],
-            "modes": [["/".join(parts), mode] for parts, mode in modes.items()],
+            "marks": [["/".join(parts), mark.encode()] for parts, mark in marks.items()],
             "size": size,
             "links": self._links(records, entries, tree),
             "undoes": list(undoes),

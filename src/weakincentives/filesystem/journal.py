@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import stat
@@ -41,7 +42,7 @@ from weakincentives.filesystem.confined import (
     write_all,
     xattrs_of,
 )
-from weakincentives.filesystem.history import History
+from weakincentives.filesystem.history import History, Mark, mark_of
 from weakincentives.filesystem.pack import fill, has_content, path_of, second_name
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record, Source, read_journal
@@ -63,6 +64,10 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 SYNCED_ONE_BY_ONE = 64
 """More changed paths than this are written to the disk with all that its filesystem has."""
+
+READ_FOR_MARKS = 32 << 20
+"""Bytes to read at most when a call is kept, so that undoing can compare contents. What is beyond
+counts as changed as soon as its change time is another one."""
 
 COPIED_WHEN_MOVED = 8 << 20
 """A moved file up to this size is copied, so that it comes back as it was even if it was edited."""
@@ -114,6 +119,8 @@ class Changes:
         self._touched: dict[Parts, Mount] = {}
         """The directories that were changed since the last mark, and where they are mounted."""
         self._litter: set[tuple[Room, str]] = set()
+        self._contents: dict[Ident, tuple[str, tuple[tuple[str, bytes], ...]]] = {}
+        """Of files that were written here: the digest, and the attributes."""
         self._has_programs = False
         """Whether others change files in this transaction, or did."""
         self._safe_until = 0
@@ -133,8 +140,11 @@ class Changes:
                 self._edit(above, parts, status, data)
                 return
             room = self._room(above, parts[:-1])
-            staged = self._stage(room, above, parts, status, data)
+            staged, xattrs = self._stage(room, above, parts, status, data)
             self._put(above, parts, room, staged, status)
+            new = self.records[-1].new
+            if new is not None:
+                self._contents[new] = hashlib.sha256(data).hexdigest(), xattrs
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Make the file at ``source`` what is at the path, with all that it is; it is consumed."""
@@ -290,6 +300,7 @@ class Changes:
                 record = self._edit_record(above, parts, entry)
         else:
             record = Record(op="attributes", path=parts, before=entry, old=entry.ident)
+        self._contents.clear()
         with self._change(record):
             apply_entry(self.tree, parts, wanted)
 
@@ -387,8 +398,8 @@ class Changes:
             self._write_through(self.records)
         if self.bring_over(self.records) and self.store.safe:
             sync_all(self.store.tx_fd)
-        after, modes = self._left_now()
-        serial = self.history.add(self.records, call, after, modes, self.tree, undoes)
+        after, marks = self._left_now()
+        serial = self.history.add(self.records, call, after, marks, self.tree, undoes)
         unfinished = self.history.unfinished is not None
         self._sweep(self.history.sources(self.records) if unfinished else frozenset())
         self.rooms.leave()
@@ -434,24 +445,36 @@ class Changes:
                     copy_exactly(room.tree, room.at(name), self.store.tree, (_safe(name),))
         self._safe_until = len(self.records)
 
-    def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, int]]:
-        """Return what is now at each path that was changed, by whomever; and of files the modes."""
+    def _left_now(self) -> tuple[dict[Parts, Ident | None], dict[Parts, Mark]]:
+        """Return what is now at each path that was changed, by whomever; and what marks it."""
         paths = {record.path for record in self.records}
         paths |= {record.origin for record in self.records if record.origin is not None}
-        idents: dict[Parts, Ident | None] = {}
-        modes: dict[Parts, int] = {}
+        found: dict[Parts, os.stat_result | None] = {}
         for parts in paths:
             with contextlib.suppress(OSError):
-                status = self.tree.status(parts)
-                idents[parts] = None if status is None else lasting(status)
-                if status is not None and stat.S_ISREG(status.st_mode):
-                    modes[parts] = stat.S_IMODE(status.st_mode)
+                found[parts] = self.tree.status(parts)
         # What came as a whole is known by all that is in it.
         for top in {record.path for record in self.records if record.op == "put"}:
-            left = idents.get(top)
-            if left is not None and left.size == -1:
-                idents |= {parts: lasting(status) for parts, status in self.tree.walk(top)}
-        return idents, modes
+            if _is_directory(found.get(top)):
+                found.update(self.tree.walk(top))
+        idents = {p: None if status is None else lasting(status) for p, status in found.items()}
+        marks: dict[Parts, Mark] = {}
+        left = READ_FOR_MARKS
+        for parts, status in found.items():
+            if status is None or _is_directory(status):
+                continue
+            known = None if self._has_programs else self._contents.get(lasting(status))
+            if known is not None:
+                marks[parts] = Mark.of(status, *known)
+                continue
+            left -= status.st_size + 4096
+            with contextlib.suppress(OSError):
+                mark = mark_of(self.tree, parts, status, read=left > 0)
+                if mark is not None:
+                    marks[parts] = mark
+            if left <= 0:
+                left += status.st_size + 4096
+        return idents, marks
 
     def _ident(self, parts: Parts) -> Ident | None:
         status = self.tree.status(parts)
@@ -556,8 +579,11 @@ class Changes:
 
     def _stage(
         self, room: Room, above: int, parts: Parts, status: os.stat_result | None, data: bytes
-    ) -> str:
-        """Write a new file, with all but the content of the one it replaces."""
+    ) -> tuple[str, tuple[tuple[str, bytes], ...]]:
+        """Write a new file, with all but the content of the one it replaces.
+
+        Returns its name in the room, and its attributes.
+        """
         staged = self._fresh(room)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with room.open() as directory:
@@ -566,9 +592,9 @@ class Changes:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
                 self._take_after(fd, above, parts[-1], status)
+            return staged, xattrs_of(fd)
         finally:
             os.close(fd)
-        return staged
 
     def _take_after(self, fd: int, above: int, name: str, status: os.stat_result) -> None:
         """Give a new file the owner, mode and attributes of the one it replaces."""

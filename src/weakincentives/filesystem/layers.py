@@ -111,25 +111,25 @@ class Disk:
     """The directory as it is now."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+        self.tree = tree
         self.link_target = tree.link_target
 
     def node(self, parts: Parts) -> Node | None:
         """Return what is at a path; None for nothing."""
-        status = self._tree.status(parts)
+        status = self.tree.status(parts)
         return None if status is None else node_of(status)
 
     def read(self, parts: Parts) -> bytes:
         """Return the bytes of a regular file."""
-        return self._tree.read(parts)[0]
+        return self.tree.read(parts)[0]
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
         """Return all that is in a directory."""
-        return [(name, node_of(status)) for name, status in self._tree.scan(parts)]
+        return [(name, node_of(status)) for name, status in self.tree.scan(parts)]
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
         """Return the names in a directory with what they are."""
-        return [(name, _KINDS.get(kind, "other")) for name, kind in self._tree.kinds(parts)]
+        return [(name, _KINDS.get(kind, "other")) for name, kind in self.tree.kinds(parts)]
 
 
 Where = tuple[Look, Parts]

@@ -11,7 +11,7 @@ from weakincentives.errors import UndoRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
 from weakincentives.filesystem.history import Committed, Delta, History, Past
 from weakincentives.filesystem.journal import Changes, lasting, matches
-from weakincentives.filesystem.layers import Layer, Look, Node, taken_by, undone, walk
+from weakincentives.filesystem.layers import Disk, Layer, Look, Node, taken_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, apply_entry
@@ -55,7 +55,7 @@ def take_back(
     return tuple(going.sentences)
 
 
-def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple[str, ...]]:
+def obstacles(past: Past, serials: Iterable[int], disk: Disk) -> dict[str, tuple[str, ...]]:
     """Return what is in the way of undoing just these calls: paths that are not as they left them.
 
     With each path come the other calls that have changed it since; with none of them, somebody
@@ -64,7 +64,7 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
     wanted = set(serials)
     found: dict[Parts, tuple[str, ...]] = {}
     others: list[Delta] = []
-    known: dict[Parts, Ident | None] = {}
+    known: dict[Parts, Entry] = {}
     undoing: set[Parts] = set()
     again = _made_again(past, wanted)
     layer = Layer(disk)
@@ -78,19 +78,23 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
             differing = {
                 parts
                 for parts in paths & delta.after.keys()
-                if not _is_as(delta.after[parts], parts, known, again, layer)
+                if not _is_as(parts, delta, known, again, layer)
             }
+            inside: set[Parts] = set()
             for top in _put_directories(changes, delta):
                 now = {parts: _ident(node) for parts, node in walk(layer, [top])}
                 differing |= _changed_inside(top, delta, now)
+                inside |= now.keys()
             # Only where it is still this call that says which: else a later one is undone first.
-            for parts in paths & delta.modes.keys():
-                if not _is_within(parts, undoing) and _mode(disk, parts) != delta.modes[parts]:
+            for parts in (paths | inside) & delta.marks.keys():
+                if not _is_within(parts, undoing) and not delta.marks[parts].is_at(
+                    disk.tree, parts
+                ):
                     differing.add(parts)
             undoing |= paths
             for parts in differing:
                 found[parts] = _changed_by(others, parts, disk)
-            known |= {r.path: r.before.ident for r in changes if r.before is not None}
+            known |= {r.path: r.before for r in changes if r.before is not None}
             taken = taken_by(past, delta)
             if taken.tree is not None:
                 opened.callback(taken.tree.close)
@@ -101,35 +105,43 @@ def obstacles(past: Past, serials: Iterable[int], disk: Look) -> dict[str, tuple
 
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
     """Return the calls, newest first, that changed a path; none if it is not as they left it."""
-    left = [each.after[parts] for each in others if parts in each.after]
-    if left and not _is_as(left[0], parts, {}, {}, disk):
+    left = [each for each in others if parts in each.after]
+    if left and not _is_as(parts, left[0], {}, {}, disk):
         return ()
     return tuple(each.committed.call_id for each in others if _touches(each.committed, parts))
 
 
 def _is_as(
-    left: Ident | None,
     parts: Parts,
-    known: dict[Parts, Ident | None],
+    delta: Delta,
+    known: Mapping[Parts, Entry],
     again: Mapping[Parts, int],
     look: Look,
 ) -> bool:
-    if parts in known and matches(left, known[parts]):
+    """Tell whether something is as a call left it, as far as size and time tell."""
+    left = delta.after[parts]
+    if _is_known(parts, delta, known.get(parts)):
         return True
     try:
         node = look.node(parts)
     except OSError:
         return False  # something else is in the way
     now = None if node is None else _ident(node)
+    if parts in known and not _may_be(parts, delta, known[parts]):
+        return False
     return matches(left, now) or _is_made_again(left, parts, now, again)
 
 
-def _mode(look: Look, parts: Parts) -> int | None:
-    try:
-        node = look.node(parts)
-    except OSError:
-        return None
-    return None if node is None else node.mode
+def _is_known(parts: Parts, delta: Delta, entry: Entry | None) -> bool:
+    """Tell whether a call left what another, which is undone before it, has then replaced."""
+    if entry is None or not _may_be(parts, delta, entry):
+        return False
+    return matches(delta.after[parts], entry.ident)
+
+
+def _may_be(parts: Parts, delta: Delta, entry: Entry) -> bool:
+    mark = delta.marks.get(parts)
+    return mark is None or mark.is_of(entry)
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
@@ -223,6 +235,8 @@ class _Going:
         """What someone else has changed since, and was left alone."""
         self._state: dict[Parts, Ident | None] = {}
         """What the history says is at the paths that were put back."""
+        self._entries: dict[Parts, Entry] = {}
+        """The same in full, of what a call had replaced."""
         self._directories: set[Parts] = set()
         """Those that were made here: each is what the history says, though it is another one."""
         self._left: set[Parts] = set()
@@ -274,6 +288,9 @@ class _Going:
         if parts not in delta.after:
             return True
         left = delta.after[parts]
+        entry = self._entries.get(parts)
+        if entry is not None and not _may_be(parts, delta, entry):
+            return False
         if parts in self._state and matches(left, self._state[parts]):
             return True
         if left is not None and left.size == -1 and parts in self._directories:
@@ -284,21 +301,22 @@ class _Going:
             return False  # something else is in the way
         # Also of what was put back: a file may have been so by another of its names.
         now = None if status is None else ident_of(status)
-        if status is not None and not self._has_its_mode(status, parts, delta):
+        if status is not None and not self._has_its_mark(parts, delta):
             return False
         return matches(left, now) or _is_made_again(left, parts, now, self._again)
 
-    def _has_its_mode(self, status: os.stat_result, parts: Parts, delta: Delta) -> bool:
+    def _has_its_mark(self, parts: Parts, delta: Delta) -> bool:
         # Only where it is still this call that says which.
-        if parts not in delta.modes or _is_within(parts, self._undone):
+        if parts not in delta.marks or _is_within(parts, self._undone):
             return True
-        return stat.S_IMODE(status.st_mode) == delta.modes[parts]
+        return delta.marks[parts].is_at(self.changes.tree, parts)
 
     def _leave_if_changed_inside(self, top: Parts, delta: Delta) -> None:
         if _is_within(top, self._left):
             return
         now = {parts: lasting(status) for parts, status in self.changes.tree.walk(top)}
         changed = _changed_inside(top, delta, now)
+        changed |= {parts for parts in now if not self._has_its_mark(parts, delta)}
         if changed:
             self.left |= changed
             self._left.add(top)
@@ -331,6 +349,8 @@ class _Going:
         match record.op:
             case "moved" | "moved over" if record.origin is not None:
                 self.changes.rename(record.path, record.origin)
+                self._entries.pop(record.path, None)
+                self._entries.pop(record.origin, None)
                 self._follow(record.path, record.origin)
                 self._state[record.origin] = record.old
                 self._state[record.path] = None
@@ -374,26 +394,40 @@ class _Going:
     def _unmake(self, record: Record) -> None:
         if self.changes.tree.status(record.path) is None:
             return
-        if self.changes.tree.names(record.path):
-            self._left.add(record.path)
-            self.sentences.append(
-                f"{shown(join_path(record.path))} holds something that is not from these calls,"
-                " and is left as it is"
-            )
+        if self._holds_more(record.path):
             return
-        self.changes.remove(record.path)
+        self._remove(record.path)
         self._directories.discard(record.path)
         self._forget_times(record.path)
         self._state[record.path] = None
 
+    def _holds_more(self, parts: Parts) -> bool:
+        """Leave a directory alone that is not empty now that what the call put there is gone."""
+        names = sorted(self.changes.tree.names(parts))
+        if names:
+            self._left.add(parts)
+            held = ", ".join(shown(join_path((*parts, name))) for name in names[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            self.sentences.append(
+                f"{shown(join_path(parts))} holds something that is not from these calls,"
+                f" and is left as it is: {held}{more}"
+            )
+        return bool(names)
+
     def _put_back(self, record: Record, delta: Delta) -> None:
         before, parts, tree = record.before, record.path, self.changes.tree
         status = tree.status(parts)
+        # What was found is told path by path: what is in a directory is somebody else's by now.
+        was_directory = before is not None and before.kind == "directory"
+        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
+        if record.op == "found" and is_directory and not was_directory and self._holds_more(parts):
+            return
         if before is None:
             if status is not None:
                 self._forget(parts, status)
                 self._remove(parts)
             self._state[parts] = None
+            self._entries.pop(parts, None)
             return
         if before.kind == "directory" and record.op == "found":
             if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -415,6 +449,7 @@ class _Going:
             )
             return
         self._state[parts] = before.ident
+        self._entries[parts] = before
 
     def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
         """Tell whether a file with several names is the one it was, or stands for it now."""
