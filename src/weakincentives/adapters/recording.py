@@ -133,8 +133,8 @@ class _Recording:
     def __init__(self, path: Path, adapter: str) -> None:
         self._path = path
         self._watch: _Watch | None = None
-        with path.open("x"):  # never over what is there: it may be another recording
-            pass
+        # Never over what is there, which may be another recording; and only the owner may read it.
+        path.touch(mode=0o600, exist_ok=False)
         self._write({"wink_recording": 1, "adapter": adapter})
 
     async def complete(self, model: Model, request: ModelRequest) -> ModelTurn:

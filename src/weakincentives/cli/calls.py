@@ -206,6 +206,17 @@ class Calls:
             return call
         raise Misuse(f"there is no call {wanted!r} in {self.workspace}; `wink log` lists them")
 
+    def damage(self) -> Iterator[str]:
+        """Yield a sentence for each record that cannot be read; what is shown is the rest."""
+        yield from self.history.damaged()
+        for run in runs_of(self.workspace):
+            try:
+                if damage := run.read(partly=True).damage:
+                    yield f"{damage}: what follows in it is not shown"
+            except (OSError, SnapshotError) as error:
+                if run.saved_size:
+                    yield str(error)
+
     def names(self) -> dict[str, str]:
         """Return how a person can call each of the calls that changed files, by id."""
         return {call.call_id: call.name for call in self.changed()}
@@ -220,7 +231,7 @@ class Calls:
 
     def _numbered(self, run: RunFile, number: str) -> Call:
         try:
-            calls = self._joined(Run(run, run.read()).calls())
+            calls = self._joined(Run(run, run.read(partly=True)).calls())
         except (OSError, SnapshotError) as error:
             raise Misuse(f"the run {run.id} cannot be read: {error}") from error
         for call in calls:
@@ -261,7 +272,7 @@ class Calls:
 def _read(runs: Iterable[RunFile]) -> Iterator[Run]:
     for run in runs:
         try:
-            yield Run(run, run.read())
+            yield Run(run, run.read(partly=True))
         except (OSError, SnapshotError):
             continue  # it has only begun, or is none of ours
 

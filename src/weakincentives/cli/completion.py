@@ -24,10 +24,10 @@ def complete_runs(context: typer.Context, incomplete: str) -> list[tuple[str, st
     """Return the runs of the workspace, newest first, with what they were told to do."""
     from weakincentives.cli.calls import Run
     from weakincentives.cli.runs import runs_of
-    from weakincentives.errors import SnapshotError
+    from weakincentives.errors import SnapshotError, WinkError
 
     found: list[tuple[str, str]] = []
-    with suppress(OSError):  # there is no such directory
+    with suppress(OSError, WinkError):  # there is no such directory, or its store is refused
         for run in runs_of(_workspace(context))[: -_MOST - 1 : -1]:
             with suppress(OSError, SnapshotError):  # of no session, or gone
                 if run.id.startswith(incomplete):
@@ -38,10 +38,11 @@ def complete_runs(context: typer.Context, incomplete: str) -> list[tuple[str, st
 def complete_calls(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Return the newest calls of the workspace, with their tools."""
     from weakincentives.cli.calls import Calls
+    from weakincentives.errors import WinkError
 
     try:
         calls = Calls(_workspace(context)).latest(_MOST)
-    except OSError:
+    except (OSError, WinkError):
         return []
     return [
         (call.name, _words(f"{call.tool} {call.outcome}"))

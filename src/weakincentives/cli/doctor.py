@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -29,6 +29,8 @@ Examples:
   wink doctor
 
   wink doctor -w ~/project --json
+
+  wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours
 
 Exit code 0: usable; 1: something that is configured cannot work. Values of variables are never
 shown. In the documentation: "Looking first".
@@ -57,8 +59,18 @@ def register(app: typer.Typer) -> None:
 def doctor(
     workspace: Workspace = Path(),
     as_json: AsJson = False,
+    adopt: Annotated[
+        bool,
+        typer.Option(
+            "--adopt-store",
+            help="Take over a store that does not carry your seal. Only if you know that it is "
+            "yours: `wink resume` loads what the runs in it name.",
+        ),
+    ] = False,
 ) -> int:
     """Say what is installed, what would be used on a directory, and what to do for more."""
+    if adopt:
+        return _adopt(load_settings(workspace).workspace)
     findings: list[Finding] = []
     area = ""
     for each in examine(workspace):
@@ -75,6 +87,35 @@ def doctor(
     if not as_json:
         echo(f"\n{broken} broken, {better} could be better.")
     return 1 if broken else 0
+
+
+def _adopt(workspace: Path) -> int:
+    from weakincentives.cli.runs import runs_of
+    from weakincentives.errors import SnapshotError
+    from weakincentives.filesystem import adopt_store
+    from weakincentives.filesystem.store import location_of
+    from weakincentives.runtime import OutcomeLedger, SavedSession
+
+    store = location_of(workspace)
+    if not os.path.lexists(store):
+        raise Misuse(f"there is no store for {workspace}: it would be {store}")
+    told = list(adopt_store(workspace))
+    for run in runs_of(workspace):
+        try:
+            run.read()
+        except SnapshotError:
+            try:
+                if lost := SavedSession.adopt(run.path):
+                    told.append(f"the last {lost} lines of {run.path} cannot be read")
+            except SnapshotError as error:
+                told.append(str(error))
+    outcomes = store / "outcomes.jsonl"
+    if OutcomeLedger(outcomes).damage():
+        told += OutcomeLedger.adopt(outcomes)
+    for sentence in told:
+        typer.echo(f"wink: {sentence}", err=True)
+    typer.echo(f"{store} carries your seal now.")
+    return 0
 
 
 _COLOURS = {"ok": "green", "better": "yellow", "broken": "red"}
@@ -362,16 +403,33 @@ def _inotify() -> Found:
 
 
 def _store(workspace: Path) -> Found:
+    from weakincentives.cli.calls import Calls
     from weakincentives.cli.runs import runs_of
-    from weakincentives.filesystem.store import location_of
+    from weakincentives.errors import StateUnavailable, StoreRefused
+    from weakincentives.filesystem.store import Note, location_of
+    from weakincentives.runtime import OutcomeLedger
+    from weakincentives.state import state_directory
 
-    store = location_of(workspace)
+    try:
+        yield "ok", f"your key and state are in {state_directory()}", ""
+        store = location_of(workspace)
+        Note.read(store)
+    except (StateUnavailable, StoreRefused) as error:
+        yield "broken", str(error), "see docs/disk.md, Where things are kept"
+        return
     if not store.is_dir():
         yield "ok", f"nothing is kept yet; it will be in {store}", ""
         return
     size = sum(path.lstat().st_size for path in store.rglob("*") if not path.is_dir())
     runs = len(runs_of(workspace))
     yield "ok", f"{store}: {_bytes(size)}, {runs} {'run' if runs == 1 else 'runs'}", ""
+    for sentence in (*Calls(workspace).damage(), OutcomeLedger(store / "outcomes.jsonl").damage()):
+        if sentence:
+            yield (
+                "better",
+                sentence,
+                "look at it; `wink doctor --adopt-store` drops what is damaged, and keeps a copy",
+            )
     owner = _lock_owner(store / "lock")
     if owner:
         yield "ok", f"process {owner} works on the directory now; others have to wait for it", ""
@@ -411,15 +469,12 @@ def _bytes(size: float) -> str:
 
 def _lock_owner(lock: Path) -> int:
     """Return the process that has a lock; 0 for none, or where that cannot be told."""
-    if sys.platform != "linux":
-        return 0
-    import fcntl
-    import struct
+    from weakincentives import locks
+    from weakincentives.filesystem.store import lock_owner
 
-    # Asked for, not taken: somebody who opens the directory now must not find it locked.
-    form = "hhqqi4x"
-    question = struct.pack(form, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    if sys.platform != "linux":
+        return 0  # to ask would be to take it: who opens the directory now would find it locked
     with suppress(OSError), lock.open("rb+") as file:
-        answer = struct.unpack(form, fcntl.fcntl(file, fcntl.F_GETLK, question))
-        return 0 if answer[0] == fcntl.F_UNLCK else int(answer[4])
+        if locks.is_taken(file.fileno()):
+            return lock_owner(file.fileno()) or 0
     return 0

@@ -110,6 +110,8 @@ def log(
     calls = _calls(workspace)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
+    for sentence in calls.damage():
+        _say(sentence)
     if as_json:
         for call in found:
             echo(json.dumps(_summary(call)))

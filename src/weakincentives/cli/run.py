@@ -270,6 +270,8 @@ def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> 
     runs = reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]
     ended: _Earlier | None = None
     for each in runs:
+        if run_id is not None:
+            _check_readable(each)
         earlier = _earlier(each)
         if earlier is None:
             continue
@@ -283,6 +285,14 @@ def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> 
     if run_id is not None:
         raise Misuse(f"{run_id} cannot be resumed: it is a dry run, or not of `wink run`")
     raise Misuse(f'there is no run in {directory} to resume; begin one: wink run "..."')
+
+
+def _check_readable(run: RunFile) -> None:
+    """Say why a run that somebody named cannot go on, if its file is damaged or not ours."""
+    try:
+        run.read()
+    except (OSError, SnapshotError) as error:
+        raise Misuse(f"{run.id} cannot be resumed: {error}") from error
 
 
 def _earlier(run: RunFile) -> _Earlier | None:

@@ -39,6 +39,14 @@ class RunFile:
         except OSError:
             return 0.0
 
+    @property
+    def saved_size(self) -> int:
+        """How many bytes there are of it; 0 for one that has only begun, or is gone."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
     def read(self, *, partly: bool = False) -> SavedSessionData:
         """Return what it holds, also while the run is under way: see ``SavedSessionData.read``."""
         from weakincentives.runtime import SavedSessionData
@@ -55,10 +63,16 @@ def new_run(store: Path) -> RunFile:
 
 
 def runs_of(workspace: Path) -> tuple[RunFile, ...]:
-    """Return the runs of a workspace, oldest first. Opens nothing, so others may be at work."""
-    from weakincentives.filesystem.store import location_of
+    """Return the runs of a workspace, oldest first. Opens nothing, so others may be at work.
 
-    return _runs_in(location_of(workspace))
+    Raises:
+        StoreRefused: It is not certain that this user wrote the store they are in.
+    """
+    from weakincentives.filesystem.store import Note, location_of
+
+    store = location_of(workspace)
+    Note.read(store)
+    return _runs_in(store)
 
 
 def find_run(workspace: Path, wanted: str) -> RunFile:

@@ -7,6 +7,7 @@ from weakincentives.filesystem.protocol import FileStat, Filesystem, GrepMatch
 from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from weakincentives.filesystem.adopting import adopt_store
     from weakincentives.filesystem.commands import CommandResult, engines
     from weakincentives.filesystem.diffs import FileChange
     from weakincentives.filesystem.history import Committed
@@ -24,6 +25,7 @@ __all__ = [
     "HostFilesystem",
     "MemoryFilesystem",
     "WorkspaceHistory",
+    "adopt_store",
     "engines",
 ]
 
@@ -31,6 +33,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "adopting": ["adopt_store"],
         "commands": ["CommandResult", "engines"],
         "diffs": ["FileChange"],
         "history": ["Committed"],

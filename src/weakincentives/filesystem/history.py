@@ -281,7 +281,7 @@ class Past:
                 for each in found:
                     if each.is_symlink():
                         raise StoreRefused(f"{each.path} is a symbolic link: nobody here made it")
-                    if named := _NAMED.fullmatch(each.name):
+                    if named := NAMED.fullmatch(each.name):
                         self._sizes[int(named[1])] = int(named[2])
             self._last = max(self._sizes, default=0)
         return self._sizes
@@ -290,7 +290,7 @@ class Past:
         return self._path / f"{serial:012d}-{self._known()[serial]}"
 
 
-_NAMED = re.compile("([0-9]{12,})-([0-9]+)")
+NAMED = re.compile("([0-9]{12,})-([0-9]+)")
 """How an entry's file is called: its place, and the bytes that it takes."""
 
 

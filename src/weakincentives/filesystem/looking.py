@@ -15,7 +15,8 @@ from weakincentives.filesystem.layers import Disk, Layer, Look, taken_by, undone
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import JOURNAL
 from weakincentives.filesystem.revert import obstacles
-from weakincentives.filesystem.store import Note, location_of, seals_of
+from weakincentives.filesystem.store import Note, location_of
+from weakincentives.state import Seals
 
 __all__ = ["CallChanges", "WorkspaceHistory", "diff_of"]
 
@@ -39,7 +40,7 @@ class WorkspaceHistory:
     ) -> None:
         self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
         note = Note.read(self.store)
-        self._past = Past(self.store, seals_of("" if note is None else note.id, JOURNAL))
+        self._past = Past(self.store, Seals("nothing") if note is None else note.seals(JOURNAL))
         self._disk = Disk(Tree(Path(root)))
 
     def calls(self) -> tuple[Committed, ...]:

@@ -24,7 +24,8 @@ __all__ = ["TEMPORARY", "Room", "Rooms", "link", "set_time"]
 TEMPORARY = ".wink-temporary-"
 """How the names of such directories begin. Nobody else is to be bothered with them."""
 
-_NOTE = "rooms"
+NOTE = "rooms"
+"""The file that they are noted in, and what it is sealed as."""
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -99,7 +100,7 @@ class Rooms:
     @property
     def _note(self) -> Path:
         """Where the rooms are noted, for whoever comes after a kill."""
-        return self._store.path / "rooms"
+        return self._store.path / NOTE
 
     def on(self, mount: Mount, parent: Parts) -> Room:
         """Return the room for what is in a directory; made if it is the first on its mount."""
@@ -138,7 +139,7 @@ class Rooms:
     def _noted(self) -> list[tuple[Parts, int | None]]:
         """Return the rooms that a process which is gone has noted; none if that is damaged."""
         try:
-            data = self._store.seals(_NOTE).unsealed(self._note.read_bytes())
+            data = self._store.seals(NOTE).unsealed(self._note.read_bytes())
             noted = [(checked_parts(path), time) for path, time in json.loads(data or b"")]
             if not all(base and base[-1].startswith(TEMPORARY) for base, _ in noted):
                 raise ValueError("not the name of a room")
@@ -249,7 +250,7 @@ class Rooms:
         staged = self._store.path / "rooms.new"
         fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            write_all(fd, self._store.seals(_NOTE).sealed(json.dumps(noted).encode()))
+            write_all(fd, self._store.seals(NOTE).sealed(json.dumps(noted).encode()))
             if self._store.safe:
                 os.fsync(fd)
         finally:

@@ -483,6 +483,10 @@ class Note:
     path: str
     ino: int
 
+    def seals(self, kind: str) -> Seals:
+        """Return the seals for one kind of record in the store."""
+        return Seals(f"{kind} {self.id}")
+
     def encode(self) -> bytes:
         """Return the note as it is written."""
         values = {"version": VERSION, "id": self.id, "path": self.path, "ino": self.ino}
@@ -496,7 +500,7 @@ class Note:
             StoreRefused: It is not certain that this user wrote the store.
         """
         with contextlib.suppress(FileNotFoundError):
-            fd = _open_store(store)
+            fd = open_store(store)
             try:
                 return cls.read_from(fd, store)
             finally:
@@ -514,24 +518,23 @@ class Note:
             raise _unsealed(store) from None
         with open(reading, "rb") as file:
             data = Seals(_NOTE).unsealed(file.read())
-        try:
-            values = json.loads(data or b"")
-            if values["version"] != VERSION:
-                raise _refused(store, f"has version {values['version']}, and this is {VERSION}")
-            return cls(id=values["id"], path=values["path"], ino=values["ino"])
-        except ValueError:
-            raise _unsealed(store) from None
+        if data is None:
+            raise _unsealed(store)
+        values = json.loads(data)
+        if values["version"] != VERSION:
+            raise _refused(store, f"has version {values['version']}, and this is {VERSION}")
+        return cls(id=values["id"], path=values["path"], ino=values["ino"])
 
 
 VERSION = 2
 """Of what is in a store. Version 1 had no seals."""
 _NOTE = "store"
-_BEFORE_THE_NOTE = frozenset({"lock", "root.new"})
-"""What there may be in a store whose first process was killed before it wrote the note."""
+_BEFORE_THE_NOTE = frozenset({"lock", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"})
+"""What there may be before the note: a process was killed, or it has seals of its own."""
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC if os.name == "posix" else 0
 
 
-def _open_store(path: Path) -> int:
+def open_store(path: Path) -> int:
     """Return a descriptor of a store that only this user can have filled; else StoreRefused."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW)
@@ -602,15 +605,15 @@ class Store:
         if self.path == self.root or self.root in self.path.parents:
             raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = _open_store(self.path)
+        fd = open_store(self.path)
         try:
             Note.read_from(fd, self.path)  # before anything is written into it
-            self._lock_fd = _lock(fd, self.root, wait)
+            self._lock_fd = take_store_lock(fd, self.root, wait)
         finally:
             os.close(fd)
         self.pid = os.getpid()
         try:
-            self.id = self._claim()
+            self._note = self._claim()
             self.tx = self.path / "tx"
             self.scan = self.path / "scan"
             self.tx.mkdir(mode=0o700, exist_ok=True)
@@ -625,7 +628,7 @@ class Store:
 
     def seals(self, kind: str) -> Seals:
         """Return the seals for one kind of record in this store."""
-        return seals_of(self.id, kind)
+        return self._note.seals(kind)
 
     @property
     def tx_fd(self) -> int:
@@ -697,7 +700,7 @@ class Store:
         if fd >= 0:
             locks.close(fd)
 
-    def _claim(self) -> str:
+    def _claim(self) -> Note:
         """Note which workspace this is for, or refuse one that belongs to another."""
         known = Note.read(self.path)
         path, ino = str(self.root), os.stat(self.root).st_ino
@@ -709,7 +712,7 @@ class Store:
         mine = Note(id=os.urandom(8).hex() if known is None else known.id, path=path, ino=ino)
         if mine != known:
             write_note(self.path, mine)
-        return mine.id
+        return mine
 
     def _tidy(self) -> None:
         """Remove what killed processes have left half made."""
@@ -725,20 +728,20 @@ class Store:
 
 def write_note(store: Path, note: Note) -> None:
     """Put the note into a store, in one step."""
-    staged = store / "root.new"
+    write_whole(store / "root", note.encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Make a file hold this, and be on the disk: all of it, or as it was."""
+    staged = path.with_name(f"{path.name}.new")
     staged.unlink(missing_ok=True)
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
     try:
-        write_all(fd, note.encode())
+        write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(staged, store / "root")
-
-
-def seals_of(store_id: str, kind: str) -> Seals:
-    """Return the seals for one kind of record in the store with this id."""
-    return Seals(f"{kind} {store_id}")
+    os.rename(staged, path)
 
 
 def _number(name: str) -> int:
@@ -763,7 +766,7 @@ def _may_write(directory: Path) -> bool:
     return os.access(directory, os.W_OK | os.X_OK, effective_ids=effective)
 
 
-def _lock(store: int, root: Path, wait: float) -> int:
+def take_store_lock(store: int, root: Path, wait: float) -> int:
     """Take the lock, or raise with the name of who has it."""
     until = SYSTEM_CLOCK.monotonic() + wait
     pause = threading.Event()

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -211,11 +212,10 @@ class OutcomeLedger:
         with self._lock, self._alone():
             if self.path is not None and self._locks is not None:
                 self._catch_up()
-                mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
-                self._append({**asdict(outcome), "mark": mark}, self._locks)
+                self._append(_text_of(outcome), self._locks)
             self._known[outcome.call_id] = outcome
 
-    def _append(self, entry: dict[str, Any], locks_: _Locks) -> None:
+    def _append(self, text: bytes, locks_: _Locks) -> None:
         """Add a line, on the disk when this returns: it says what happens outside next."""
         assert self.path is not None
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -227,7 +227,6 @@ class OutcomeLedger:
             line = b""
             if size < locks_.noted_size():
                 line = Seals(_SEAL).sealed(b'{"lost": true}', self._read) + b"\n"
-            text = json.dumps(entry).encode()
             line += Seals(_SEAL).sealed(text, self._read + len(line)) + b"\n"
             os.lseek(fd, self._read, os.SEEK_SET)
             written = 0
@@ -304,28 +303,37 @@ def _call_of(line: bytes) -> str | None:
 
 
 def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
-    """Return the entries of a file, sealed or not, and the numbers of lines that are none."""
+    """Return the entries of a file, sealed or not, and the numbers of lines that are none.
+
+    Where one seal is good, the others must be: only without the key are all bad.
+    """
+    lines = data.split(b"\n")
+    places = [0, *accumulate(len(line) + 1 for line in lines)]
+    texts = [Seals(_SEAL).unsealed(line, place) for line, place in zip(lines, places, strict=False)]
+    strict = any(text is not None for text in texts)
     entries: list[bytes] = []
     lost: list[int] = []
-    for number, line in enumerate(data.split(b"\n"), 1):
+    for number, (line, text) in enumerate(zip(lines, texts, strict=True), 1):
         if not line:
             continue
-        text = line if line.startswith(b"{") else line[33:]
+        if text is None and (line.startswith(b"{") or not strict):
+            text = line if line.startswith(b"{") else line[33:]
         try:
-            entry = json.loads(text)
-            if "lost" in entry:
-                continue
-            entry.pop("mark", None)
-            outcome = CallOutcome(**entry)
-            mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
-            entries.append(json.dumps({**asdict(outcome), "mark": mark}).encode())
+            entry = json.loads(text or b"")
+            if "lost" not in entry:
+                entry.pop("mark", None)
+                entries.append(_text_of(CallOutcome(**entry)))
         except (ValueError, TypeError, AttributeError):
             if (call_id := _call_of(line)) is not None:
-                unknown = asdict(CallOutcome(call_id, "", "unknown", 0.0))
-                mark = Seals(_MARK).seal(call_id.encode("utf-8", "surrogatepass"))
-                entries.append(json.dumps({**unknown, "mark": mark}).encode())
+                entries.append(_text_of(CallOutcome(call_id, "", "unknown", 0.0)))
             lost.append(number)
     return entries, lost
+
+
+def _text_of(outcome: CallOutcome) -> bytes:
+    """Return an entry as it is sealed; the mark says whose it is if the rest is damaged."""
+    mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
+    return json.dumps({**asdict(outcome), "mark": mark}).encode()
 
 
 def _read_file(path: Path, start: int = 0) -> bytes:

@@ -385,14 +385,22 @@ def _unsealed(path: Path) -> SnapshotError:
 
 
 def _readable(data: bytes) -> Generator[bytes]:
-    """Yield the texts of a file's lines, sealed or not, up to the first that is none."""
+    """Yield the texts of a file's lines, sealed or not, up to the first that is none.
+
+    Where the seal of the first is good, the others must be: only without the key are all bad.
+    """
     state: dict[str, list[Any]] = {}
     log: dict[str, list[Any]] = {}
-    for number, line in enumerate(data.split(b"\n")[:-1]):
+    lines = data.split(b"\n")[:-1]
+    head = Seals(_HEAD).unsealed(lines[0]) if lines else None
+    seals, place = None if head is None else _seals_after(head), 0
+    for line in lines:
         text = line if line.startswith(b"{") else line[33:]
+        if place and seals is not None and seals.unsealed(line, place) is None:
+            return
         try:
             values = json.loads(text)
-            if number:
+            if place:
                 float(values["at"])
                 _apply(values["state"], state)
                 _apply(values["log"], log)
@@ -401,6 +409,7 @@ def _readable(data: bytes) -> Generator[bytes]:
                 _head(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return
+        place += len(line) + 1
         yield json.dumps(values).encode()
 
 
