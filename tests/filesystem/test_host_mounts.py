@@ -51,23 +51,45 @@ def mount() -> Iterator[Mount]:
     assert not failed, "what was mounted there is elsewhere"
 
 
-def kill_in_the_middle(root: Path, change: str) -> None:
-    """Have another process make a change in a call, and be killed before the call ends."""
-    code = (
-        "import os, signal, sys\n"
-        "from test_host_faults import CHANGES\n"
-        "from weakincentives.filesystem import HostFilesystem\n"
-        "view = HostFilesystem(sys.argv[1]).fork_in_place()\n"
-        "CHANGES[sys.argv[2]](view)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
+CHILD = """
+import os, signal, sys
+from test_host_faults import CHANGES
+from weakincentives.filesystem import HostFilesystem
+
+def dying(original):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    return call
+
+view = HostFilesystem(sys.argv[1]).fork_in_place()
+left = int(sys.argv[3])
+for name in ("rename", "rmdir", "mkdir", "link", "unlink", "ftruncate", "open", "utime"):
+    setattr(os, name, dying(getattr(os, name)))
+CHANGES[sys.argv[2]](view)
+print("changed", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def kill_in_the_middle(root: Path, change: str, at: int = 0) -> bool:
+    """Have another process make a change in a call, and be killed before the call ends.
+
+    With ``at``, before that one of its system calls that change something. Returns whether the
+    change was made.
+    """
     here = str(Path(__file__).parent)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root), change],
+        [sys.executable, "-c", CHILD, str(root), change, str(at)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])},
+        stdout=subprocess.PIPE,
         check=False,
     )
     assert done.returncode == -signal.SIGKILL
+    return done.stdout == b"changed\n"
 
 
 # The same disk, mounted inside the workspace
@@ -220,6 +242,14 @@ def test_a_kill_while_a_lower_layers_directory_goes_is_recovered(
 
 
 @needs_root
+@pytest.mark.heavy
+@pytest.mark.parametrize("change", ["delete a tree", "move a directory"])
+def test_a_kill_at_any_instant_on_a_lower_layer_is_recovered(layered: Path, change: str) -> None:
+    before = contents(layered)
+    _kill_at_every_call(layered, change, lambda: contents(layered) == before)
+
+
+@needs_root
 def test_a_command_on_a_lower_layer_is_rolled_back(layered: Path) -> None:
     before = look(layered)
     with HostFilesystem(layered) as fs, pytest.raises(CommandFailed):
@@ -311,6 +341,30 @@ def test_a_kill_on_a_filesystem_without_hard_links_is_recovered(
     else:
         assert recovered == ()
     assert look(root) == before
+
+
+def _kill_at_every_call(root: Path, change: str, is_back: Callable[[], bool]) -> None:
+    for at in range(1, 200):
+        made = kill_in_the_middle(root, change, at)
+        with HostFilesystem(root) as fs:
+            assert fs.recovered == ()
+        assert is_back(), f"killed at call {at}"
+        if made:
+            return
+    pytest.fail("the change takes more calls than expected")
+
+
+@needs_root
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "change", ["write over a file", "move over a file", "copy over a file", "delete a tree"]
+)
+def test_a_kill_at_any_instant_without_hard_links_is_recovered(
+    exfat: Callable[[], Path], change: str
+) -> None:
+    root = exfat()
+    before = look(root)
+    _kill_at_every_call(root, change, lambda: look(root) == before)
 
 
 @needs_root
