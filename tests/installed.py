@@ -55,9 +55,13 @@ class Installed:
         done = subprocess.run(
             [str(self.environment / "bin/python"), "-c", PROLOGUE + script],
             cwd=self.root.parent,
-            env={**os.environ, "ROOT": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", **env},
+            env={**_environment(), "ROOT": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", **env},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

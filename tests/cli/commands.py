@@ -14,6 +14,7 @@ from weakincentives.adapters.scripted import Turn
 from weakincentives.cli.config import load_settings
 from weakincentives.cli.main import main
 from weakincentives.cli.runs import RunFile, new_run
+from weakincentives.cli.trust import trust_of
 from weakincentives.cli.workbench import open_workbench
 from weakincentives.runtime import SavedSession, Session
 
@@ -24,6 +25,13 @@ class Done(NamedTuple):
     code: int
     out: str
     err: str
+
+
+def approve(workspace: Path) -> None:
+    """Approve what a directory's settings name, as `wink policy approve --yes` does."""
+    settings = load_settings(workspace)
+    trust = trust_of(settings.workspace)
+    trust.approve(trust.missing(settings))
 
 
 class Wink:

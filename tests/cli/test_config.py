@@ -31,6 +31,7 @@ quota = { write_file = 3 }
 rate = { write_file = "5/minute" }
 after = { write_file = ["read_file"] }
 use = ["rules.py:rules"]
+unprotect = [".git/config"]
 """
 
 
@@ -80,6 +81,7 @@ def test_every_key_can_stand_in_the_file(project: Path):
             rate={"write_file": "5/minute"},
             after={"write_file": ("read_file",)},
             use=("rules.py:rules",),
+            unprotect=(".git/config",),
         ),
     )
 
@@ -107,6 +109,7 @@ def test_every_key_can_stand_in_the_environment(
         "WINK_POLICY_RATE": "write_file:5/minute",
         "WINK_POLICY_AFTER": "write_file:read_file",
         "WINK_POLICY_USE": "rules.py:rules",
+        "WINK_POLICY_UNPROTECT": ".git/config",
     }
     assert len(variables) == len(KEYS)
     for name, value in variables.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Done, Wink
+from commands import Done, Wink, approve
 from terminal import WINK, Terminal, environment
 from tests.adapters.wire import WireServer
 
@@ -278,6 +278,7 @@ def test_what_the_library_logs_goes_into_a_file_beside_the_session(project: Path
     )
     (project / "mine.py").write_text(failing)
     (project / "wink.toml").write_text('sections = ["mine.py:fail"]\n')
+    approve(project)
 
     done = run([{"call": ["fail"]}, "It failed."])
 
@@ -676,6 +677,7 @@ def test_a_run_that_is_stopped_before_it_begins_leaves_nothing_behind(
         "(Path(__file__).parents[1] / 'at_work').touch()\ntime.sleep(600)\n"
     )
     (project / "wink.toml").write_text('sections = ["mine.py:tools"]\n')
+    approve(project)
     with terminal_run(project, ["Hello."]) as terminal:
         wait_for_sign(project, "at_work", terminal)
         terminal.process.send_signal(number)
@@ -712,6 +714,7 @@ def test_a_second_ctrl_c_ends_it_at_once(project: Path):
         "        except KeyboardInterrupt:\n            (signs / 'not_yet').touch()\n"
     )
     (project / "wink.toml").write_text('sections = ["mine.py:stubborn"]\nsandbox = "none"\n')
+    approve(project)
     model = script(project, [{"call": ["stubborn"]}, "Done."])
     with Terminal([*WINK, "run", "x", "-w", str(project), "-m", model], cwd=project) as terminal:
         wait_for_sign(project, "at_work", terminal)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from commands import Wink, make_run, run_open
+from commands import Wink, approve, make_run, run_open
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 CONFIG = """
@@ -37,6 +37,7 @@ class Odd:
 def configured(project: Path) -> Path:  # noqa: F811
     (project / "wink.toml").write_text(CONFIG)
     (project / "rules.py").write_text(RULES)
+    approve(project)
     return project
 
 

@@ -30,6 +30,7 @@ from weakincentives.prompt import (
     Tool,
     ToolContext,
     ToolResult,
+    tool,
 )
 from weakincentives.retry import RetryPolicies
 from weakincentives.runtime import (
@@ -695,6 +696,58 @@ def test_whatever_changes_a_protected_path_is_undone_as_a_whole(
     assert agent.fs.read("free.txt") == "f"
     assert agent.fs.read(".env") == "s"
     assert agent.fs.read("app/.env") == "s"
+
+
+@pytest.mark.parametrize("pattern", [".env", "/.env", "app/.env", "**/.env"])
+def test_a_link_is_protected_with_what_it_leads_to(tmp_path: Path, pattern: str):
+    """Whichever way the file is named, and whatever links are on the way."""
+    root = tmp_path / "work"
+    (root / "secrets/deep").mkdir(parents=True)
+    (root / "real").mkdir()
+    (root / "secrets/deep/production").write_text("s")
+    (root / "secrets/current").symlink_to("deep/production")
+    (root / ".env").symlink_to("secrets/current")
+    (root / "app").symlink_to("real")
+    (root / "real/.env").symlink_to("../secrets/current")
+    (root / "free.txt").write_text("f")
+
+    @tool(writes="external")
+    def meddle(path: str) -> str:
+        """Change a file as any program does."""
+        (root / path).write_text("x")
+        return "done"
+
+    @tool
+    def relink(*, context: ToolContext) -> str:
+        """Put another link on the way."""
+        context.filesystem.run("ln -sfn ../free.txt secrets/current", check=True)
+        return "done"
+
+    section = MarkdownSection(
+        tools=[*FILES.values(), ANYTHING, meddle, relink],
+        policies=[ProtectedPathsPolicy([pattern])],
+    )
+    with HostFilesystem(root) as files:
+        prompt = Prompt(PromptTemplate(sections=[section])).bind(resources={Filesystem: files})
+        session = Session()
+        prompt.render(session)
+
+        def call(name: str, **arguments: object) -> ToolResult[Any]:
+            return execute_tool(ToolCall(name, arguments), session=session)
+
+        target = "secrets/deep/production"
+        denied = [
+            call("write_file", path=target),
+            call("do_anything", steps=[("write", target, "x")]),
+            call("do_anything", steps=[("write", ".env", "x")]),
+            call("do_anything", steps=[("move", "secrets/deep", "elsewhere")]),
+            call("meddle", path=target),
+            call("relink"),
+        ]
+        assert [each.success for each in denied] == [False] * 6
+        assert all("protected" in each.message for each in denied), denied
+        assert (root / ".env").read_text() == "s"
+        assert call("do_anything", steps=[("write", "free.txt", "x")]).success
 
 
 def test_what_ends_as_it_was_was_not_changed():

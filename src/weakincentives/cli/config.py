@@ -47,6 +47,8 @@ class PolicySettings:
     """Tools that must have succeeded before another may be called."""
     use: tuple[str, ...] = ()
     """Policies of your own: ``module:object`` or ``file.py:object``."""
+    unprotect: tuple[str, ...] = ()
+    """Globs of paths that may be changed although their names protect them: ``.git/config``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,32 +69,74 @@ class Settings:
     """Seconds."""
     sections: tuple[str, ...] = ()
     """More to offer: ``module:object`` or ``file.py:object``."""
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """The code that the user has named just now, in flags or variables."""
+    specs_of_file: tuple[str, ...] = field(default=(), compare=False)
+    """The code that the file names."""
+    needs_file: bool = field(default=False, compare=False)
+    """The file names code that is loaded, or lifts a protection: it is to be approved."""
+    files: tuple[Path, ...] = field(default=(), compare=False)
+    """Files of rules that flags name."""
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        """All code that is named."""
+        return (*self.sections, *self.policy.use)
 
 
-def load_settings(workspace: Path, **flags: object) -> Settings:
+_CODE = ("sections", "policy.use")
+
+
+def load_settings(workspace: Path, *, stored: Sequence[str] = (), **flags: object) -> Settings:
     """Return what holds for a workspace; what is wrong in it raises Misuse.
 
     Flags are called as the keys are; one that is None was not given. ``policy`` takes texts, such
     as ``protect=GLOB``; they and ``ask`` add to what else is set, so that no rule is dropped by
-    naming another.
+    naming another. ``stored`` are those of them that come from a run that is resumed: nobody has
+    just named them.
     """
     workspace = existing_directory(workspace)
-    found = _from_file(workspace / FILE_NAME)
-    found |= _from_environment(os.environ)
+    file = _from_file(workspace / FILE_NAME)
+    variables = _from_environment(os.environ)
+    found = file | variables
+    given = {spec for key in _CODE for spec in variables.get(key, ())}
     for name, value in flags.items():
         if value is None:
             continue
         if name == "policy":
             for spec in cast("Sequence[str]", value):
-                found = _with_policy(found, spec)
+                found, before = _with_policy(found, spec), found
+                if spec not in stored:
+                    given |= {*found.get("policy.use", ())} - {*before.get("policy.use", ())}
         elif name == "ask":
             found[name] = (*found.get(name, ()), *_checked("", name, value))
         else:
             found[name] = _checked("", name, value)
+            if name in _CODE:
+                given |= {*found[name]}
+    rules = [
+        Path(each) for each in cast("Sequence[str]", flags.get("policy") or ()) if _is_file(each)
+    ]
+    specs_of_file = tuple(spec for key in _CODE for spec in file.get(key, ()))
+    loaded = {spec for key in _CODE for spec in found.get(key, ())} - given
+    chosen = "sandbox" in variables or flags.get("sandbox") is not None
+    lifts = (file.get("sandbox") == "none" and not chosen) or bool(file.get("policy.unprotect"))
     policy = PolicySettings(
         **{key.removeprefix("policy."): found.pop(key) for key in list(found) if "." in key}
     )
-    return Settings(workspace=workspace, policy=policy, **found)
+    return Settings(
+        workspace=workspace,
+        policy=policy,
+        given=frozenset(given),
+        specs_of_file=specs_of_file,
+        needs_file=lifts or bool(loaded & {*specs_of_file}),
+        files=tuple(path.expanduser().resolve() for path in rules),
+        **found,
+    )
+
+
+def _is_file(spec: str) -> bool:
+    return "=" not in spec and spec.endswith(".toml")
 
 
 def existing_directory(path: Path) -> Path:
@@ -180,7 +224,7 @@ def _with_policy(found: dict[str, Any], spec: str) -> dict[str, Any]:
         key = f"policy.{name.strip()}"
         _known("--policy", key, KEYS)
         more = {key: _parsed("--policy", key, text)}
-    elif spec.endswith(".toml"):
+    elif _is_file(spec):
         path = Path(spec).expanduser()
         if not os.path.lexists(path):
             raise Misuse(f"--policy: there is no file {spec}")
@@ -397,5 +441,6 @@ KEYS: Mapping[str, Kind] = {
         '{ deploy = ["run_tests"] }',
     ),
     "policy.use": _SPECS,
+    "policy.unprotect": Kind("a list of globs", _list_of(_text), _parts, '[".git/config"]'),
 }
 """Every key that can be set, in the order of the documentation."""

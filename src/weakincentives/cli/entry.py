@@ -11,6 +11,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run `wink` with the arguments of this process, and exit."""
+    # Before anything is loaded: a directory that an agent works on may be on the path, too, and
+    # must not take the place of what is installed.
+    installed = (sys.prefix, sys.base_prefix)
+    sys.path.sort(key=lambda each: not each.startswith(installed))
     try:
         wink = _load()
     except KeyboardInterrupt:  # it takes long enough for somebody to think again

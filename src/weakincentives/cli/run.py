@@ -190,12 +190,14 @@ def resume(
         sandbox=sandbox,
     )
     # Rules add up: what held for the run goes on to hold.
-    for name, rules in (("policy", [_anywhere(each) for each in policy or ()]), ("ask", ask)):
+    rules_now = [_anywhere(each) for each in policy or ()]
+    stored = [each for each in flags.get("policy", ()) if each not in rules_now]
+    for name, rules in (("policy", rules_now), ("ask", ask)):
         if rules:
             more[name] = [*flags.get(name, ()), *rules]
     flags |= more
     order = _Order(
-        settings=load_settings(workspace, **flags),
+        settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
         message=message,
         yes=yes,
@@ -338,6 +340,9 @@ def run_task(task: str, workspace: Path, *, watch: Callable[[View], View], **fla
 
 def _perform(order: _Order, watch: Callable[[View], View] = lambda view: view) -> int:
     """Run the agent and return the exit code."""
+    from weakincentives.cli.workbench import admit_code
+
+    admit_code(order.settings)
     with _stopping() as stop:
         try:
             outcome = _performed(order, watch, stop)
@@ -357,7 +362,7 @@ def _performed(order: _Order, watch: Callable[[View], View], stop: _Stop) -> str
     turns = 0 if earlier is None else earlier.turns
     with (
         open_model(settings.model, turns=turns) as model,
-        open_workspace(settings.workspace) as files,
+        open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
         _taken_up(order) as saved,
         _trial(files) if order.dry_run else nullcontext(files) as work,
         open_view(as_json=order.as_json, quiet=order.quiet) as opened,

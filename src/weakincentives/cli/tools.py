@@ -39,6 +39,14 @@ Examples:
 
 Which there are is set in wink.toml. In the documentation: "The commands", "Policies".
 """
+_APPROVE_EXAMPLES = """
+Examples:
+
+  wink policy approve                # shows what wink.toml names, and asks
+
+  wink policy approve --yes -w DIR   # in a script that you have written
+"""
+
 _CHECK_EXAMPLES = """
 Examples:
 
@@ -63,6 +71,7 @@ def register(app: typer.Typer) -> None:
     app.command("tools", epilog=_TOOLS_EXAMPLES)(tools)
     policy = typer.Typer(help="Look at the policies that are in force.", no_args_is_help=True)
     policy.command("check", epilog=_CHECK_EXAMPLES)(check)
+    policy.command("approve", epilog=_APPROVE_EXAMPLES)(approve)
     app.add_typer(policy, name="policy")
 
 
@@ -135,6 +144,37 @@ def check(
     return 0 if denial is None else 1
 
 
+def approve(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="More files that this code loads, where its text does not tell.",
+            show_default=False,
+        ),
+    ] = None,
+    workspace: Workspace = Path(),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Approve without a question.")] = False,
+) -> int:
+    """Approve the settings and the code of a directory that run outside of every sandbox."""
+    from weakincentives.cli.trust import trust_of
+    from weakincentives.cli.view import harmless
+
+    settings = load_settings(workspace)
+    trust = trust_of(settings.workspace)
+    found = trust.missing(settings, files or ())
+    if not found:
+        typer.echo("There is nothing to approve.")
+        return 0
+    for each in found:
+        typer.echo(f"{harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})")
+    if not yes and not typer.confirm("Have you looked at them, and do you approve them?"):
+        return 1
+    trust.approve(found)
+    typer.echo("Approved, as they are now.")
+    return 0
+
+
 # What there is
 
 
@@ -144,22 +184,23 @@ def looked_at(settings: Settings, session: Session | None = None) -> Generator[W
     from weakincentives.cli.workbench import open_workbench
 
     with (
-        _files(settings.workspace) as files,
+        _files(settings) as files,
         open_workbench(settings, session, files=files) as workbench,
     ):
         yield workbench
 
 
 @contextmanager
-def _files(workspace: Path) -> Generator[HostFilesystem]:
+def _files(settings: Settings) -> Generator[HostFilesystem]:
     import tempfile
 
     from weakincentives.cli.workbench import open_workspace
     from weakincentives.filesystem import HostFilesystem
 
     with tempfile.TemporaryDirectory(prefix="wink-") as store:
+        workspace = settings.workspace
         if Path(store).resolve().is_relative_to(workspace):
-            with open_workspace(workspace) as files:
+            with open_workspace(workspace, unprotected=settings.policy.unprotect) as files:
                 yield files
         else:
             # With a store of its own it needs no lock; it is only looked at.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from weakincentives.cli.config import FILE_NAME, PolicySettings, Settings
 from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.trust import Found, Trust, digest_of, file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
@@ -27,6 +24,8 @@ from weakincentives.errors import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import Prompt, Section, Tool
@@ -35,7 +34,14 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool import Reach
     from weakincentives.runtime import Session
 
-__all__ = ["Workbench", "load_types", "open_workbench", "open_workspace", "suite_tools"]
+__all__ = [
+    "Workbench",
+    "admit_code",
+    "load_types",
+    "open_workbench",
+    "open_workspace",
+    "suite_tools",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,9 @@ def open_workbench(
     from weakincentives.runtime import Session
 
     session = Session() if session is None else session
-    with open_workspace(settings.workspace) if files is None else nullcontext(files) as files:
+    admit_code(settings)
+    opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
+    with opening if files is None else nullcontext(files) as files:
         sections, shell, planning = _sections(settings, session, files)
         try:
             template = PromptTemplate(
@@ -120,12 +128,14 @@ def open_workbench(
 
 
 @contextmanager
-def open_workspace(directory: Path) -> Generator[HostFilesystem]:
+def open_workspace(
+    directory: Path, *, unprotected: Sequence[str] = ()
+) -> Generator[HostFilesystem]:
     """Open a directory until the end of the block; one that is in use raises Misuse."""
     from weakincentives.filesystem import HostFilesystem
 
     try:
-        files = HostFilesystem(directory)
+        files = HostFilesystem(directory, unprotected=unprotected)
     except WorkspaceLocked as error:
         who = "another process" if error.pid is None else f"process {error.pid}"
         raise Misuse(
@@ -168,7 +178,7 @@ def _sections(
     if "digest" in settings.suites:
         sections.append(WorkspaceDigestSection(filesystem=files))
     for spec in settings.sections:
-        sections += _as_sections(spec, _loaded("sections", spec, settings.workspace), session)
+        sections += _as_sections(spec, _loaded("sections", spec, settings), session)
     return sections, shell, planning
 
 
@@ -293,7 +303,7 @@ def _policies(settings: Settings, ask: Ask) -> list[object]:
         most = int(rate.partition("/")[0])
         policies.append(RateLimitPolicy(most, tools=tools, name=f"rate of {tool}"))
     for spec in rules.use:
-        policies += _own_policies(spec, settings.workspace)
+        policies += _own_policies(spec, settings)
     if settings.ask:
         known = _reaches()
         reaches = frozenset[Any](known[name] for name in settings.ask if name in known)
@@ -305,11 +315,9 @@ def _policies(settings: Settings, ask: Ask) -> list[object]:
 
 def _protected(settings: Settings) -> tuple[str, ...]:
     """Return what must stay as it is: also what says so, and code that runs outside of calls."""
-    own = [f"/{FILE_NAME}"]
-    for spec in (*settings.sections, *settings.policy.use):
-        path = _file_of(spec, settings.workspace)
-        if path is not None and path.is_relative_to(settings.workspace):
-            own.append(f"/{path.relative_to(settings.workspace)}")
+    files = (*settings.files, *(file_of(spec, settings.workspace) for spec in settings.specs))
+    inside = (each for each in files if each and each.is_relative_to(settings.workspace))
+    own = (f"/{FILE_NAME}", *(f"/{each.relative_to(settings.workspace)}" for each in inside))
     # A pattern is one from the workspace on; so is a whole path, as a shell completes it.
     whole = f"{settings.workspace}/"
     named = (
@@ -333,8 +341,8 @@ class _DenyPolicy:
         return f"'{tool_name}' is not allowed here. Do without it, or say why you need it"
 
 
-def _own_policies(spec: str, workspace: Path) -> Sequence[object]:
-    found = _loaded("policy.use", spec, workspace)
+def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
+    found = _loaded("policy.use", spec, settings)
     if callable(found) and (isinstance(found, type) or not hasattr(found, "check")):
         found = _made(spec, found)
     several = _several(found)
@@ -395,26 +403,53 @@ def suite_tools() -> set[str]:
 # Code of the user's
 
 
+def admit_code(settings: Settings) -> None:
+    """Have the user approve the code of the workspace that the settings name.
+
+    Raises Misuse where it is not approved as it is now, and nobody is here to be asked.
+    """
+    trust_of(settings.workspace).admit(settings, _asked if _is_interactive() else None)
+
+
+def _is_interactive() -> bool:
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _asked(found: Sequence[Found]) -> bool:
+    """Show what would run in `wink` itself, and ask."""
+    import typer
+
+    from weakincentives.cli.view import harmless
+
+    typer.echo("These settings and this code run outside of every sandbox:", err=True)
+    for each in found:
+        typer.echo(f"  {harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})", err=True)
+    return typer.confirm("Have you looked at them, and do you approve them?", err=True)
+
+
 def load_types(settings: Settings) -> None:
     """Load what defines the values that a session may hold: one that is taken up needs them."""
+    admit_code(settings)
     for name in ("asteval", "digest", "planning", "podman", "vfs_tools", "vfs_values"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
     for spec in settings.sections:
-        _loaded("sections", spec, settings.workspace)
+        _loaded("sections", spec, settings)
     for spec in settings.policy.use:
-        _loaded("policy.use", spec, settings.workspace)
+        _loaded("policy.use", spec, settings)
 
 
-def _loaded(key: str, spec: str, workspace: Path) -> object:
+def _loaded(key: str, spec: str, settings: Settings) -> object:
     """Return the object that ``module:object`` or ``file.py:object`` names."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise Misuse(f"{key}: {spec!r} is not module:object or file.py:object")
-    file = _file_of(spec, workspace)
+    trust = trust_of(settings.workspace)
+    file = file_of(spec, settings.workspace)
     if file is not None and not file.is_file():
         raise Misuse(f"{key}: there is no file {file}")
     try:
-        module = importlib.import_module(place) if file is None else _module_of(file)
+        with trust.asking(_approving(spec, settings, trust)):
+            module = importlib.import_module(place) if file is None else trust.module(file)
     except (Exception, SystemExit) as error:  # a program that is no module ends itself
         raise Misuse(f"{key}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
     found: object = module
@@ -428,27 +463,11 @@ def _loaded(key: str, spec: str, workspace: Path) -> object:
     return found
 
 
-def _file_of(spec: str, workspace: Path) -> Path | None:
-    """Return the file of ``file.py:object``, which is meant from the workspace on."""
-    place = spec.rpartition(":")[0]
-    return (workspace / Path(place).expanduser()).resolve() if place.endswith(".py") else None
-
-
-def _module_of(file: Path) -> object:
-    """Return the module that a file is: loaded once, under a name of its own.
-
-    A session that is taken up finds the types of its values by that name.
-    """
-    mark = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
-    name = f"wink_file_{mark}_{file.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+def _approving(
+    spec: str, settings: Settings, trust: Trust
+) -> Callable[[Sequence[Found]], bool] | None:
+    """Return who decides about what a spec loads: whoever named it just now has decided."""
+    if spec not in settings.given:
+        return _asked if _is_interactive() else None
+    trust.approve([Found(f"--policy {spec}", digest_of(b""), "new")])
+    return lambda found: True

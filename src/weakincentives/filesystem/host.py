@@ -66,6 +66,7 @@ from weakincentives.filesystem.looking import diff_of
 from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import (
     GlobPattern,
+    PathPatterns,
     check_limit,
     compile_regex,
     matching_lines,
@@ -176,6 +177,8 @@ class _Workspace:
         if self.reserved.hidden:
             self.disk = Hiding(self.disk, self.reserved.hidden)
         self.present = Present(self.disk)
+        self.links: dict[Sequence[str], frozenset[Parts]] = {}
+        """What links at protected paths lead to, by the patterns."""
         self._stages: list[tuple[int, Present]] = []
         """What was the present in the call that works in place, by how many changes it had made."""
         self.recovered = recover(self.tree, self.history)
@@ -960,6 +963,41 @@ class HostFilesystem:
         """The paths a private view has changed, directories standing for all below."""
         paths = () if self._staging is None else self._staging.written
         return frozenset(join_path(parts) for parts in paths)
+
+    def behind_links(self, patterns: Sequence[str]) -> frozenset[Parts]:
+        """Return what paths that match some patterns lead to through links, below the root.
+
+        It is looked for once: a call that may not change such paths cannot make more of them.
+        """
+        workspace = self._workspace
+        with workspace.lock:
+            found = workspace.links.get(patterns)
+            if found is None:
+                found = workspace.links[patterns] = self._links_behind(PathPatterns(patterns))
+            return found
+
+    def _links_behind(self, patterns: PathPatterns) -> frozenset[Parts]:
+        found: set[Parts] = set()
+        named = [parts for parts in patterns.literals if self._looks_linked(parts)]
+        pending: list[Parts] = [()]
+        while pending:
+            here = pending.pop()
+            with contextlib.suppress(OSError):
+                for name, kind in self._workspace.disk.kinds(here):
+                    parts = (*here, name)
+                    if kind == "link" and patterns.match("/".join(parts)):
+                        named.append(parts)
+                    elif kind == "directory" and patterns.any_depth:
+                        pending.append(parts)
+        for parts in named:
+            with contextlib.suppress(FilesystemError, OSError):  # it leads outside, or nowhere
+                found.add(self._workspace.tree.resolve(parts, seen=found))
+        return frozenset(found)
+
+    def _looks_linked(self, parts: Parts) -> bool:
+        with contextlib.suppress(FilesystemError, OSError):
+            return self._workspace.tree.resolve(parts) != parts
+        return False
 
     def changed_here(self) -> tuple[str, ...]:
         """Return every path that this view has changed since it was forked, sorted.

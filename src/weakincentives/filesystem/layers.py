@@ -403,7 +403,7 @@ class Layer:
 class Present:
     """Where a view's way down ends: the directory, or what it was before later changes."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Look) -> None:
         self._disk = disk
         self._look: Look = disk
         self._layer: Layer | None = None

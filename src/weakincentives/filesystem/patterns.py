@@ -79,6 +79,11 @@ class PathPatterns:
         if isinstance(patterns, str):
             raise TypeError(f"patterns takes several globs, got a string: [{patterns!r}]")
         self._globs = tuple(map(_standing_for, patterns))
+        plain = [each for each in patterns if not any(c in each for c in "*?[")]
+        self.literals = [tuple(each.strip("/").split("/")) for each in plain if _is_path(each)]
+        """The patterns that are paths as they stand."""
+        self.any_depth = len(self.literals) < len(self._globs)
+        """Whether a match can be anywhere."""
 
     def match(self, path: str) -> bool:
         """Tell whether a normalised path, or a directory that it is in, matches a pattern."""
@@ -88,7 +93,11 @@ class PathPatterns:
 
 def _standing_for(pattern: str) -> GlobPattern:
     named = pattern.strip("/")
-    return GlobPattern(named if "/" in pattern.rstrip("/") else f"**/{named}")
+    return GlobPattern(named if _is_path(pattern) else f"**/{named}")
+
+
+def _is_path(pattern: str) -> bool:
+    return "/" in pattern.rstrip("/")
 
 
 def _is_matched(glob: GlobPattern, parts: Sequence[str]) -> bool:

@@ -216,9 +216,11 @@ def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
         yield here, kind
         if kind == "directory":
             try:
-                pending += [((*here, name), inner) for name, inner in look.kinds(here)]
+                found = look.kinds(here)
             except OSError:
                 continue  # not to be looked into
+            for name, inner in found:
+                pending.append(((*here, name), inner))
 
 
 def _protected(parts: Parts) -> ProtectedPath:

@@ -438,7 +438,8 @@ class ProtectedPathsPolicy:
     is undone as a whole. Reading is not refused.
 
     A pattern is a glob of a path from the root, such as ``config/*.yaml``; one without a slash is
-    a name at any depth. A directory is protected with all that is in it.
+    a name at any depth. A directory is protected with all that is in it, and a link with what it
+    leads to.
 
     >>> policy = ProtectedPathsPolicy([".env", ".git", "migrations/**"])
     """
@@ -464,7 +465,7 @@ class ProtectedPathsPolicy:
                 normal = None if path is None else filesystem.normalize(path)
             except FilesystemError:
                 continue  # the tool itself says what is wrong with it
-            if normal is not None and self.protects(normal):
+            if normal is not None and self._protects_in(filesystem, normal):
                 return PolicyDecision.deny(
                     f"Cannot change {shown(normal)}: it is protected. Leave it as it is"
                 )
@@ -481,7 +482,8 @@ class ProtectedPathsPolicy:
         if not hasattr(filesystem, "changed_here"):
             kind = type(filesystem).__name__
             raise PolicyDenied(f"A {kind} cannot tell what was changed", policy=self.name)
-        touched = [path for path in filesystem.changed_here() if self.protects(path)]
+        changed = filesystem.changed_here()
+        touched = [path for path in changed if self._protects_in(filesystem, path)]
         if touched:
             more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
             raise PolicyDenied(
@@ -489,6 +491,15 @@ class ProtectedPathsPolicy:
                 f"{more}. All that it did is undone. Leave these as they are",
                 policy=self.name,
             )
+
+    def _protects_in(self, filesystem: Any, path: str) -> bool:
+        """Whether a path is protected, or what a protected one leads to through a link."""
+        if self.protects(path):
+            return True
+        links = getattr(filesystem, "behind_links", None)
+        behind = links(self.patterns) if links is not None else ()
+        parts = tuple(path.split("/"))
+        return any(parts[: len(each)] == each for each in behind)
 
     def protects(self, path: str) -> bool:
         """Whether a normalised path, or a directory that it is in, matches a pattern."""

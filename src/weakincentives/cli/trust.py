@@ -1,0 +1,320 @@
+"""Code of a workspace that runs in `wink` itself: only as the user has approved it.
+
+``wink.toml`` can name code, and so can a run that is resumed. Whoever can write in a workspace, an
+agent or a repository that was cloned, could put anything there. So a file of the workspace is
+loaded only if its digest is one that the user approved. Digests are kept, sealed, in the user's
+state directory. Byte code is never read: it could be anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weakincentives.cli.config import FILE_NAME
+from weakincentives.cli.misuse import Misuse
+from weakincentives.ours import our_code, our_environment
+from weakincentives.state import sealed, state_directory, unsealed
+
+if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
+
+__all__ = ["Found", "NotApproved", "Trust", "digest_of", "file_of", "trust_of"]
+
+Ask = Callable[[Sequence["Found"]], bool]
+
+
+class NotApproved(ImportError):
+    """A file that code of the workspace loads is not as the user approved it."""
+
+
+class Found(NamedTuple):
+    """Something that runs in `wink` itself."""
+
+    name: str
+    digest: str
+    state: str
+    """``new``, or ``changed`` since it was approved."""
+
+
+@cache
+def trust_of(workspace: Path) -> Trust:
+    """Return what is approved for a workspace; from now on nothing else is loaded from there."""
+    trust = Trust(workspace)
+    sys.meta_path.insert(0, _Finder(trust))
+    return trust
+
+
+class Trust:
+    """What of a workspace may be loaded: the digests that the user approved, by path."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+        self.ask: Ask | None = None
+        """Asked about a file that is met while code is loaded; without it, there is nobody."""
+        self._ours = (*our_code(), *our_environment())
+
+    # What is approved
+
+    def approved(self) -> dict[str, str]:
+        """Return the digests by name, as they are on record now."""
+        try:
+            line = self._record().read_bytes()
+        except OSError:
+            return {}
+        data = unsealed(self._purpose, line)
+        return {} if data is None else json.loads(data)
+
+    def approve(self, found: Iterable[Found]) -> None:
+        """Put digests on record."""
+        names = self.approved() | {each.name: each.digest for each in found}
+        record = self._record()
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        staged = record.with_name(f"{record.name}-{os.urandom(8).hex()}")
+        staged.write_bytes(sealed(self._purpose, json.dumps(names).encode()))
+        os.replace(staged, record)
+
+    @property
+    def _purpose(self) -> str:
+        return f"approved code {os.fspath(self.workspace)}"
+
+    def _record(self) -> Path:
+        mark = hashlib.sha256(os.fsencode(self.workspace)).hexdigest()[:32]
+        return state_directory() / "approved" / mark
+
+    # What is asked for
+
+    def needed(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
+        """Return all that the settings would load without the user having named it just now."""
+        named = [each for each in settings.specs if each not in settings.given]
+        stored = [each for each in named if each not in settings.specs_of_file]
+        found = (
+            [self._found(FILE_NAME, _read(self.workspace / FILE_NAME))]
+            if settings.needs_file
+            else []
+        )
+        found += [self._found(f"--policy {each}", b"") for each in stored]
+        files = [file for each in named for file in self._files_of(each)]
+        files += [Path(os.path.abspath(each)) for each in more]
+        return found + [
+            self._found(self.name(path), data) for path, data in _loaded_by(files, self)
+        ]
+
+    def missing(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
+        """Return what of it, and of some more files, is not approved as it is now."""
+        needed, approved = self.needed(settings, more), self.approved()
+        return [each for each in needed if approved.get(each.name) != each.digest]
+
+    def admit(self, settings: Settings, ask: Ask | None) -> None:
+        """Have the user approve what is not approved; raise Misuse if that does not happen."""
+        found = self.missing(settings)
+        if not found:
+            return
+        if ask is not None and ask(found):
+            self.approve(found)
+            return
+        names = ", ".join(f"{each.name} ({each.state})" for each in found)
+        raise Misuse(
+            f"this directory's settings name code that runs outside of every sandbox, or lift a"
+            f" protection, and you have not approved them as they are now: {names}. Look at them,"
+            f" then run: wink policy approve -w {self.workspace}"
+        )
+
+    def _files_of(self, spec: str) -> list[Path]:
+        file = file_of(spec, self.workspace)
+        if file is None:
+            return list(_sources(spec.rpartition(":")[0], self, None))
+        if not file.is_file():
+            raise Misuse(f"{spec}: there is no file {file}")
+        return [file]
+
+    def _found(self, name: str, data: bytes) -> Found:
+        known = self.approved().get(name)
+        return Found(name, digest_of(data), "new" if known is None else "changed")
+
+    # Loading
+
+    def name(self, path: Path | str) -> str:
+        """Return what a file is called on record."""
+        path = Path(os.path.abspath(path))
+        inside = path.is_relative_to(self.workspace)
+        return str(path.relative_to(self.workspace)) if inside else str(path)
+
+    def source(self, path: str) -> bytes:
+        """Return the bytes of a file, which are as approved; else raise NotApproved."""
+        data = Path(path).read_bytes()
+        found = self._found(self.name(path), data)
+        if self.approved().get(found.name) != found.digest:
+            if self.ask is None or not self.ask([found]):
+                raise NotApproved(
+                    f"{found.name} is not approved as it is now; look at it, then run: wink policy"
+                    f" approve {found.name} -w {self.workspace}"
+                )
+            self.approve([found])
+        return data
+
+    def covers(self, path: str) -> bool:
+        """Tell whether a path lies in the workspace, and not in our own installation there."""
+        for each in {os.path.abspath(path), os.path.realpath(path)}:
+            if Path(each).is_relative_to(self.workspace):
+                return not any(Path(each).is_relative_to(ours) for ours in self._ours)
+        return False
+
+    @contextmanager
+    def asking(self, ask: Ask | None) -> Generator[None]:
+        """Ask about files that are met in the block."""
+        before, self.ask = self.ask, ask
+        try:
+            yield
+        finally:
+            self.ask = before
+
+    def module(self, file: Path) -> ModuleType:
+        """Return the module that a file is: loaded once, under a name of its own.
+
+        A session that is taken up finds the types of its values by that name.
+        """
+        mark = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
+        name = f"wink_file_{mark}_{file.stem}"
+        if name not in sys.modules:
+            loader = _Loader(name, str(file), self)
+            spec = spec_from_file_location(name, file, loader=loader)
+            assert spec is not None
+            module = sys.modules[name] = module_from_spec(spec)
+            try:
+                loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
+        return sys.modules[name]
+
+
+def file_of(spec: str, workspace: Path) -> Path | None:
+    """Return the file of ``file.py:object``, which is meant from the workspace on."""
+    place = spec.rpartition(":")[0]
+    return (workspace / Path(place).expanduser()).resolve() if place.endswith(".py") else None
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+class _Loader(SourceFileLoader):
+    """Runs a file as it was approved, from its text alone."""
+
+    def __init__(self, name: str, path: str, trust: Trust) -> None:
+        super().__init__(name, path)
+        self._trust = trust
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self._trust.source(path), path)
+
+
+class _Finder:
+    """Has what lies in a workspace loaded by ``_Loader``, and only if nothing else is found.
+
+    So no file there can take the place of a module that is installed.
+    """
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        entries = [each or os.getcwd() for each in (sys.path if path is None else path)]
+        inside = [each for each in entries if self._trust.covers(each)]
+        outside = [each for each in entries if each not in inside]
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder):
+                continue
+            where: Any = outside if finder is PathFinder else path
+            found = finder.find_spec(name, where, target)
+            if found is not None:
+                return self._checked(name, found)
+        found = PathFinder.find_spec(name, inside) if inside else None
+        return None if found is None else self._checked(name, found)
+
+    def _checked(self, name: str, spec: ModuleSpec) -> ModuleSpec:
+        origin = spec.origin
+        if origin is None or not spec.has_location or not self._trust.covers(origin):
+            return spec
+        if not isinstance(spec.loader, SourceFileLoader):
+            raise NotApproved(f"{origin} is not loaded: in a workspace only source files are")
+        loader = _Loader(name, origin, self._trust)
+        checked = spec_from_file_location(
+            name, origin, loader=loader, submodule_search_locations=spec.submodule_search_locations
+        )
+        assert checked is not None
+        checked.cached = None
+        return checked
+
+
+# What a file loads, as far as its text tells
+
+
+def _loaded_by(files: Iterable[Path], trust: Trust) -> Iterator[tuple[Path, bytes]]:
+    """Yield files with their content, and what they import of the workspace, each once."""
+    seen: set[Path] = set()
+    pending = list(files)
+    while pending:
+        path = pending.pop(0)
+        if path in seen or not path.is_file():
+            continue
+        seen.add(path)
+        data = _read(path)
+        yield path, data
+        if trust.covers(str(path)):
+            pending += [each for name in _imports(data) for each in _sources(name, trust, path)]
+
+
+def _imports(source: bytes) -> Iterator[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # running it says what is wrong with it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield base
+            joined = base if base.endswith(".") else f"{base}."
+            yield from (f"{joined}{alias.name}" for alias in node.names)
+
+
+def _sources(name: str, trust: Trust, importer: Path | None) -> Iterator[Path]:
+    """Yield the files of the workspace that a module and its packages are, as far as there are."""
+    dots = len(name) - len(name.lstrip("."))
+    parts = [part for part in name.lstrip(".").split(".") if part]
+    tops = [Path(each or os.getcwd()) for each in sys.path if trust.covers(each or os.getcwd())]
+    if importer is not None:
+        tops.append(importer.parent)
+    tops.append(trust.workspace)
+    if dots and importer is not None:
+        tops = [importer.parents[min(dots, len(importer.parents)) - 1]]
+    for top in dict.fromkeys(tops):
+        for depth in range(1, len(parts) + 1):
+            place = top.joinpath(*parts[:depth])
+            for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+                if file.is_file() and trust.covers(str(file)):
+                    yield file
