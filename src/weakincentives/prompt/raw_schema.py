@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from weakincentives.errors import ParseError, ToolDefinitionError
 from weakincentives.serde import dump
+from weakincentives.serde.bounded_schema import BoundedSchema, bounded_copy
 from weakincentives.serde.problems import shown
 
 __all__ = ["plain_schema", "raw_validator"]
@@ -21,8 +21,8 @@ def plain_schema(name: str, schema: object) -> dict[str, Any]:
             f"the parameters of tool {name!r} must be a JSON schema as a dict, got {schema!r}"
         )
     try:
-        plain = json.loads(json.dumps(dump(cast("object", schema)), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        plain = bounded_copy(dump(cast("object", schema)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ToolDefinitionError(f"the parameters of tool {name!r}: {error}") from error
     if plain.get("type") != "object":
         raise ToolDefinitionError(
@@ -34,37 +34,42 @@ def plain_schema(name: str, schema: object) -> dict[str, Any]:
 
 def raw_validator(name: str, schema: dict[str, Any]) -> Callable[[object], dict[str, Any]]:
     """Return a function that gives the arguments as a dict, or a ParseError with all problems."""
-    import jsonschema
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
-    cls: Any = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        cls.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        place = ".".join(map(str, error.absolute_path)) or "the top level"
-        raise ToolDefinitionError(
-            f"the parameters of tool {name!r} are not a valid JSON schema, at {place}: "
-            f"{error.message}"
-        ) from error
-    # An explicit registry: without one, jsonschema fetches remote references from the network.
-    validator = cls(schema, registry=Registry[Any]())
+        bounded = BoundedSchema(schema)
+    except ValueError as error:
+        raise ToolDefinitionError(f"the parameters of tool {name!r}: {error}") from error
 
     def validate(data: object) -> dict[str, Any]:
         arguments = _from_json(data)
         found: dict[str, dict[str, None]] = {}
         try:
-            for error in validator.iter_errors(arguments):
-                for path, text in _problems(error):
+            for error in bounded.errors(arguments):
+                for path, text in _problems(error, bounded):
                     found.setdefault(path, {})[text] = None
-        except Exception as error:  # an unresolvable reference, a bad pattern, too deep nesting
-            raise ParseError("cannot be checked", {"": f"Cannot be checked: {error}"}) from error
+        except Exception as error:  # too much, an unresolvable reference, too deep nesting
+            text = f"Cannot be checked: {str(error)[:_MAX_TEXT]}"
+            raise ParseError("cannot be checked", {"": text}) from error
         if found:
-            details = {path: "; ".join(texts) for path, texts in found.items()}
-            raise ParseError("invalid arguments", details)
+            raise ParseError("invalid arguments", _details(found))
         return arguments
 
     return validate
+
+
+_MAX_PROBLEMS = 100
+_MAX_TEXT = 1000
+"""Characters of a sentence about one: a schema, and the names in it, may be long."""
+
+
+def _details(found: Mapping[str, Mapping[str, None]]) -> dict[str, str]:
+    told = {
+        path[:_MAX_TEXT]: "; ".join(texts)[:_MAX_TEXT]
+        for path, texts in list(found.items())[:_MAX_PROBLEMS]
+    }
+    if len(found) > _MAX_PROBLEMS:
+        more = f"These are {_MAX_PROBLEMS} of {len(found)} problems"
+        told[""] = f"{told['']}; {more}" if "" in told else more
+    return told
 
 
 def _from_json(data: object) -> Any:
@@ -80,13 +85,13 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _problems(error: Any) -> Iterator[tuple[str, str]]:
+def _problems(error: Any, schema: BoundedSchema) -> Iterator[tuple[str, str]]:
     """Yield path and sentence for everything that one error of jsonschema stands for."""
     path = ".".join(map(str, error.absolute_path))
     prefix = f"{path}." if path else ""
     rule, wanted, value = error.validator, error.validator_value, error.instance
     if rule in ("anyOf", "oneOf") and error.context:
-        yield from _nearest(path, error)
+        yield from _nearest(path, error, schema)
     elif rule == "type":
         yield path, f"Expected type {_either(wanted)}, got {shown(value)}"
     elif rule == "required":
@@ -96,7 +101,7 @@ def _problems(error: Any) -> Iterator[tuple[str, str]]:
     elif rule == "additionalProperties" and wanted is False:
         known = ", ".join(error.schema.get("properties", ()))
         text = f"expected one of: {known}" if known else "no fields are expected"
-        for name in _unexpected(value, error.schema):
+        for name in _unexpected(value, error.schema, schema):
             yield prefix + name, f"Unknown field; {text}"
     elif rule == "enum":
         choices = ", ".join(c if isinstance(c, str) else json.dumps(c) for c in wanted)
@@ -109,7 +114,7 @@ def _problems(error: Any) -> Iterator[tuple[str, str]]:
         yield path, f"Expected {rule} {json.dumps(wanted, ensure_ascii=False)}, got {shown(value)}"
 
 
-def _nearest(path: str, error: Any) -> Iterator[tuple[str, str]]:
+def _nearest(path: str, error: Any, schema: BoundedSchema) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the branch that a value was most likely meant for."""
     branches: dict[int, list[Any]] = {}
     for each in error.context:
@@ -117,7 +122,7 @@ def _nearest(path: str, error: Any) -> Iterator[tuple[str, str]]:
     alike = [found for found in branches.values() if not any(map(_is_another_type, found))]
     if alike:
         for each in min(alike, key=len):
-            yield from _problems(each)
+            yield from _problems(each, schema)
     else:
         wanted = (each.validator_value for each in error.context if _is_another_type(each))
         yield (
@@ -134,10 +139,12 @@ def _either(types: str | list[str]) -> str:
     return types if isinstance(types, str) else " or ".join(types)
 
 
-def _unexpected(value: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
-    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+def _unexpected(
+    value: Mapping[str, Any], node: Mapping[str, Any], schema: BoundedSchema
+) -> list[str]:
+    known, patterns = node.get("properties", {}), node.get("patternProperties", {})
     return [
         name
         for name in value
-        if name not in known and not any(re.search(pattern, name) for pattern in patterns)
+        if name not in known and not any(schema.matches(pattern, name) for pattern in patterns)
     ]
