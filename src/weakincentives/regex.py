@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from weakincentives.errors import InvalidPattern
 
-__all__ = ["linear_matcher"]
+__all__ = ["counted_repeats", "linear_matcher"]
 
 _REPEAT = re.compile(r"\{([^}]*)")
 
@@ -27,11 +27,7 @@ def linear_matcher(
             f"the pattern has {len(pattern)} characters; at most {max_length} are taken, "
             "and one line"
         )
-    repeats = 1
-    for counts in _REPEAT.findall(pattern):
-        # Digits may stand apart, as in `a{3 0}`: some flags allow that.
-        numbers = (re.sub(r"\D", "", part) for part in counts.split(","))
-        repeats *= max(1, *(int(number or 0) for number in numbers))
+    repeats = counted_repeats(pattern)
     if repeats > max_repeats:
         raise InvalidPattern(
             f"the pattern {pattern!r} repeats too much: its counts make {repeats} together, and "
@@ -47,3 +43,13 @@ def linear_matcher(
             f"Not a pattern that can be searched for: {pattern!r} ({reason}). Escape special "
             "characters with a backslash to look for them as they are"
         ) from error
+
+
+def counted_repeats(pattern: str) -> int:
+    """Return by how much a pattern grows, at most, when its counted repetitions are written out."""
+    repeats = 1
+    for counts in _REPEAT.findall(pattern):
+        # Digits may stand apart, as in `a{3 0}`: some flags allow that.
+        numbers = (re.sub(r"\D", "", part) for part in counts.split(","))
+        repeats *= max(1, *(int(number[:20] or 0) for number in numbers))
+    return repeats

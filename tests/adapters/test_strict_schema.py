@@ -238,3 +238,34 @@ def test_what_fits_nothing_is_left_for_the_parser_to_refuse():
     data = {"leaf": None, "either": {"kind": "tree"}, "colour": 3, "more": None}
 
     assert without_nulls(schema(Tree), data) == data
+
+
+def test_a_schema_whose_references_double_is_not_made_strict():
+    """Neither made nor read back: both would take forever."""
+    twice = {
+        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]}
+        for n in range(30)
+    }
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+        "additionalProperties": False,
+        "$defs": {**twice, "d30": {"type": "array", "items": {"type": "string"}}},
+    }
+
+    assert strict_schema(schema) is None
+    assert without_nulls(schema, {"a": [1]}) == {"a": [1]}
+
+
+def test_a_pattern_that_explodes_is_no_trouble_when_an_answer_is_read():
+    texts = {"type": "array", "items": {"type": "string", "pattern": "^(a+)+$"}}
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"anyOf": [texts, numbers]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    value = {"a": ["a" * 5000 + "!"]}
+
+    assert without_nulls(schema, value) == value

@@ -21,6 +21,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--log", type=Path)
 arguments.add_argument("--start", default="well", help="ends, hangs, hangs-later, ...")
 arguments.add_argument("--odd", action="store_true", help="offer tools that are declared oddly")
+arguments.add_argument("--hostile", action="store_true", help="offer tools that take forever")
 options = arguments.parse_args()
 
 lock = threading.Lock()
@@ -173,9 +174,9 @@ def nonsense(call: object, **_: Any) -> dict[str, Any]:
     return {"contents": 7}
 
 
-def refuse(call: object, **_: Any) -> dict[str, Any]:
+def refuse(call: object, planet: str = "", **_: Any) -> dict[str, Any]:
     """Refuse."""
-    raise ValueError("no such planet")
+    raise ValueError(f"no such planet{planet}")
 
 
 def grow(call: object, **_: Any) -> dict[str, Any]:
@@ -209,6 +210,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "write": {"path": {"type": "string"}},
     "swell": {"size": {"type": "integer"}},
     "ask": {"method": {"type": "string"}},
+    "refuse": {"planet": {"type": "string"}},
 }
 TOTAL = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
 ODD: list[dict[str, Any]] = [
@@ -236,6 +238,19 @@ ODD: list[dict[str, Any]] = [
         "inputSchema": {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}},
     },
 ]
+TWICE = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+ENDLESS = {"type": "object", "$ref": "#/$defs/d0", "$defs": {**TWICE, "d30": {}}}
+HOSTILE: list[dict[str, Any]] = [
+    {"name": "branches", "inputSchema": ENDLESS},
+    {
+        "name": "pattern",
+        "inputSchema": {"type": "object", "properties": {"a": {"pattern": "^(a+)+$"}}},
+    },
+    {"name": "figures", "inputSchema": {"type": "object"}, "outputSchema": ENDLESS},
+    {"name": "described", "inputSchema": {"type": "object"}, "description": "x" * 20_000_000},
+    {"name": "titled", "inputSchema": {"type": "object"}, "title": "x" * 60_000},
+    {"name": "large", "inputSchema": {"type": "object", "description": "x" * 5_000_000}},
+]
 
 
 # The protocol
@@ -244,6 +259,8 @@ ODD: list[dict[str, Any]] = [
 def listed() -> list[dict[str, Any]]:
     if options.odd:
         return ODD
+    if options.hostile:
+        return HOSTILE
     tools = [*TOOLS, sprout] if grown.is_set() else TOOLS
     return [
         {
@@ -265,6 +282,10 @@ def page(cursor: str | None) -> dict[str, Any]:
         return {"tools": [], "nextCursor": "again"}
     if options.start == "bad-page":
         return {"tools": [{"name": "untyped", "inputSchema": {}}]}
+    if options.start == "endless-text":
+        text = "x" * 5_000_000
+        tool = {"name": "large", "description": text, "inputSchema": {"type": "object"}}
+        return {"tools": [tool], "nextCursor": "again"}
     tools, first = listed(), int(cursor or 0)
     more = {"nextCursor": str(first + 7)} if first + 7 < len(tools) else {}
     return {"tools": tools[first : first + 7], **more}

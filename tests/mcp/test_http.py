@@ -40,10 +40,10 @@ def write(path: str, content: str, *, context: wink.ToolContext) -> str:
 
 
 @asynccontextmanager
-async def served(tools: ToolRegistry) -> AsyncGenerator[str]:
+async def served(tools: ToolRegistry, **options: Any) -> AsyncGenerator[str]:
     """Serve tools in the block; yields the address."""
     with McpServer(tools) as server, listen() as port:
-        serving = asyncio.ensure_future(serve(server, port, TOKEN))
+        serving = asyncio.ensure_future(serve(server, port, TOKEN, **options))
         try:
             async with asyncio.timeout(SECONDS):
                 yield f"http://127.0.0.1:{port.getsockname()[1]}{PATH}"
@@ -247,3 +247,79 @@ def test_no_server_without_a_token():
 def test_a_port_that_is_taken_is_an_error():
     with listen() as taken, pytest.raises(OSError), listen(port=taken.getsockname()[1]):  # noqa: PT011
         pass
+
+
+# Clients that only hold on
+
+HALF = (b"", b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"POST /mcp HTTP/1.1\r\nX: ")
+UNREAD = b"POST /mcp HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000000\r\n\r\nhalf"
+
+
+async def _connect(url: str, first: bytes) -> asyncio.StreamReader:
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx2.URL(url).port or 0)
+    writer.write(first)
+    await writer.drain()
+    held.append(writer)
+    return reader
+
+
+held: list[asyncio.StreamWriter] = []
+"""Kept open: a writer that nobody has is closed."""
+
+
+async def _to_the_end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+@pytest.mark.parametrize("first", [*HALF, UNREAD], ids=["nothing", "head", "line", "no token"])
+def test_a_client_that_does_not_finish_its_request_is_let_go(tmp_path: Path, first: bytes):
+    async def work() -> bytes:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools, patience=0.2) as url:
+                return await _to_the_end(await _connect(url, first))
+
+    answer = asyncio.run(work())
+
+    assert answer.startswith(b"HTTP/1.1 401 ") if first is UNREAD else answer == b""
+
+
+def test_bytes_that_trickle_in_give_no_more_time(tmp_path: Path):
+    async def work() -> bytes:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools, patience=0.5) as url:
+                reader = await _connect(url, b"POST /mcp HTTP/1.1\r\nX: ")
+                ended = asyncio.ensure_future(_to_the_end(reader))
+                while not ended.done():
+                    held[-1].write(b"x")
+                    await asyncio.sleep(0.05)
+                return ended.result()
+
+    assert asyncio.run(work()) == b""
+
+
+def test_those_that_hold_on_make_room_for_those_that_work(tmp_path: Path):
+    """Three times as many as are taken, for as long as they like."""
+
+    async def work() -> tuple[int, str]:
+        with ToolRegistry([write], workspace=tmp_path) as tools:
+            async with served(tools, patience=SECONDS) as url, client_of(url, "auto") as client:
+                first = await client.call_tool("write", {"path": "a.txt", "content": "a"})
+                readers = [await _connect(url, HALF[n % 3]) for n in range(384)]
+                ends = [asyncio.ensure_future(_to_the_end(each)) for each in readers]
+                done, waiting = set[Any](), set[Any](ends)
+                while len(waiting) > 128:
+                    more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    done |= more
+                last = await client.call_tool("write", {"path": "b.txt", "content": "b"})
+                for each in waiting:
+                    each.cancel()
+                assert not first.is_error
+                return len(waiting), str(last.content)
+
+    left, said = asyncio.run(work())
+
+    assert left <= 128
+    assert "Wrote b.txt" in said

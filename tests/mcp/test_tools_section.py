@@ -152,6 +152,31 @@ def test_odd_names_are_mapped_and_stay_apart_and_odd_schemas_are_left_out_with_t
         assert registry.execute("tree", {"node": {"n": {}}}).success
 
 
+def test_a_hostile_server_cannot_hang_us_and_what_is_too_large_is_left_out():
+    with McpToolsSection(server=raw("--hostile")) as section:
+        reasons = {each.name: each.reason for each in section.left_out}
+        registry = wink.ToolRegistry(section.tools)
+        branches = registry.execute("branches", {})
+        pattern = registry.execute("pattern", {"a": "a" * 5000 + "!"})
+        answer = registry.execute("figures", {})
+
+    assert reasons.keys() == {"described", "titled", "large"}
+    assert "has 20,000,000 characters; at most 50,000" in reasons["described"]
+    assert "has 60,000 characters; at most 50,000" in reasons["titled"]
+    assert "at most 262,144" in reasons["large"]
+    assert "Cannot be checked: checking it takes more than" in branches.message
+    assert "Expected pattern" in pattern.message
+    assert "not what it promises" in answer.message
+    assert "takes more than 200,000 steps" in answer.message
+
+
+def test_a_refusal_is_not_passed_on_at_any_length(tools: wink.ToolRegistry):
+    refused = tools.execute("refuse", {"planet": "x" * 1_000_000})
+
+    assert not refused.success
+    assert len(refused.message) < 101_000
+
+
 def test_reach_is_what_the_user_states_and_hints_count_only_when_asked_for():
     server = MCPServer("hints")
     server.add_tool(
@@ -585,6 +610,7 @@ def test_a_server_that_never_answers_is_not_waited_for(log: Path):
     [
         ("no-last-page", "more than 100 pages of tools"),
         ("bad-page", r"at tools\.0\.inputSchema\.type: Field required"),
+        ("endless-text", "its list of tools has more than 32,000,000 characters"),
     ],
 )
 def test_a_list_of_tools_that_is_none_is_refused(start: str, message: str):

@@ -225,6 +225,138 @@ def test_a_remote_reference_is_never_fetched(monkeypatch: pytest.MonkeyPatch):
     assert "https://example.invalid/a.json" in problems({"a": 1}, schema)["arguments"]
 
 
+# Schemas that would take forever
+
+
+def doubling(keyword: str, **leaf: Any) -> dict[str, Any]:
+    """Return a small schema with two to the power of thirty branches."""
+    twice = {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(30)}
+    return {"type": "object", "$ref": "#/$defs/d0", "$defs": {**twice, "d30": leaf}}
+
+
+def elsewhere(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose parts name another dialect each."""
+    named = {"$schema": "https://json-schema.org/draft/2019-09/schema"}
+    return {**schema, "$defs": {name: named | each for name, each in schema["$defs"].items()}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        (doubling("allOf"), {}),
+        (doubling("anyOf", required=["a"]), {}),
+        (doubling("oneOf", required=["a"]), {}),
+        (doubling("allOf") | {"unevaluatedProperties": False}, {"a": 1}),
+        (elsewhere(doubling("allOf")), {}),
+        ({"type": "object", "$ref": "#"}, {}),
+        ({"type": "object", "allOf": [{"$ref": "#"}, {"$ref": "#"}]}, {}),
+        ({"type": "object", "$dynamicAnchor": "n", "not": {"$dynamicRef": "#n"}}, {}),
+        (
+            {"type": "object", "properties": {"a": {"pattern": "^(a{300}){300}$"}}},
+            {"a": "a" * 1_000_000},
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"items": {"enum": [[n] for n in range(9000)]}}},
+            },
+            {"a": [[-1]] * 5000},
+        ),
+        (
+            {
+                "type": "object",
+                "$defs": {f"d{n}": {"$anchor": f"a{n}"} for n in range(1500)},
+                "properties": {"a": {"items": {"$ref": "#a7"}}},
+            },
+            {"a": [1] * 20_000},
+        ),
+    ],
+)
+def test_a_schema_that_takes_forever_to_check_fails_the_call_instead(
+    schema: dict[str, Any], arguments: dict[str, Any]
+):
+    assert problems(arguments, schema)["arguments"].startswith("Cannot be checked: ")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"pattern": "^(a+)+$"}}},
+        {"properties": {"a": {"anyOf": [{"pattern": "^(a|a)*$"}, {"type": "null"}]}}},
+        {"properties": {"default": {"pattern": "never"}, "a": {"pattern": "^(a|aa)+$"}}},
+    ],
+)
+def test_patterns_that_explode_elsewhere_just_do_not_match(schema: dict[str, Any]):
+    found = problems({"a": "a" * 5000 + "!"}, {"type": "object", **schema})
+
+    assert found["a"].startswith("Expected pattern")
+
+
+@pytest.mark.parametrize("last", [False, {"type": "integer"}])
+def test_patterns_of_names_are_matched_in_linear_time_too(last: Any):
+    schema = {
+        "type": "object",
+        "patternProperties": {"^(a+)+$": {"type": "string"}},
+        "additionalProperties": last,
+    }
+    name = "a" * 5000
+
+    assert run({name: "x"}, schema).success
+    assert problems({f"{name}!": "x"}, schema)
+    assert problems({name: 1}, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"pattern": "(?=a)"}}}, "look-around.* linear time"),
+        ({"properties": {"a": {"pattern": "(a)\\1"}}}, "linear time"),
+        ({"patternProperties": {"(?<!a)b": {}}}, "linear time"),
+        ({"properties": {"a": {"pattern": "(a{1000}){1000}"}}}, "repeats too much"),
+        ({"properties": {"a": {"pattern": "x" * 3000}}}, "at most 2000"),
+        ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "cannot be checked"),
+        ({"description": "x" * 300_000}, "at most 262,144"),
+        ({"properties": {f"p{n}": {"allOf": [{}] * 20} for n in range(900)}}, "200,000 steps"),
+    ],
+)
+def test_a_schema_that_cannot_be_checked_in_time_is_refused_where_the_tool_is_made(
+    schema: Any, problem: str
+):
+    with pytest.raises(ToolDefinitionError, match=problem):
+        raw({"type": "object", **schema})
+
+
+@pytest.mark.parametrize("depth", [120, 100_000])
+def test_a_schema_that_is_nested_too_deeply_is_refused(depth: int):
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+
+    with pytest.raises(ToolDefinitionError, match=r"nested|depth"):
+        raw({"type": "object", "properties": {"a": schema}})
+
+
+def test_many_items_are_compared_in_linear_time_and_as_json():
+    schema = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    many = [{"n": n} for n in range(20_000)]
+
+    assert run({"a": many}, schema).success
+    assert problems({"a": [*many, {"n": 7.0}]}, schema).keys() == {"a"}
+    assert run({"a": [1, True, "1", [1], {"1": 1}]}, schema).success
+
+
+def test_what_many_problems_say_stays_short():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"items": {"enum": ["x" * 50] * 500 + ["y"]}}},
+    }
+    found = problems({"a": list(range(1000))}, schema)
+
+    assert len(found) == 101
+    assert found["arguments"] == "These are 100 of 1000 problems"
+    assert all(len(text) <= 1000 for text in found.values())
+
+
 def test_the_draft_that_a_schema_names_is_the_one_that_counts():
     schema = {
         "$schema": "http://json-schema.org/draft-04/schema#",

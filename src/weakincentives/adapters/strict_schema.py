@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 __all__ = ["strict_schema", "without_nulls"]
@@ -40,17 +41,41 @@ def strict_schema(schema: Node) -> dict[str, Any] | None:
     not known, or a value of any type, cannot be said at all.
     """
     try:
-        made = _strict(schema, schema)
+        made = _strict(schema, _Root(schema))
     except (_CannotBeStrict, RecursionError):
         return None
     return made if made.get("type") == "object" else None
 
 
 class _CannotBeStrict(Exception):
-    """The schema allows more than strict mode can say."""
+    """The schema allows more than strict mode can say, or takes too long to read."""
 
 
-def _strict(node: object, root: Node) -> dict[str, Any]:
+class _Root:
+    """The whole schema, in which references are looked up, so often and no more.
+
+    References can double at each level: a small schema would take forever.
+    """
+
+    __slots__ = ("left", "schema")
+
+    def __init__(self, schema: Node) -> None:
+        self.schema = schema
+        self.left = 10_000
+
+    def target(self, reference: str) -> Node:
+        self.left -= 1
+        if self.left < 0:
+            raise _CannotBeStrict("too many references")
+        if reference == "#":
+            return self.schema
+        name = reference.removeprefix(_DEFS)
+        if name == reference or name not in self.schema.get("$defs", {}):
+            raise _CannotBeStrict(reference)
+        return self.schema["$defs"][name]
+
+
+def _strict(node: object, root: _Root) -> dict[str, Any]:
     node = _plain(node)
     made: dict[str, Any] = {}
     notes: list[str] = []
@@ -58,7 +83,7 @@ def _strict(node: object, root: Node) -> dict[str, Any]:
         if keyword in _KEPT or _is_kept(keyword, value):
             made[keyword] = value
         elif keyword == "$ref":
-            _target(value, root)
+            root.target(value)
             made[keyword] = value
         elif keyword == "$defs":
             made[keyword] = {name: _strict(each, root) for name, each in value.items()}
@@ -99,7 +124,7 @@ def _plain(node: object) -> dict[str, Any]:
     return plain
 
 
-def _strict_object(node: Node, root: Node) -> dict[str, Any]:
+def _strict_object(node: Node, root: _Root) -> dict[str, Any]:
     if node.get("type") != "object" or node.get("additionalProperties") is not False:
         raise _CannotBeStrict(node)
     required = node.get("required", ())
@@ -118,7 +143,7 @@ def _strict_object(node: Node, root: Node) -> dict[str, Any]:
     }
 
 
-def _property(node: object, root: Node, *, is_required: bool) -> dict[str, Any]:
+def _property(node: object, root: _Root, *, is_required: bool) -> dict[str, Any]:
     made = _strict(node, root)
     default = cast("Node", node).get("default")
     if is_required:
@@ -133,7 +158,7 @@ def _property(node: object, root: Node, *, is_required: bool) -> dict[str, Any]:
     return _described(made, [means])
 
 
-def _any_of(nodes: Sequence[object], root: Node) -> dict[str, Any]:
+def _any_of(nodes: Sequence[object], root: _Root) -> dict[str, Any]:
     different = {_json(node): node for node in nodes}.values()
     made = [_strict(node, root) for node in different]
     return made[0] if len(made) == 1 else {"anyOf": made}
@@ -173,15 +198,18 @@ def without_nulls(schema: Node, value: object) -> Any:
 
     Those are the nulls of optional properties that cannot be null by the schema itself.
     """
-    return _read(schema, value, schema)
+    try:
+        return _read(schema, value, _Root(schema))
+    except (_CannotBeStrict, RecursionError):
+        return value  # for the parser to refuse
 
 
-def _read(node: object, value: Any, root: Node) -> Any:
+def _read(node: object, value: Any, root: _Root) -> Any:
     if not isinstance(value, dict | list):
         return value
     node = _plain(node)
     if "$ref" in node:
-        return _read(_target(node["$ref"], root), cast("object", value), root)
+        return _read(root.target(node["$ref"]), cast("object", value), root)
     if "anyOf" in node:
         return _read_any_of(node["anyOf"], cast("object", value), root)
     if isinstance(value, list):
@@ -189,13 +217,13 @@ def _read(node: object, value: Any, root: Node) -> Any:
     return _read_object(node, cast("dict[str, Any]", value), root)
 
 
-def _read_list(node: Node, value: list[Any], root: Node) -> list[Any]:
+def _read_list(node: Node, value: list[Any], root: _Root) -> list[Any]:
     first = node.get("prefixItems", ())
     rest = [node.get("items", {})] * (len(value) - len(first))
     return [_read(each, item, root) for each, item in zip([*first, *rest], value, strict=False)]
 
 
-def _read_object(node: Node, value: dict[str, Any], root: Node) -> dict[str, Any]:
+def _read_object(node: Node, value: dict[str, Any], root: _Root) -> dict[str, Any]:
     properties, required = node.get("properties", {}), node.get("required", ())
     return {
         name: _read(properties.get(name, {}), each, root)
@@ -207,43 +235,34 @@ def _read_object(node: Node, value: dict[str, Any], root: Node) -> dict[str, Any
     }
 
 
-def _read_any_of(branches: Sequence[object], value: object, root: Node) -> Any:
+def _read_any_of(branches: Sequence[object], value: object, root: _Root) -> Any:
     """Read it by the branch that it then fits; what fits none is for the parser to refuse."""
-    import jsonschema
+    from weakincentives.serde.bounded_schema import BoundedSchema
 
     branches = [each for each in branches if each != _NULL]
     for branch in branches:
         read = _read(branch, value, root)
         if len(branches) == 1:
             return read
-        whole = {"$defs": root.get("$defs", {}), **cast("Node", branch)}
-        validator: Any = jsonschema.Draft202012Validator(whole)
-        if validator.is_valid(read):
-            return read
+        whole = {"$defs": root.schema.get("$defs", {}), **cast("Node", branch)}
+        with suppress(ValueError):  # it cannot be checked, so that it does not fit
+            if not any(BoundedSchema(whole).errors(read)):
+                return read
     return value
 
 
 # Both ways
 
 
-def _takes_null(node: object, root: Node) -> bool:
+def _takes_null(node: object, root: _Root) -> bool:
     node = _plain(node)
     if "$ref" in node:
-        return _takes_null(_target(node["$ref"], root), root)
+        return _takes_null(root.target(node["$ref"]), root)
     if "anyOf" in node:
         return any(_takes_null(each, root) for each in node["anyOf"])
     if "type" in node:
         return "null" in _list(node["type"])
     return None in node.get("enum", [node.get("const")])
-
-
-def _target(reference: str, root: Node) -> Node:
-    if reference == "#":
-        return root
-    name = reference.removeprefix(_DEFS)
-    if name == reference or name not in root.get("$defs", {}):
-        raise _CannotBeStrict(reference)
-    return root["$defs"][name]
 
 
 def _list(value: Any) -> list[Any]:

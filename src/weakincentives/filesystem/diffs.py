@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import re
 import stat
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weakincentives.filesystem.history import CHANGES
+from weakincentives.filesystem.hunks import Effort, hunks
 from weakincentives.filesystem.layers import Look, Node, names_of, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
@@ -94,12 +94,13 @@ def file_changes(paths: Iterable[Parts], before: Look, now: Look) -> list[FileCh
     origins = _origins(sides)
     moved = set(origins.values())
     found: list[FileChange] = []
+    effort = Effort()
     for parts, (old, new) in sides.items():
         origin = origins.get(parts)
         if origin is not None:
-            found.append(_change(parts, sides[origin][0], new, origin))
+            found.append(_change(parts, sides[origin][0], new, effort, origin))
         elif parts not in moved and _differ(old, new):
-            found.append(_change(parts, old, new))
+            found.append(_change(parts, old, new, effort))
     return found
 
 
@@ -149,7 +150,9 @@ def _differ(old: _Side, new: _Side) -> bool:
 # The text
 
 
-def _change(parts: Parts, old: _Side, new: _Side, origin: Parts | None = None) -> FileChange:
+def _change(
+    parts: Parts, old: _Side, new: _Side, effort: Effort, origin: Parts | None = None
+) -> FileChange:
     path = join_path(parts)
     lines: list[str] = []
     added = removed = 0
@@ -159,12 +162,12 @@ def _change(parts: Parts, old: _Side, new: _Side, origin: Parts | None = None) -
         old, new = _without_directory(old), _without_directory(new)
     if _has_a_diff(old, new):
         lines += _header(path, old, new, None if origin is None else join_path(origin))
-        hunks = list(_hunks(old, new))
-        if hunks:
+        found = list(_hunks(old, new, effort))
+        if found:
             names = _names(join_path(origin or parts), path, old, new)
-            lines += [*names, *hunks] if len(hunks) > 1 else hunks
-        added = sum(line.startswith("+") for line in hunks)
-        removed = sum(line.startswith("-") for line in hunks)
+            lines += [*names, *found] if len(found) > 1 else found
+        added = sum(line.startswith("+") for line in found)
+        removed = sum(line.startswith("-") for line in found)
     return FileChange(
         path=path,
         origin="" if origin is None else join_path(origin),
@@ -219,7 +222,7 @@ def _names(origin: str, path: str, old: _Side, new: _Side) -> Iterator[str]:
         yield f"{mark} {name}" + ("\t\n" if " " in name else "\n")
 
 
-def _hunks(old: _Side, new: _Side) -> Iterator[str]:
+def _hunks(old: _Side, new: _Side, effort: Effort) -> Iterator[str]:
     before, after = old.data or b"", new.data or b""
     if before == after:
         return
@@ -228,9 +231,7 @@ def _hunks(old: _Side, new: _Side) -> Iterator[str]:
     except UnicodeDecodeError:
         yield f"Binary files differ: {len(before)} bytes became {len(after)}\n"
         return
-    # The first two say the names.
-    for line in list(difflib.unified_diff(old_lines, new_lines))[2:]:
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+    yield from hunks(old_lines, new_lines, effort)
 
 
 def _lines(text: str) -> list[str]:

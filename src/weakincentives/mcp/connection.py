@@ -25,6 +25,7 @@ from weakincentives.errors import McpServerError, MissingExtra
 from weakincentives.logs import get_logger
 from weakincentives.mcp.server_process import ServerProcess
 from weakincentives.retry import NETWORK, SERVER_ERROR, TIMEOUT
+from weakincentives.serde.bounded_schema import BoundedSchema
 
 if TYPE_CHECKING:
     import httpx2
@@ -42,6 +43,8 @@ _CERTAIN = 150.0
 """Seconds for an end that is sure to come: a server is killed when nothing else helps."""
 _MAX_LOST = 3
 _MAX_PAGES = 100
+_MAX_LISTED = 32_000_000
+"""Characters in all that a server may say of its tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +389,8 @@ class _Link:
                     client_info=types.Implementation(name="wink", version=__version__),
                     cache=None,
                 ) as self.client:
+                    # Theirs is bounded in nothing: the server's schema, on the server's answer.
+                    self.client.session.validate_tool_result = self._check_answer
                     self.tools = await _listed(self.client)
                     self._scope.deadline = math.inf
                     self._ready.set_result(None)
@@ -399,6 +404,21 @@ class _Link:
             self._failed(error)
         finally:
             self._ending = True
+
+    async def _check_answer(self, name: str, result: types.CallToolResult) -> None:
+        """Raise ValueError where an answer is not what the server said it would be."""
+        schema = next((tool.output_schema for tool in self.tools if tool.name == name), None)
+        if schema is None:
+            return
+        if (
+            result.structured_content is None
+            and "structured_content" not in result.model_fields_set
+        ):
+            raise ValueError(f"tool {name} has an output schema, but gave no structured content")
+        # In a thread: meanwhile others of this connection go on.
+        wrong = await asyncio.to_thread(_first_error, schema, result.structured_content)
+        if wrong:
+            raise ValueError(f"invalid structured content of tool {name}: {wrong}")
 
     def _transport(self) -> Any:
         server = self._server
@@ -510,11 +530,21 @@ async def _over_http(
         yield streams
 
 
+def _first_error(schema: Mapping[str, Any], value: object) -> str:
+    """Return what is wrong with a value, in a few words."""
+    try:
+        error = next(BoundedSchema(schema).errors(value), None)
+    except Exception as error:  # too much to check, or a schema that is none
+        return str(error)[:300]
+    return "" if error is None else str(error.message)[:300]
+
+
 async def _listed(client: Client) -> tuple[types.Tool, ...]:
     """Return all tools, page by page."""
     from pydantic import ValidationError
 
     tools: list[types.Tool] = []
+    size = 0
     cursor: str | None = None
     for _ in range(_MAX_PAGES):
         try:
@@ -526,6 +556,9 @@ async def _listed(client: Client) -> tuple[types.Tool, ...]:
                 f"its list of tools is not what MCP prescribes, at {place}: {found['msg']}"
             ) from error
         tools += page.tools
+        size += len(page.model_dump_json())
+        if size > _MAX_LISTED:
+            raise McpServerError(f"its list of tools has more than {_MAX_LISTED:,} characters")
         cursor = page.next_cursor
         if not cursor:
             return tuple(tools)

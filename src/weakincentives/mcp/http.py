@@ -7,7 +7,8 @@ import hmac
 import socket as sockets
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from weakincentives.errors import MissingExtra
@@ -18,6 +19,7 @@ try:
     from mcp.server.transport_security import TransportSecuritySettings
     from starlette.datastructures import Headers
     from starlette.responses import PlainTextResponse
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
 
@@ -33,6 +35,9 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _GRACE = 1
 """Seconds that answers on their way have when the server is told to end."""
+_PATIENCE = 10.0
+"""Seconds that a client has to send the head of a request; more bytes do not give it more."""
+_MAX_CONNECTIONS = 128
 
 
 @contextmanager
@@ -50,10 +55,16 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> Generator[sockets.socket]:
         yield listening
 
 
-async def serve(server: McpServer, listening: sockets.socket, token: str) -> None:
-    """Serve on an open port until cancelled; calls under way are rolled back then."""
+async def serve(
+    server: McpServer, listening: sockets.socket, token: str, *, patience: float = _PATIENCE
+) -> None:
+    """Serve on an open port until cancelled; calls under way are rolled back then.
+
+    A connection on which no request comes within ``patience`` seconds is closed.
+    """
     config = uvicorn.Config(
         http_app(server, token, host=listening.getsockname()[0]),
+        http=partial(_Connection, patience=patience),  # pyright: ignore[reportArgumentType]  # it is only called
         log_config=None,
         access_log=False,
         ws="none",
@@ -75,6 +86,59 @@ class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+class _Connection(H11Protocol):
+    """A connection that is not kept for a client that asks for nothing.
+
+    Uvicorn limits the time between requests, and not the time until the head of one has come.
+    """
+
+    def __init__(self, *, patience: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._patience = patience
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+        if len(self.connections) > _MAX_CONNECTIONS:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        if self._is_busy:
+            if self._limit is not None:
+                self._limit.cancel()
+                self._limit = None
+        elif self._limit is None:
+            self._limit = self.loop.call_later(self._patience, self.transport.abort)
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a request; this one where none does."""
+        waiting = [
+            (each._limit.when(), number, each)  # of this class, all of them
+            for number, each in enumerate(self.connections)
+            if isinstance(each, _Connection) and each._limit is not None and each is not self
+        ]
+        oldest = min(waiting)[2] if waiting else self
+        oldest.transport.abort()
 
 
 def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from weakincentives.errors import ToolDefinitionError
+from weakincentives.prompt.raw_schema import plain_schema
 
 __all__ = ["honoured_schema", "offered_names"]
 
@@ -50,10 +51,10 @@ def honoured_schema(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
-    own = dict(schema)
+    own = plain_schema(name, schema)
     resource = DRAFT202012.create_resource(own)
     base = resource.id() or ""
-    resolver = Registry[Any]().with_resource(base, resource).resolver(base)
+    resolver = Registry[Any]().with_resource(base, resource).crawl().resolver(base)
     for reference in _references(own):
         try:
             resolver.lookup(reference)

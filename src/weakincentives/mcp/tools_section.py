@@ -47,6 +47,8 @@ _logger = get_logger(__name__)
 _TIMEOUT = 60.0
 _GRACE = 10.0
 _KEPT_ANSWERS = 256
+_MAX_DESCRIPTION = 50_000
+"""Characters that a server may say of one tool: the model reads them with every turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ class McpToolsSection(Section[None]):
         return _matches(name, self._allow) and not _matches(name, self._deny)
 
     def _tool(self, listed: types.Tool, terms: _Terms) -> Tool[Any, Any]:
+        _check_texts(listed)
         schema = honoured_schema(listed.name, listed.input_schema)
 
         async def handler(params: dict[str, Any], *, context: ToolContext) -> ToolResult[McpOutput]:
@@ -317,7 +320,7 @@ class McpToolsSection(Section[None]):
             return _failure(terms, _unknown(terms, str(error)), error.code)
         except MCPError as error:
             known = {types.INVALID_PARAMS: "INVALID_ARGUMENTS", types.INTERNAL_ERROR: SERVER_ERROR}
-            text = f"The server refused the call: {error.message}"
+            text = f"The server refused the call: {error.message[: self._output_limit]}"
             return _failure(terms, text, known.get(error.code, "EXECUTION_FAILED"))
         except (RuntimeError, ValueError) as error:
             text = f"The server's answer is not what it promises: {_in_short(error)}"
@@ -420,6 +423,19 @@ def _tell(
 
 
 # What was stated
+
+
+def _check_texts(listed: types.Tool) -> None:
+    for what, text in (
+        ("name", listed.name),
+        ("title", listed.title),
+        ("description", listed.description),
+    ):
+        if text is not None and len(text) > _MAX_DESCRIPTION:
+            raise ToolDefinitionError(
+                f"the {what} of tool {listed.name[:64]!r} has {len(text):,} characters; at most "
+                f"{_MAX_DESCRIPTION:,} are taken"
+            )
 
 
 def _patterns(option: str, given: Iterable[str]) -> tuple[str, ...]:

@@ -22,7 +22,10 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Iterable[str]]]
 
 _CONNECT_SECONDS = 10.0
 # What older Pythons count as global, or what no page has a reason to be at.
-_NOT_PUBLIC_V4 = tuple(map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24")))
+_NOT_PUBLIC_V4 = tuple(
+    # The last is Azure's own: on its machines it answers with what belongs to the machine.
+    map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32"))
+)
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
 _NOT_PUBLIC_V6 = tuple(
     # 2001::/23 holds Teredo and 2002::/16 is 6to4: both hide another address.
