@@ -92,9 +92,9 @@ def _filled(value: Any, validator: Any) -> Any:
                 filled[name] = copy.deepcopy(cast("Any", part["default"]))
         return filled
     if isinstance(value, list) and "items" in schema:
-        inner = validator.evolve(schema=schema["items"])
+        inner = validator.evolve(schema=cast("dict[str, Any]", schema)["items"])
         return [_filled(item, inner) for item in cast("list[Any]", value)]
-    return value
+    return cast("object", value)
 
 
 def _from_json(data: object) -> Any:
