@@ -399,6 +399,22 @@ def test_a_coroutine_as_the_value_of_a_result_is_a_failure(recwarn):
     assert not [w for w in recwarn if "never awaited" in str(w.message)]
 
 
+def test_a_future_as_the_value_of_a_result_is_a_failure():
+    loop = asyncio.new_event_loop()
+    future = loop.create_future()
+
+    @tool
+    def look() -> Any:
+        """Look."""
+        return future
+
+    result = look()
+    loop.close()
+
+    assert not result.success
+    assert "returned an awaitable Future" in result.message
+
+
 def test_a_generator_as_the_value_of_a_result_is_a_failure():
     @tool
     def look() -> Any:

@@ -79,9 +79,9 @@ def _filled(value: Any, schema: Any) -> Any:
                 filled[name] = copy.deepcopy(cast("Any", part["default"]))
         return filled
     if isinstance(value, list) and "items" in schema:
-        inner = cast("Any", schema["items"])
+        inner = cast("dict[str, Any]", schema)["items"]
         return [_filled(item, inner) for item in cast("list[Any]", value)]
-    return value
+    return cast("object", value)
 
 
 _MAX_PROBLEMS = 100

@@ -702,10 +702,10 @@ async def _handle_on_loop(tool: Tool[Any, Any], params: object, context: ToolCon
     return result
 
 
-_UNFINISHED = {
-    CoroutineType: ("coroutine", "make it `async def`, or await what it calls"),
-    GeneratorType: ("generator", "return a list of what it yields"),
-    AsyncGeneratorType: ("async generator", "return a list of what it yields"),
+_UNFINISHED: dict[type, tuple[str, str]] = {
+    CoroutineType: ("a coroutine", "make it `async def`, or await what it calls"),
+    GeneratorType: ("a generator", "return a list of what it yields"),
+    AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
 
 
@@ -719,7 +719,7 @@ def _succeeded(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
         )
     result = cast("ToolResult[Any]", answer)
     value = result.value
-    if type(value) in _UNFINISHED:
+    if value is not None:
         _check_finished(value)
     if not result.success:
         raise _Failed(result)
@@ -731,13 +731,15 @@ def _succeeded(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
     return result
 
 
-def _check_finished(answer: Any) -> None:
-    """Refuse a coroutine or generator in place of what it would give; nobody will run it."""
-    if type(answer) in _UNFINISHED:
-        kind, advice = _UNFINISHED[type(answer)]
-        if not isinstance(answer, AsyncGeneratorType):
-            answer.close()
-        raise TypeError(f"the handler returned a {kind}, not its result; {advice}")
+def _check_finished(answer: object) -> None:
+    """Refuse what would only give a result if somebody awaited or ran it."""
+    kind = type(answer)
+    if kind not in _UNFINISHED and not hasattr(kind, "__await__"):
+        return
+    what, advice = _UNFINISHED.get(kind, (f"an awaitable {kind.__name__}", "make it `async def`"))
+    if isinstance(answer, CoroutineType | GeneratorType):
+        answer.close()
+    raise TypeError(f"the handler returned {what}, not its result; {advice}")
 
 
 async def _apply_effects(
