@@ -31,6 +31,7 @@ from weakincentives.filesystem.commands import engines
 from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
+from weakincentives.state import Seals
 from weakincentives.testing import FakeClock
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
@@ -804,7 +805,7 @@ def test_only_a_call_that_works_in_place_can_start_programs_of_its_own(over: Hos
 @pytest.mark.parametrize("watch", [True, False])
 def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Path, watch: bool):
     tree = Tree(root)
-    manifest = Manifest(Pack(tmp_path / "scan", "test"), watch=watch)
+    manifest = Manifest(Pack(tmp_path / "scan", Seals("test")), watch=watch)
     manifest.refresh(tree)
     assert manifest.changes(tree) == []
 
@@ -826,7 +827,7 @@ def test_a_manifest_finds_what_changed_and_nothing_else(root: Path, tmp_path: Pa
     assert manifest.changes(tree) == []
     manifest.close()
 
-    again = Manifest(Pack(tmp_path / "scan", "test"), watch=watch)
+    again = Manifest(Pack(tmp_path / "scan", Seals("test")), watch=watch)
     assert again.changes(tree) == []
     again.close()
     tree.close()

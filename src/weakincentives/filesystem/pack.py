@@ -23,7 +23,7 @@ from weakincentives.filesystem.confined import CHUNK, read_all, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import Source
 from weakincentives.filesystem.store import Entry, copy_content, kind_of
-from weakincentives.state import sealed, unsealed
+from weakincentives.state import Seals
 
 __all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
 
@@ -90,16 +90,16 @@ class Pack:
 
     Args:
         folder: The directory; made if missing.
-        purpose: What the seals are for, so that no other workspace's index is taken for this one's.
+        seals: Those of the store, so that no other workspace's index is taken for this one's.
         safe: Write through to the disk what is saved.
     """
 
-    def __init__(self, folder: Path, purpose: str, *, safe: bool = False) -> None:
+    def __init__(self, folder: Path, seals: Seals, *, safe: bool = False) -> None:
         self.folder = folder
         self.rows: dict[Parts, Row] = {}
         self.is_damaged = False
         """Whether the index cannot be read to its end. Then there are no rows."""
-        self._purpose = f"scan {purpose}"
+        self._seals = seals
         self._safe = safe
         self._buffer: list[bytes] = []
         self._uses: dict[Place, int] = {}
@@ -238,7 +238,7 @@ class Pack:
     def _write_frame(self, fd: int, rows: Iterable[tuple[Parts, Row | None]]) -> None:
         plain = [("/".join(parts), None if row is None else tuple(row)) for parts, row in rows]
         # Read back only with its seal intact: nobody else can have made it.
-        frame = sealed(self._purpose, marshal.dumps((self._size, plain), 4))
+        frame = self._seals.sealed(marshal.dumps((self._size, plain), 4))
         if self._safe:
             os.fsync(self._data)
         write_all(fd, _FRAME.pack(len(frame)) + frame)
@@ -252,7 +252,7 @@ class Pack:
             end = _FRAME.size + _FRAME.unpack_from(left)[0]
             if end > len(left):
                 break  # a process was killed while it wrote this: nothing depends on it
-            plain = unsealed(self._purpose, bytes(left[_FRAME.size : end]))
+            plain = self._seals.unsealed(bytes(left[_FRAME.size : end]))
             if plain is None:
                 self.is_damaged = True
                 self._forget()

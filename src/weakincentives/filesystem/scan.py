@@ -652,7 +652,7 @@ def forget_unfinished(store: Store) -> None:
 
 
 def _pack_of(store: Store) -> Pack:
-    return Pack(store.scan, store.id, safe=store.safe)
+    return Pack(store.scan, store.seals("scan"), safe=store.safe)
 
 
 def _settled(store: Store) -> Path:
