@@ -350,13 +350,14 @@ def _inotify() -> Found:
 
 def _store(workspace: Path) -> Found:
     from weakincentives.cli.runs import runs_of
+    from weakincentives.filesystem.confined import files_below
     from weakincentives.filesystem.store import location_of
 
     store = location_of(workspace)
     if not store.is_dir():
         yield "ok", f"nothing is kept yet; it will be in {store}", ""
         return
-    size = sum(path.lstat().st_size for path in store.rglob("*") if not path.is_dir())
+    size = sum(status.st_size for status in files_below(store))
     runs = len(runs_of(workspace))
     yield "ok", f"{store}: {_bytes(size)}, {runs} {'run' if runs == 1 else 'runs'}", ""
     owner = _lock_owner(store / "lock")
