@@ -16,6 +16,7 @@ from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
 from weakincentives.contrib.tools.sandbox_filter import container_profile
+from weakincentives.filesystem import HostFilesystem
 
 LEVELS = {"ok", "better", "broken"}
 MODEL = 'model = "%s"\nsuites = ["files"]\n'
@@ -56,6 +57,34 @@ def test_it_is_told_in_words(wink: Wink, project: Path):  # noqa: F811
     assert "  ok      no wink.toml: the defaults hold\n" in shown
     assert "1 run\n" in shown
     assert shown.splitlines()[-1].startswith("0 broken, ")
+
+
+def test_directories_that_are_nested_deeply_in_the_store_are_measured(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+):
+    with HostFilesystem(project) as fs:
+        place = project / "deep"
+        subprocess.run(
+            [sys.executable, "-c", NEST, place], check=True, env={**os.environ, "DEPTH": "1200"}
+        )
+        fs.delete("deep", recursive=True)
+        store = fs.store
+    try:
+        code, found = findings(wink)
+        (size,) = [each for each in found if each["what"].startswith(f"{store}: ")]
+        assert code == 0
+        assert ": 1 MiB, " in size["what"]
+    finally:
+        subprocess.run(["rm", "-rf", store], check=True)
+
+
+NEST = """
+import os, sys
+os.mkdir(sys.argv[1]); os.chdir(sys.argv[1])
+for _ in range(int(os.environ["DEPTH"])): os.mkdir("nested"); os.chdir("nested")
+open("file", "wb").write(bytes(1 << 20))
+"""
 
 
 def test_keys_are_named_and_never_shown(

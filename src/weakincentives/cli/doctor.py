@@ -412,6 +412,7 @@ def _store(workspace: Path) -> Found:
     from weakincentives.cli.calls import Calls
     from weakincentives.cli.runs import runs_of
     from weakincentives.errors import StateUnavailable, StoreRefused
+    from weakincentives.filesystem.confined import files_below
     from weakincentives.filesystem.store import Note, location_of
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.state import state_directory
@@ -426,7 +427,7 @@ def _store(workspace: Path) -> Found:
     if not store.is_dir():
         yield "ok", f"nothing is kept yet; it will be in {store}", ""
         return
-    size = sum(path.lstat().st_size for path in store.rglob("*") if not path.is_dir())
+    size = sum(status.st_size for status in files_below(store))
     runs = len(runs_of(workspace))
     yield "ok", f"{store}: {_bytes(size)}, {runs} {'run' if runs == 1 else 'runs'}", ""
     for sentence in (*Calls(workspace).damage(), OutcomeLedger(store / "outcomes.jsonl").damage()):

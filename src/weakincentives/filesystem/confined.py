@@ -28,6 +28,7 @@ __all__ = [
     "Mount",
     "Tree",
     "exchange",
+    "files_below",
     "ident_of",
     "mount_of",
     "mounted_below",
@@ -316,6 +317,25 @@ def _pieces(path: bytes) -> list[bytes]:
         pieces.append(path[:cut])
         path = path[cut + 1 :]
     return [*pieces, path]
+
+
+def files_below(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of all but the directories below one, however deep; what vanishes, or may
+    not be looked into, is left out.
+    """
+    tree = Tree(folder)
+    try:
+        pending: list[Parts] = [()]
+        while pending:
+            parts = pending.pop()
+            with contextlib.suppress(OSError):
+                for name, status in tree.scan(parts):
+                    if stat.S_ISDIR(status.st_mode):
+                        pending.append((*parts, name))
+                    else:
+                        yield status
+    finally:
+        tree.close()
 
 
 def remove_directory(above: int, name: str) -> None:

@@ -381,7 +381,7 @@ class Layers:
         """
         upper = self._opened(self.upper)
         index = self.place / "work" / "index"
-        indexed = self._opened(index) if self._way.owner is None and index.is_dir() else None
+        indexed = self._opened(index) if self._way.owner is None and _has_any(index) else None
         lower = Lower(tree, self.staged, self._way.xattrs)
         try:
             return _Reader(self.workspace, upper, lower, indexed, self._way.xattrs).read()
@@ -391,6 +391,13 @@ class Layers:
     def _opened(self, place: Path) -> Tree:
         self._trees.append(Tree(place))
         return self._trees[-1]
+
+
+def _has_any(directory: Path) -> bool:
+    try:
+        return bool(os.listdir(directory))
+    except OSError:
+        return False  # not every overlay has an index
 
 
 def with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:

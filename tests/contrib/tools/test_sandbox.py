@@ -413,6 +413,16 @@ def test_a_file_that_grows_too_large_is_refused(box: Box):
     assert contents(box.root) == {"a.txt": b"as it was\n"}
 
 
+def test_a_disk_flood_deep_down_is_stopped(box: Box):
+    nest = "for _ in range(1200): os.mkdir('nested'); os.chdir('nested')"
+    flood = "[open(f'{n}', 'wb').write(bytes(1 << 20)) for n in range(4096)]"
+
+    done = box.python(f"import os\n{nest}\n{flood}")
+
+    assert done.stopped == "it wrote more than 32 MiB to the disk"
+    assert not done.kept
+
+
 def test_a_disk_flood_is_stopped(box: Box):
     flood = "n=0; while :; do n=$((n+1)); head -c 4194304 /dev/zero >big-$n || exit; done"
 

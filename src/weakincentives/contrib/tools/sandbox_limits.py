@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.commands import Running
+from weakincentives.filesystem.confined import files_below
 
 __all__ = [
     "Cgroup",
@@ -306,12 +307,7 @@ def _free(place: Path) -> int:
 
 
 def _size(folder: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-    return total
+    return sum(status.st_blocks * 512 for status in files_below(folder))
 
 
 def family_of(pid: int) -> list[int]:
