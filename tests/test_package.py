@@ -31,6 +31,7 @@ LAYERS = [
     ["retry"],
     ["call"],
     ["logs", "deadlines", "budget", "dbc", "regex", "slices", "state"],
+    ["ours"],
     ["serde"],
     ["filesystem"],
     ["resources"],

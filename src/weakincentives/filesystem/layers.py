@@ -576,7 +576,8 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
             kind, source = "link", os.fsencode(before.target or "")
         case "directory":
             kind = "directory"
-            if record.op == "found" and layer.node(record.path) is not None:
+            there = layer.node(record.path) if record.op == "found" else None
+            if there is not None and there.kind == "directory":
                 return layer
             if (place := taken.at(record)) is not None:
                 stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
