@@ -35,6 +35,7 @@ LAYERS = [
     ["retry"],
     ["call"],
     ["logs", "deadlines", "budget", "dbc", "regex", "slices", "state"],
+    ["ours"],
     ["serde"],
     ["filesystem"],
     ["resources"],

@@ -583,7 +583,7 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
             kind, source = "link", os.fsencode(before.target or "")
         case "directory":
             kind = "directory"
-            if record.op == "found" and _is_there(layer, record.path):
+            if record.op == "found" and _is_directory(layer, record.path):
                 return layer
             if (place := taken.at(record)) is not None:
                 stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
@@ -596,9 +596,10 @@ def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
     return layer.put(record.path, Cover(node, source))
 
 
-def _is_there(layer: Layer, parts: Parts) -> bool:
+def _is_directory(layer: Layer, parts: Parts) -> bool:
     try:
-        return layer.node(parts) is not None
+        node = layer.node(parts)
+        return node is not None and node.kind == "directory"
     except OSError as error:
         if error.errno in BARRED:
             return False

@@ -490,15 +490,14 @@ def test_known_escapes_lead_nowhere(host: Host, name: str):
 
 
 @pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Agent:
+def plain(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """Runs plain Python in the process that is meant for scripts: no interpreter in between."""
-    program = tmp_path / "plain_child.py"
-    program.write_text(
-        f"""
+    child = Path(asteval.__file__).with_name("_asteval_child.py")
+    program = f"""
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
-spec = spec_from_file_location("child", {str(asteval._CHILD)!r})
+spec = spec_from_file_location("child", {str(child)!r})
 child = module_from_spec(spec)
 spec.loader.exec_module(child)
 
@@ -524,7 +523,6 @@ def prepare(modules, numpy, output):
 child.prepare = prepare
 child.main()
 """
-    )
     monkeypatch.setattr(asteval, "_CHILD", program)
     return Agent()
 
@@ -739,11 +737,9 @@ def test_without_a_filter_it_refuses(monkeypatch: pytest.MonkeyPatch):
     assert "AstevalConfig(isolation='none')" in result.message
 
 
-def test_a_filter_that_cannot_be_set_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    program = tmp_path / "child.py"
-    source = asteval._CHILD.read_text().replace('MACHINES = {"x86_64"', 'MACHINES = {"vax"')
-    program.write_text(source.replace('"aarch64": (1', '"pdp11": (1'))
-    monkeypatch.setattr(asteval, "_CHILD", program)
+def test_a_filter_that_cannot_be_set_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
+    source = asteval._CHILD.replace('MACHINES = {"x86_64"', 'MACHINES = {"vax"')
+    monkeypatch.setattr(asteval, "_CHILD", source.replace('"aarch64": (1', '"pdp11": (1'))
 
     result = Agent()("1 + 1")
 
