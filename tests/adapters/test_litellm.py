@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import Raw, Script, WireServer
+from wire import Raw, Script, WireServer, everything_in
 
 import weakincentives as wink
 from weakincentives.adapters import (
@@ -189,6 +189,33 @@ def test_a_failure_says_what_happened_and_what_to_do(
     assert raised.value.retry_after == (7.0 if kind is ProviderThrottled else None)
     assert len(script.bodies) == 1  # LiteLLM does not try again by itself
     assert capsys.readouterr().out == ""
+
+
+@heavy
+@pytest.mark.parametrize("where", ["argument", "environment", "header", "module"])
+def test_no_secret_is_left_in_an_error_or_behind_it(
+    server: WireServer, where: str, on_text: Any, monkeypatch: pytest.MonkeyPatch
+):
+    import litellm
+
+    secret = "s3cret-of-mine-1234"
+    options: dict[str, Any] = {"api_key": secret if where == "argument" else "none"}
+    if where == "environment":
+        monkeypatch.setenv("OPENAI_API_KEY", secret)
+        options["api_key"] = None
+    elif where == "header":
+        options["options"] = {"extra_headers": {"X-Api-Key": secret}}
+    elif where == "module":
+        monkeypatch.setattr(litellm, "openai_key", secret)
+        options["api_key"] = None
+    script = server.play(problem(401, "invalid_api_key", f"Incorrect API key: {secret}"))
+
+    with pytest.raises(ProviderRejected, match="Incorrect API key") as raised:
+        turn_of(adapter_for(script, **options), request_for(prompt_with(), on_text=on_text))
+
+    shown = everything_in(raised.value)
+    assert secret not in shown
+    assert "Incorrect API key: (the key)" in shown
 
 
 @heavy

@@ -12,10 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
-from wire import NO_REASONING, Raw, Script, WireServer, chat_sse, responses_sse
+from wire import (
+    NO_REASONING,
+    Raw,
+    Script,
+    WireServer,
+    chat_sse,
+    everything_in,
+    responses_sse,
+)
 
 import weakincentives as wink
 from weakincentives.adapters import (
@@ -29,6 +38,7 @@ from weakincentives.adapters import (
     calls,
     says,
 )
+from weakincentives.adapters.failures import without_secrets
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall
 from weakincentives.errors import (
@@ -614,6 +624,52 @@ def test_a_key_that_the_server_repeats_is_not_shown(server: WireServer, api: str
 
     assert KEY not in str(raised.value)
     assert script.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500])
+@pytest.mark.parametrize("where", ["argument", "environment", "header", "option"])
+def test_no_secret_is_left_in_an_error_or_behind_it(
+    server: WireServer, api: str, where: str, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The server repeats all that it was sent."""
+    secret = "s3cret/of+mine=1234"
+    monkeypatch.setenv("OPENAI_API_KEY", secret if where == "environment" else "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret if where == "environment" else "none")
+    script = server.play(problem(status, f"you sent {secret} and {quote(secret, safe='')}"))
+    options: dict[str, Any] = {
+        "argument": {"api_key": secret},
+        "environment": {"api_key": None},
+        "header": {"client_options": {"default_headers": {"X-Api-Key": secret}}},
+        "option": {"options": {"extra_headers": {"Authorization": f"Bearer {secret}"}}},
+    }[where]
+    adapter = adapter_for(script, api, **options)
+
+    with pytest.raises(ProviderError) as raised:
+        turn_of(adapter, request_for(prompt_with()))
+
+    shown = everything_in(raised.value)
+    assert "you sent" in shown
+    assert quote(secret, safe="") not in shown
+    assert secret not in shown
+
+
+def test_what_is_secret_in_an_address_is_not_shown():
+    address = "https://me:p%40ssword1@host/v1?token=abcdefgh1&v=2"
+    said = f"no route to {address}, with p@ssword1"
+
+    assert without_secrets(said, {"base_url": address}) == (
+        "no route to https://(the key)@host/v1?token=(the key)&v=2, with (the key)"
+    )
+
+
+def test_what_caused_an_error_is_still_told(server: WireServer, api: str):
+    script = server.play(problem(401, f"Incorrect API key provided: {KEY}"))
+
+    with pytest.raises(ProviderRejected) as raised:
+        turn_of(adapter_for(script, api), request_for(prompt_with()))
+
+    assert "openai.AuthenticationError: Error code: 401" in str(raised.value.__cause__)
+    assert "(the key)" in str(raised.value.__cause__)
 
 
 def test_without_a_key_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch):

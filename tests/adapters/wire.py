@@ -13,6 +13,7 @@ import select
 import ssl
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -743,3 +744,17 @@ def _text_of(content: str | list[dict[str, Any]]) -> str:
 def _call_of(function: dict[str, Any], id: str) -> ToolCall:  # noqa: A002
     params = json.loads(function["arguments"])
     return ToolCall(function["name"], params.get("not_json", params), id)
+
+
+def everything_in(error: BaseException) -> str:
+    """Return all that can be seen of an error and of those behind it, at whatever depth."""
+    seen: list[BaseException] = []
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and each not in seen:
+            seen.append(each)
+            left += [each.__cause__, each.__context__]
+    parts = [f"{each!r} {each} {vars(each)} {getattr(each, 'request', '')}" for each in seen]
+    headers = [str(dict(each.request.headers)) for each in seen if hasattr(each, "request")]
+    return "\n".join([*traceback.format_exception(error), *parts, *headers])

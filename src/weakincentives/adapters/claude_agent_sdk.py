@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from weakincentives.adapters.base import Adapter
+from weakincentives.adapters.failures import without_secrets
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall, new_call_id
 from weakincentives.clock import SYSTEM_CLOCK
@@ -223,7 +224,8 @@ class _Program:
             await client.query(_as_prompt(request.messages))
         except Exception as error:
             await self.end_run()
-            raise ProviderUnavailable(f"the Claude program did not start: {error}") from error
+            why = without_secrets(f"the Claude program did not start: {error}")
+            raise ProviderUnavailable(why) from error
         self._reader = asyncio.get_running_loop().create_task(self._read(client))
 
     def _options(self, request: ModelRequest) -> ClaudeAgentOptions:
@@ -271,7 +273,7 @@ class _Program:
                 **adapter.env,
                 _MARK: self._mark,
             },
-            stderr=lambda line: _logger.debug("claude: %s", line),
+            stderr=lambda line: _logger.debug("claude: %s", without_secrets(line)),
         )
 
     def _temporary(self, name: str) -> str:
@@ -356,7 +358,7 @@ class _Program:
     def _lost(self, why: str) -> None:
         """The program is gone, maybe while a tool of its own was under way."""
         self._break_off()
-        self._turns.put_nowait(ProviderUnavailable(why))
+        self._turns.put_nowait(ProviderUnavailable(without_secrets(why)))
 
     def _heard(self, text: str) -> None:
         if self._on_text is not None:
@@ -645,6 +647,7 @@ def _usage(usage: Any, input_tokens: int) -> TokenUsage:
 
 
 def _failure(kind: str, text: str) -> ProviderError:
+    text = without_secrets(text)
     if kind == "rate_limit":
         return ProviderThrottled(text)
     if kind in ("authentication_failed", "billing_error", "invalid_request"):
@@ -655,7 +658,7 @@ def _failure(kind: str, text: str) -> ProviderError:
 def _failed_result(message: Any) -> PromptEvaluationError:
     if message.subtype == "error_max_budget_usd":
         return BudgetExceededError(f"Used {message.total_cost_usd} dollars, more than allowed")
-    text = "; ".join(message.errors or ()) or message.result or message.subtype
+    text = without_secrets("; ".join(message.errors or ()) or message.result or message.subtype)
     status = message.api_error_status
     if status == 429:
         return ProviderThrottled(text)

@@ -6,13 +6,16 @@ LiteLLM raises subclasses of the same errors, whatever the provider.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from urllib.parse import quote, unquote
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
@@ -28,7 +31,9 @@ from weakincentives.retry import NETWORK, TIMEOUT
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["Provider"]
+__all__ = ["Provider", "without_secrets"]
+
+T = TypeVar("T")
 
 _ADVICE = {
     400: 'if the server does not know strict schemas, give strict=False, or output="text"',
@@ -50,20 +55,41 @@ class Provider:
     key: str | None
     """Never shown, also where a server repeats it."""
     where_the_key_is: str
+    secrets: object = ()
+    """More of what is sent: addresses, headers, options. What may be a secret is not shown."""
 
-    @contextmanager
-    def errors(self) -> Generator[None]:
-        """Raise what the client library raises as a ProviderError."""
+    async def answered(self, work: Awaitable[T]) -> T:
+        """Return what the provider answers; what the client library raises is a ProviderError.
+
+        The library's own error is left behind: it has the request in it, and so the key.
+        """
         import openai
 
         try:
-            yield
+            return await work
+        except ProviderError:
+            raise
         except openai.OpenAIError as error:
-            raise self._from_client(error) from error
+            failure = self._told(self._from_client(error), error)
         except _of_transport("HTTPError") as error:  # in the middle of a stream it is not wrapped
-            raise self._broke_off(error) from error
+            failure = self._told(self._broke_off(error), error)
         except (json.JSONDecodeError, UnicodeDecodeError, ParseError) as error:
-            raise self.malformed(error) from error
+            failure = self._told(self.malformed(error), error)
+        except Exception as error:  # some that a library does not mean to raise show the request
+            text = "".join(traceback.format_exception(error))
+            if self._without_secrets(text) == text:
+                raise
+            said = self._say("cannot be asked", f"{type(error).__name__}: {error}")
+            failure = self._told(ProviderRejected(said), error)
+        # Not while the other one is handled: it would be kept as the context of this one.
+        raise failure
+
+    def _told(self, failure: ProviderError, error: BaseException) -> ProviderError:
+        """Return an error that says in words what caused it."""
+        what = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+        failure.__cause__ = RuntimeError(self._without_secrets(what))
+        failure.__context__ = None
+        return failure
 
     def malformed(self, what: object) -> MalformedResponse:
         return MalformedResponse(self._say("answered with something else than it promises", what))
@@ -126,8 +152,46 @@ class Provider:
         said = f"{self.name} {happened}, for model {self.model!r}"
         if details:
             said = f"{said}: {details}"
-        is_secret = self.key is not None and len(self.key) > 7  # a stand-in is none
-        return said.replace(str(self.key), "(the key)") if is_secret else said
+        return self._without_secrets(said)
+
+    def _without_secrets(self, text: str) -> str:
+        return without_secrets(text, [{"key": self.key}, self.secrets])
+
+
+def without_secrets(text: str, settings: object = ()) -> str:
+    """Return a text without keys: those in the environment, and what settings have of them."""
+    for secret in sorted({*_values(settings), *_in_environment()}, key=len, reverse=True):
+        if len(secret) > 7:  # a stand-in is none
+            for spelled in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
+                text = text.replace(spelled, "(the key)")
+    return text
+
+
+_SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTHORIZATION|COOKIE", re.IGNORECASE)
+_IN_URL = re.compile(r"://([^/@\s]+)@|[?&][^=&#\s]*=([^&#\s]+)")
+
+
+def _in_environment() -> Iterator[str]:
+    """Yield what libraries take for keys by themselves, whatever the provider."""
+    return (value for name, value in os.environ.items() if _SECRET_NAMES.search(name))
+
+
+def _values(settings: object, name: str = "") -> Iterator[str]:
+    """Yield what may be secret in settings: by the name it has, or because it stands in a URL."""
+    if isinstance(settings, Mapping):
+        for key, value in cast("Mapping[Any, object]", settings).items():
+            yield from _values(value, str(key))
+    elif isinstance(settings, list | tuple):
+        for each in cast("Sequence[object]", settings):
+            yield from _values(each, name)
+    elif isinstance(settings, str):
+        if _SECRET_NAMES.search(name):
+            yield settings
+            yield settings.rpartition(" ")[2]  # Bearer
+        for found in _IN_URL.finditer(settings):
+            user, query = found.groups()
+            parts = (user, user.rpartition(":")[2]) if user else (query,)
+            yield from (*parts, *map(unquote, parts))
 
 
 def _of_transport(name: str) -> tuple[type[Exception], ...]:

@@ -55,7 +55,11 @@ class LiteLLMAdapter(Adapter):
         self._output: OutputForm = output
         self._options = dict(options or {})
         self._provider = Provider(
-            "LiteLLM", model, api_key, "api_key=... or the provider's environment variable"
+            "LiteLLM",
+            model,
+            api_key,
+            "api_key=... or the provider's environment variable",
+            secrets=[base_url, self._options, _own_keys(self._litellm)],
         )
         # Ours is the one place that asks again: it knows the deadline.
         self._to_send = {"model": model, "num_retries": 0, "max_retries": 0}
@@ -67,8 +71,7 @@ class LiteLLMAdapter(Adapter):
     async def complete(self, request: ModelRequest) -> ModelTurn:
         await _clients.here()
         forms = Forms.of(request, strict=self._strict, output=self._output)
-        with self._provider.errors():
-            return await self._ask(forms)
+        return await self._provider.answered(self._ask(forms))
 
     async def _ask(self, forms: Forms) -> ModelTurn:
         body = {**chat_body(forms, self._options), **self._to_send}
@@ -123,6 +126,11 @@ def _litellm() -> Any:
         raise MissingExtra("litellm", "litellm") from error
     litellm.suppress_debug_info = True  # it would print to standard output with every failure
     return litellm
+
+
+def _own_keys(litellm: Any) -> dict[str, Any]:
+    """Return the keys that were given to LiteLLM itself: `litellm.openai_key = ...`."""
+    return {name: value for name, value in vars(litellm).items() if name.endswith("_key")}
 
 
 def _stand_in(litellm: Any, model: str, base_url: str | None) -> str | None:

@@ -77,7 +77,14 @@ class OpenAIAdapter(Adapter):
         self._asks_for_reasoning = True
         key = client.api_key if client is not None else _key(api_key, base_url)
         address = base_url if client is None else str(client.base_url)
-        self._provider = Provider(_name(address), model, key, "api_key=... or OPENAI_API_KEY")
+        given = [address, {} if client is None else dict(client.default_headers)]
+        self._provider = Provider(
+            _name(address),
+            model,
+            key,
+            "api_key=... or OPENAI_API_KEY",
+            secrets=[*given, self._options, client_options or {}],
+        )
         self._own = None if client is None else client.with_options(max_retries=0)
         made_with: dict[str, Any] = {"base_url": base_url, "api_key": key, **(client_options or {})}
         made_with["max_retries"] = 0  # ours is the one place that asks again
@@ -86,10 +93,8 @@ class OpenAIAdapter(Adapter):
     async def complete(self, request: ModelRequest) -> ModelTurn:
         forms = Forms.of(request, strict=self._strict, output=self._output)
         client = self._own or await self._clients.here()
-        with self._provider.errors():
-            if self._api == "chat":
-                return await self._chat(client, forms)
-            return await self._responses(client, forms)
+        ask = self._chat if self._api == "chat" else self._responses
+        return await self._provider.answered(ask(client, forms))
 
     async def aclose(self) -> None:
         """Close the client of this event loop; that of a loop which ends is closed with it."""
