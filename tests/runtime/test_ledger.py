@@ -292,8 +292,8 @@ def test_only_what_is_on_record_is_settled_and_only_as_something(world: World, p
 def test_a_line_that_a_kill_cut_short_is_left_out(world: World, path: Path, cut: int):
     """Neither it nor what is written after it misleads anyone."""
     Agent(sender(world), OutcomeLedger(path)).call("a")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
+    started, answered, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes((started + answered)[:-cut])
 
     ledger = OutcomeLedger(path)
     agent = Agent(sender(world), ledger)
@@ -302,6 +302,18 @@ def test_a_line_that_a_kill_cut_short_is_left_out(world: World, path: Path, cut:
     assert agent.call("b").success
     assert code(Agent(sender(world), OutcomeLedger(path)).call("b")) == "ALREADY_COMMITTED"
     assert world.reached == 2
+
+
+def test_what_was_answered_before_a_kill_is_known_to_have_taken_effect(world: World, path: Path):
+    """The answer is on record before the rest is committed, and no other record is needed."""
+    Agent(sender(world), OutcomeLedger(path)).call("a")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+
+    again = Agent(sender(world), OutcomeLedger(path)).call("a")
+
+    assert code(again) == "ALREADY_COMMITTED"
+    assert "sent it" in again.message
+    assert world.reached == 1
 
 
 def test_two_ledgers_of_one_file_know_the_same(world: World, path: Path):

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -30,8 +30,9 @@ __all__ = ["CallOutcome", "Outcome", "OutcomeLedger"]
 
 _logger = get_logger(__name__)
 
-Outcome = Literal["started", "committed", "rolled_back", "compensated", "unknown"]
-"""``started`` is on record while a call runs; left behind by a killed process, it is unknown."""
+Outcome = Literal["started", "answered", "committed", "rolled_back", "compensated", "unknown"]
+"""``started`` is on record while a call runs; left behind by a killed process, it is unknown.
+``answered`` is on record while a call that took effect commits the rest of what it changed."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -45,6 +46,8 @@ class CallOutcome:
     timestamp: float
     message: str = ""
     """What the model was told."""
+    files: bool = False
+    """Whether it changed files on disk as well, which are committed after this was answered."""
 
 
 class OutcomeLedger:
@@ -85,7 +88,11 @@ class OutcomeLedger:
         with self._lock:
             self._catch_up()
             found = self._known.get(call_id)
-            if found is None or found.outcome != "started" or self._is_under_way(call_id):
+            if found is None or found.outcome not in ("started", "answered"):
+                return found
+            if self._is_under_way(call_id):
+                return replace(found, outcome="started")
+            if found.outcome == "answered":
                 return found
             return CallOutcome(
                 found.call_id, found.tool_name, "unknown", found.timestamp, found.message
@@ -120,10 +127,17 @@ class OutcomeLedger:
                 self._locks.take(call_id)
             self._add(CallOutcome(call_id, tool_name, "started", timestamp))
 
+    def answer(self, outcome: CallOutcome) -> None:
+        """Put on record what a call that took effect answers, before the rest is committed."""
+        self._add(replace(outcome, outcome="answered"))
+
     def end(self, outcome: CallOutcome) -> None:
         """Put on record how a call ended."""
         with self._lock:
-            self._add(outcome)
+            known = self._known.get(outcome.call_id)
+            was_answered = known is not None and known.outcome == "answered"
+            # After a power cut, that it was answered tells as much.
+            self._add(outcome, sync=not (was_answered and outcome.outcome == "committed"))
             self._running.discard(outcome.call_id)
             if self._locks is not None:
                 self._locks.release(outcome.call_id)
@@ -162,7 +176,7 @@ class OutcomeLedger:
         self.settle(found.call_id, answer)
         return cast("CallOutcome", self.find(found.call_id))
 
-    def _add(self, outcome: CallOutcome) -> None:
+    def _add(self, outcome: CallOutcome, *, sync: bool = True) -> None:
         with self._lock:
             if self.path is not None:
                 line = json.dumps(asdict(outcome), ensure_ascii=False) + "\n"
@@ -173,7 +187,8 @@ class OutcomeLedger:
                     file.write(b"\n" * bool(torn) + line.encode())
                     file.flush()
                     # It says what happens outside: it must be on disk before that does.
-                    os.fsync(file.fileno())
+                    if sync:
+                        os.fsync(file.fileno())
             self._known[outcome.call_id] = outcome
 
     def _catch_up(self) -> None:
@@ -244,7 +259,7 @@ def _ends_a_line(path: Path) -> bool:
 def _refuse(found: CallOutcome) -> None:
     """Refuse a call that has taken effect or may have; what was taken back may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
-    if found.outcome == "committed":
+    if found.outcome in ("answered", "committed"):
         told = f" It answered: {found.message}" if found.message else ""
         raise OutcomeOnRecord(
             f"{call} has taken effect already and is not run twice.{told}", code="ALREADY_COMMITTED"
