@@ -297,16 +297,20 @@ def lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
+def leave(path: Path, *lines: bytes) -> None:
+    """Leave a ledger as a kill left it that came after these lines."""
+    path.write_bytes(b"".join(lines))
+    lock_of(path).write_bytes(Seals("size of outcomes").sealed(b"%020d" % path.stat().st_size))
+
+
 @pytest.mark.parametrize("cut", [1, 10, 40])
 def test_a_line_that_a_kill_cut_short_is_left_out(world: World, path: Path, cut: int):
     """Neither it nor what is written after it misleads anyone."""
     Agent(sender(world), OutcomeLedger(path)).call("a")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]))
-    size = Seals("size of outcomes").sealed(b"%020d" % path.stat().st_size)
-    lock_of(path).write_bytes(size)
+    started, answered, _ = path.read_bytes().splitlines(keepends=True)
+    leave(path, started)
     with path.open("ab") as file:
-        file.write(lines[-1][:-cut])
+        file.write(answered[:-cut])
 
     ledger = OutcomeLedger(path)
     agent = Agent(sender(world), ledger)
@@ -355,7 +359,7 @@ def test_whatever_is_damaged_no_call_on_record_runs_twice(
 
 def test_a_damaged_entry_of_a_known_call_costs_no_other_call_anything(world: World, path: Path):
     ledger_of(path.parent, "a", "b")
-    path.write_bytes(path.read_bytes().replace(b"sent it", b"sent at", 1))
+    path.write_bytes(path.read_bytes().replace(b"sent it", b"sent at", 2))
     agent = Agent(sender(world), OutcomeLedger(path))
 
     assert code(agent.call("a")) == "OUTCOME_UNKNOWN"
@@ -420,6 +424,19 @@ print(ledger.find("a").outcome, ledger.find("b").outcome)
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert told.stdout.split() == ["started", "unknown"], told.stderr
+
+
+def test_what_was_answered_before_a_kill_is_known_to_have_taken_effect(world: World, path: Path):
+    """The answer is on record before the rest is committed, and no other record is needed."""
+    Agent(sender(world), OutcomeLedger(path)).call("a")
+    started, answered, _ = path.read_bytes().splitlines(keepends=True)
+    leave(path, started, answered)
+
+    again = Agent(sender(world), OutcomeLedger(path)).call("a")
+
+    assert code(again) == "ALREADY_COMMITTED"
+    assert "sent it" in again.message
+    assert world.reached == 1
 
 
 def test_two_ledgers_of_one_file_know_the_same(world: World, path: Path):

@@ -29,8 +29,9 @@ __all__ = ["CallOutcome", "Outcome", "OutcomeLedger"]
 
 _logger = get_logger(__name__)
 
-Outcome = Literal["started", "committed", "rolled_back", "compensated", "unknown"]
-"""``started`` is on record while a call runs; left behind by a killed process, it is unknown."""
+Outcome = Literal["started", "answered", "committed", "rolled_back", "compensated", "unknown"]
+"""``started`` is on record while a call runs; left behind by a killed process, it is unknown.
+``answered`` is on record while a call that took effect commits the rest of what it changed."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -44,6 +45,8 @@ class CallOutcome:
     timestamp: float
     message: str = ""
     """What the model was told."""
+    files: bool = False
+    """Whether it changed files on disk as well, which are committed after this was answered."""
 
 
 class OutcomeLedger:
@@ -93,7 +96,11 @@ class OutcomeLedger:
             found = self._known.get(call_id)
             if found is None and self._doubt:
                 return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
-            if found is None or found.outcome != "started" or self._is_under_way(call_id):
+            if found is None or found.outcome not in ("started", "answered"):
+                return found
+            if self._is_under_way(call_id):
+                return replace(found, outcome="started")
+            if found.outcome == "answered":
                 return found
             return replace(found, outcome="unknown")
 
@@ -125,6 +132,10 @@ class OutcomeLedger:
             if self._locks is not None:
                 self._locks.take(call_id)
             self._add(CallOutcome(call_id, tool_name, "started", timestamp))
+
+    def answer(self, outcome: CallOutcome) -> None:
+        """Put on record what a call that took effect answers, before the rest is committed."""
+        self._add(replace(outcome, outcome="answered"))
 
     def end(self, outcome: CallOutcome) -> None:
         """Put on record how a call ended."""
@@ -425,7 +436,7 @@ _ledgers_lock = threading.Lock()
 def _refuse(found: CallOutcome) -> None:
     """Refuse a call that has taken effect or may have; what was taken back may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
-    if found.outcome == "committed":
+    if found.outcome in ("answered", "committed"):
         told = f" It answered: {found.message}" if found.message else ""
         raise OutcomeOnRecord(
             f"{call} has taken effect already and is not run twice.{told}", code="ALREADY_COMMITTED"

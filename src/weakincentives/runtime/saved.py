@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -20,15 +20,20 @@ from typing import TYPE_CHECKING, Any, cast
 from weakincentives import locks
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import note_success
+from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.conversation import Message
 from weakincentives.runtime.events import PromptExecuted, ToolInvoked
+from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 from weakincentives.runtime.session import Session, Snapshot, type_name
 from weakincentives.serde import freeze, thaw
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
 from weakincentives.state import Seals
 
 if TYPE_CHECKING:
+    from weakincentives.call import ToolCall
     from weakincentives.filesystem import HostFilesystem
+    from weakincentives.filesystem.history import Committed
 
 __all__ = ["SavedSession", "SavedSessionData"]
 
@@ -41,6 +46,25 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 _UNSAVED = "unsaved"
 """What stands in the place of a value that could not be written."""
+
+
+_UNKNOWN = (
+    "The process was killed before this call was on record, so it is not run again. {}\n"
+    "Find out what is there before you go on"
+)
+
+
+def _not_undone(history: Sequence[Committed]) -> set[str]:
+    """Return the calls whose changes are in place: of a call that was undone and made again too."""
+    live: set[str] = set()
+    undone: set[str] = set()
+    for each in reversed(history):
+        if each.call_id in undone:  # an undo that was undone itself does not count
+            undone.remove(each.call_id)
+            continue
+        undone.update(each.undoes)
+        live.add(each.call_id)
+    return live
 
 
 class SavedSession:
@@ -189,22 +213,65 @@ class SavedSession:
             for slice_type in gone:
                 del self._saved[slice_type]
 
-    def take_back_unrecorded(self, files: HostFilesystem) -> tuple[str, ...]:
-        """Undo what calls did to files that a kill kept from the record; returns their ids.
+    def take_back_unrecorded(
+        self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
+    ) -> tuple[str, ...]:
+        """Put right what a kill left between a call's commit and its record; returns undone calls.
 
-        For a session that is taken up: a call's files are committed a moment before its record is
-        saved, and a call that is not on record is made again.
+        For a session that is resumed. What a call did to files is undone: the call is made again.
+        One that took effect outside is not: it gets the answer that the ledger has, which is
+        the workspace's own unless another is given. What can be neither is recorded as unknown.
         """
-        on_record = {record.call_id for record in self.session[ToolInvoked].all()}
-        asked = {call.id for said in self.session[Message].all() for call in said.tool_calls}
-        open_calls = asked - on_record
-        found = [each.call_id for each in files.history() if each.call_id in open_calls]
-        try:
-            files.undo(*found)
-        except UndoRefused as error:
-            _logger.warning("what the calls %s did to files stays: %s", ", ".join(found), error)
-            return ()
-        return tuple(found)
+        ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
+        on_record = {r.call_id for r in self.session[ToolInvoked].all() if not r.suspended}
+        asked = [call for said in self.session[Message].all() for call in said.tool_calls]
+        live = _not_undone(files.history())
+        undone: list[str] = []
+        for call in reversed(asked):  # the newest first: later changes may lie on earlier ones
+            found = None if call.id in on_record else ledger.find(call.id)
+            if call.id in on_record or (found is None and call.id not in live):
+                continue
+            if found is not None and found.outcome in ("answered", "committed"):
+                self._record_answer(call, found, lost_files=found.files and call.id not in live)
+                ledger.end(replace(found, outcome="committed"))
+            elif call.id in live and (found is None or found.outcome != "unknown"):
+                try:
+                    files.undo(call.id)
+                    undone.append(call.id)
+                except UndoRefused as error:
+                    _logger.warning("what call %s did to files stays: %s", call.id, error)
+                    self._record(call, _UNKNOWN.format(f"What it changed is kept: {error}"))
+        self.save()
+        return tuple(reversed(undone))
+
+    def _record_answer(self, call: ToolCall, found: CallOutcome, *, lost_files: bool) -> None:
+        told = f" It answered: {found.message}" if found.message else ""
+        if lost_files:
+            lost = f"It took effect outside, but its changes to files were lost.{told}"
+            self._record(call, _UNKNOWN.format(lost))
+        else:
+            self._record(call, found.message, success=True)
+            note_success(call.name, self.session)
+        self.session.dispatch(replace(found, outcome="committed"))
+
+    def _record(self, call: ToolCall, message: str, *, success: bool = False) -> None:
+        result: ToolResult[Any] = (
+            ToolResult.ok(None, message)
+            if success
+            else ToolResult.error(message, code="OUTCOME_UNKNOWN")
+        )
+        result.call_id = call.id
+        record = ToolInvoked(
+            tool_name=call.name,
+            params=call.params,
+            result=result,
+            success=success,
+            timestamp=self.session.clock.time(),
+            duration=0.0,
+            call_id=call.id,
+            ran=True,
+        )
+        self.session.dispatch(record)
 
     def close(self) -> None:
         """Save once more, and let others have the file."""

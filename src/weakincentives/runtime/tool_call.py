@@ -536,6 +536,7 @@ async def _pipeline(
                 transaction.check_place()
             if progress.ledger is not None:
                 _note_outcome(progress, "committed", result)
+                _put_answer_on_record(progress)
             result = _completed(progress, result)
             transaction.commit(progress.event)
         except BaseException as error:  # the one place that undoes
@@ -1091,10 +1092,19 @@ def _undo(progress: _Progress, result: ToolResult[Any]) -> ToolResult[Any]:
 
 def _note_outcome(progress: _Progress, outcome: Outcome, result: ToolResult[Any]) -> None:
     """Put into the session how a call that reaches outside ends; LOG, so it stays either way."""
-    noted = progress.outcome = _outcome(progress.call, outcome, progress, result.message)
+    noted = progress.outcome = _outcome(progress.call, outcome, progress, result.render())
     progress.transaction.session.read_only = None
     with suppress(ViewClosed):  # it was interrupted on its way out, and is noted already
         progress.transaction.session.dispatch(noted)
+
+
+def _put_answer_on_record(progress: _Progress) -> None:
+    """Note the answer before the commit: a kill between that and the next save must not lose it."""
+    ledger, outcome = progress.ledger, progress.outcome
+    if ledger is None or outcome is None:
+        return
+    views = (view for _, _, view in progress.transaction.forks if hasattr(view, "store"))
+    ledger.answer(replace(outcome, files=any(view.changed_here() for view in views)))
 
 
 def _outcome(
