@@ -769,9 +769,8 @@ def test_it_is_the_same_where_there_is_no_overlay(box: Box, monkeypatch: pytest.
 def test_root_does_not_stay_root_where_others_own_the_files(box: Box, tmp_path: Path):
     if os.geteuid() != 0:
         pytest.skip("only root can give files to others")
-    with tempfile.TemporaryDirectory() as place:
-        os.chmod(place, 0o755)
-        root = Path(place, "work")
+    with place_for_others() as place:
+        root = place / "work"
         root.mkdir()
         os.chown(root, 12345, 23456)
         with HostFilesystem(root) as files:
