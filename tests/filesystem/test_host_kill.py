@@ -265,6 +265,11 @@ def test_a_kill_is_survived_beside_programs_that_change_files_themselves(tmp_pat
     survive(tmp_path, seed, 6 if HEAVY else 4)
 
 
+@pytest.mark.parametrize("seed", range(2000, 2040 if HEAVY else 2003))
+def test_a_kill_is_survived_by_calls_of_other_programs_alone(tmp_path: Path, seed: int):
+    survive(tmp_path, seed, 8 if HEAVY else 6, engines=("external",))
+
+
 @pytest.mark.parametrize("seed", range(1000, 1010 if HEAVY else 1001))
 def test_a_kill_is_survived_with_the_store_on_another_filesystem(tmp_path: Path, seed: int):
     with elsewhere(tmp_path) as place:

@@ -105,8 +105,9 @@ class Mark(NamedTuple):
     @classmethod
     def decode(cls, values: Sequence[Any]) -> Mark:
         """Return the mark that :meth:`encode` wrote."""
-        xattrs = tuple((name, bytes.fromhex(value)) for name, value in values[5])
-        return cls(*values[:5], xattrs)
+        mode, uid, gid, ctime_ns, digest, xattrs = values
+        decoded = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
+        return cls(mode, uid, gid, ctime_ns, digest, decoded)
 
     def is_of(self, entry: Entry) -> bool:
         """Tell whether something that a later call replaced was as it is marked."""
