@@ -30,6 +30,7 @@ WinkError
 ├── StateUnavailable                 the operator must act: no private place for the user's state
 ├── StoreRefused                     a store that this user did not write, or that is damaged
 ├── HistoryDamaged                   the record of a committed call cannot be read
+│   └── ContentDamaged                 what was kept is not what it was (also an OSError)
 ├── UndoRefused                      what would be undone was changed by others since
 ├── SandboxUnavailable               the operator must act: nothing can shut a command in
 ├── McpServerError                   an MCP server cannot be started or reached, or ended
@@ -80,6 +81,7 @@ __all__ = [
     "CallLimitExceeded",
     "CircularDependency",
     "CommandFailed",
+    "ContentDamaged",
     "ContractError",
     "DeadlineExceededError",
     "FilesystemError",
@@ -322,6 +324,13 @@ class StoreRefused(WinkError):
 
 class HistoryDamaged(WinkError):
     """What a committed call changed cannot be read: it is neither shown nor undone."""
+
+
+class ContentDamaged(HistoryDamaged, OSError):
+    """A content that was kept is not what it was: it is neither shown nor put back."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} is damaged: what was kept there is neither shown nor put back"
 
 
 class UndoRefused(WinkError):

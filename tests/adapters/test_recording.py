@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,6 +101,12 @@ def replayed(path: Path, prompt: Prompt[Any], **options: Any) -> Divergence | No
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "run.jsonl"
+
+
+def test_only_the_owner_can_read_a_recording(path: Path):
+    recorded(path, prompt_of(noting()), says("Done."))
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 # The same again

@@ -1,4 +1,4 @@
-"""Adopting a store that does not carry the seal of its user: for a person who knows it is theirs."""
+"""Adopting a store without its user's seal: for a person who knows that it is theirs."""
 
 from __future__ import annotations
 

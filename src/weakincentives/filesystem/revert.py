@@ -29,7 +29,7 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
     """
     going = _Going(changes, history)
     later = history.after(serial)
-    going.sentences += [str(error) for known, error in history.damaged(later).items()]
+    going.sentences += [str(error) for error in history.damaged(later).values()]
     for delta in history.readable(later):
         going.undo(delta)
     going.set_times()

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import StoreRefused, WorkspaceLocked
+from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.confined import (
     CHUNK,
     Ident,
@@ -310,11 +310,11 @@ class Objects:
         return self.path(digest).exists()
 
     def open(self, digest: str) -> int:
-        """Return a descriptor to read a content from; raises OSError (DAMAGED) for another one."""
+        """Return a descriptor to read a content from; raises ContentDamaged for another one."""
         fd = os.open(self.path(checked_digest(digest)), os.O_RDONLY | _NOFOLLOW)
         try:
             if digest_of(fd) != digest:
-                raise OSError(DAMAGED, "its kept content is damaged", str(self.path(digest)))
+                raise ContentDamaged(DAMAGED, "its kept content is damaged", str(self.path(digest)))
             os.lseek(fd, 0, os.SEEK_SET)
         except BaseException:
             os.close(fd)
@@ -322,7 +322,7 @@ class Objects:
         return fd
 
     def read(self, digest: str) -> bytes:
-        """Return a content; raises OSError (DAMAGED) if it is not what it was."""
+        """Return a content; raises ContentDamaged if it is not what it was."""
         fd = self.open(digest)
         try:
             return read_all(fd, os.fstat(fd).st_size)
@@ -406,7 +406,7 @@ class Content:
     digest: str
 
     def read(self) -> bytes:
-        """Return its bytes; raises OSError (DAMAGED) if they are not what they were."""
+        """Return its bytes; raises ContentDamaged if they are not what they were."""
         return self.objects.read(self.digest)
 
 
