@@ -26,7 +26,7 @@ PACKAGES = [
 
 # From top to bottom: a module imports only from its own layer or those above it.
 LAYERS = [
-    ["errors", "interrupts", "lazy"],
+    ["errors", "interrupts", "lazy", "text"],
     ["clock"],
     ["retry"],
     ["call"],
