@@ -30,7 +30,7 @@ PACKAGES = [
 
 # From top to bottom: a module imports only from its own layer or those above it.
 LAYERS = [
-    ["errors", "interrupts", "lazy", "locks"],
+    ["errors", "interrupts", "lazy", "locks", "text"],
     ["clock"],
     ["retry"],
     ["call"],

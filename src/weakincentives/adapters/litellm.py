@@ -130,7 +130,8 @@ def _litellm() -> Any:
 
 def _own_keys(litellm: Any) -> dict[str, Any]:
     """Return the keys that were given to LiteLLM itself: `litellm.openai_key = ...`."""
-    return {name: value for name, value in vars(litellm).items() if name.endswith("_key")}
+    names: list[str] = dir(litellm)
+    return {name: vars(litellm).get(name) for name in names if name.endswith("_key")}
 
 
 def _stand_in(litellm: Any, model: str, base_url: str | None) -> str | None:

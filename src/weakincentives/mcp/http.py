@@ -8,7 +8,7 @@ import socket as sockets
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from weakincentives.errors import MissingExtra
@@ -120,7 +120,8 @@ class _Connection(H11Protocol):
 
     @property
     def _is_busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        cycle = cast("Any", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
 
     def _watch(self) -> None:
         if self._is_busy:
@@ -132,13 +133,9 @@ class _Connection(H11Protocol):
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest for a request; this one where none does."""
-        waiting = [
-            (each._limit.when(), number, each)  # of this class, all of them
-            for number, each in enumerate(self.connections)
-            if isinstance(each, _Connection) and each._limit is not None and each is not self
-        ]
-        oldest = min(waiting)[2] if waiting else self
-        oldest.transport.abort()
+        others = [cast("_Connection", each) for each in self.connections if each is not self]
+        waiting = [(each._limit.when(), n, each) for n, each in enumerate(others) if each._limit]
+        (min(waiting)[2] if waiting else self).transport.abort()
 
 
 def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:

@@ -178,9 +178,9 @@ def _in_short(text: str) -> str:
 
 def _bounded(dialect: Any, matchers: _Matchers, size: int = 0) -> Any:
     """Return a dialect that counts every look at a schema, and matches in linear time."""
-    import attrs
-    from jsonschema.validators import extend
+    from jsonschema import validators
 
+    extend: Any = validators.extend  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # it has no types
     sizes: dict[int, int] = {}
     own = {
         "pattern": partial(_pattern, matchers),
@@ -199,8 +199,14 @@ def _bounded(dialect: Any, matchers: _Matchers, size: int = 0) -> Any:
     }
     made: Any = extend(dialect, keywords)
     # Theirs looks for a `$schema` in every part, and goes on with a dialect that does not count.
-    made.evolve = lambda self, **changes: attrs.evolve(self, **changes)
+    made.evolve = _evolved
     return made
+
+
+def _evolved(validator: Any, **changes: Any) -> Any:
+    import attrs
+
+    return attrs.evolve(validator, **changes)
 
 
 def _counted(
@@ -224,15 +230,16 @@ def _weight(value: object, known: dict[int, int] | None) -> int:
     """Return how much there is in a value; ``known`` are those of a schema, which stay."""
     if not isinstance(value, dict | list):
         return 1 + _length(value) // 200
-    if known is not None and id(value) in known:
-        return known[id(value)]
+    own_id = id(cast("object", value))
+    if known is not None and own_id in known:
+        return known[own_id]
     weight, left = 0, [cast("object", value)]
     while left:
         each = left.pop()
         weight += 1 + (len(each) // 200 if isinstance(each, str) else 0)
         left.extend(_below(each))
     if known is not None:
-        known[id(value)] = weight
+        known[own_id] = weight
     return weight
 
 
