@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.chat_format import WANTED_BACK, ChatPieces, chat_body, read_chat
@@ -130,8 +130,8 @@ def _litellm() -> Any:
 
 def _own_keys(litellm: Any) -> dict[str, Any]:
     """Return the keys that were given to LiteLLM itself: `litellm.openai_key = ...`."""
-    names: list[str] = dir(litellm)
-    return {name: vars(litellm).get(name) for name in names if name.endswith("_key")}
+    kept = cast("dict[str, Any]", vars(litellm))
+    return {name: value for name, value in kept.items() if name.endswith("_key")}
 
 
 def _stand_in(litellm: Any, model: str, base_url: str | None) -> str | None:
