@@ -519,7 +519,7 @@ class _State:
 # In words
 
 
-def is_utf8(out: TextIO) -> bool:
+def is_utf8(out: IO[str]) -> bool:
     """Whether what reads the output understands more than ASCII."""
     named = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")

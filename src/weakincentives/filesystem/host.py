@@ -1274,7 +1274,7 @@ class HostFilesystem:
             serials = [self._serial_of(call_id) for call_id in call_ids]
             if not serials:
                 return ()
-            if not force and (found := obstacles(workspace.history, serials, workspace.disk)):
+            if not force and (found := obstacles(workspace.history, serials, Disk(workspace.tree))):
                 raise UndoRefused(found)
             if self._parent is not None and self._changes is not None:
                 with self._whole():
