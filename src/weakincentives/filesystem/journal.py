@@ -1128,25 +1128,28 @@ class Changes:
         try:
             if status.st_nlink > 1 and not _is_directory(status):
                 # It stays in use by its other names: what is set aside is a copy.
-                self._copy_aside(parts, place)
+                self._move_by_copy(parts, place)
             else:
                 os.rename(parts[-1], place, src_dir_fd=above)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._copy_aside(parts, place)
+            self._move_by_copy(parts, place)
         undoing.sentences.append(
             f"{shown(join_path(parts))} had something that the call did not put there, and that"
             f" is now in {place}{held}"
         )
 
-    def _copy_aside(self, parts: Parts, place: Path) -> None:
+    def _move_by_copy(self, parts: Parts, place: Path) -> None:
+        self._copy_out(parts, place)
+        self.tree.remove_all(parts)
+
+    def _copy_out(self, parts: Parts, place: Path) -> None:
         folder = Tree(place.parent)
         try:
             copy_exactly(self.tree, parts, folder, (place.name,))
         finally:
             folder.close()
-        self.tree.remove_all(parts)
 
     def _names_in(self, parts: Parts) -> str:
         """Name what is in a directory."""
@@ -1181,7 +1184,9 @@ class Changes:
         said that something could not be restored.
         """
         status, before = self.tree.status(record.path), record.before
-        if record.copy is None or before is None or status is None or status.st_ino != before.ino:
+        if record.copy is None or _status(self.store.tx_fd, record.copy) is None:
+            return
+        if before is None or status is None or status.st_ino != before.ino:
             return
         reading = os.open(record.copy, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.store.tx_fd)
         try:
@@ -1189,24 +1194,17 @@ class Changes:
                 return  # it was about to be filled again
             known = _is_beginning(self.tree, record.path, reading)
             known = known or bool(record.digest and self._holds(record.path, record.digest))
-            if not known:
-                self._copy_aside(record.path)
         finally:
             os.close(reading)
-
-    def _copy_aside(self, parts: Parts) -> None:
-        place = self.store.left(parts)
-        folder = Tree(place.parent)
-        try:
-            copy_exactly(self.tree, parts, folder, (place.name,))
-        finally:
-            folder.close()
-        logger.warning(
-            "%s was half written, or changed by someone else since a call was killed. It is as it"
-            " was before that call; what it held is in %s",
-            shown(join_path(parts)),
-            place,
-        )
+        if not known:
+            place = self.store.left(record.path)
+            self._copy_out(record.path, place)
+            logger.warning(
+                "%s was half written, or changed by someone else since a call was killed. It is as"
+                " it was before that call; what it held is in %s",
+                shown(join_path(record.path)),
+                place,
+            )
 
     def _is_lost(self, record: Record) -> bool:
         """Tell whether a program has removed, from a room, the name that a file was kept by."""
@@ -1419,7 +1417,7 @@ class Changes:
             return
         if source is None:
             raise OSError(errno.ENOENT, "its content was not kept")
-        own = path_of(self.store.scan, source)
+        own = path_of(self.store.scan, source, before.size)
         if own is not None and before.nlink == 1 and _linked_to(own, above, staged):
             return
         writing = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
@@ -1740,11 +1738,14 @@ def _open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
 
 
 def _is_beginning(tree: Tree, parts: Parts, reading: int) -> bool:
-    """Tell whether all that a file holds is what there is to read, or how that begins."""
+    """Tell whether all that a file holds is what there is to read, or how that begins.
+
+    Also of one that may not be read: whoever has changed it since would have to read it.
+    """
     try:
         fd = tree.open_file(parts)
     except PermissionError:
-        return False
+        return True
     try:
         while data := os.read(fd, CHUNK):
             if data != read_exactly(reading, len(data)):
