@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weakincentives.errors import StateUnavailable
-from weakincentives.state import seal, sealed, state_directory, unsealed
+from weakincentives.state import Seals, state_directory
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_directory_and_its_key_are_for_this_user_alone(home: Path):
-    seal("test", b"x")
+    Seals("test")
 
     assert state_directory() == home / "wink"
     assert stat.S_IMODE((home / "wink").stat().st_mode) == 0o700
@@ -51,12 +51,12 @@ def test_a_link_or_a_file_in_its_place_is_refused(home: Path, tmp_path: Path):
     (tmp_path / "elsewhere").mkdir()
     (home / "wink").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StateUnavailable, match="not a link"):
-        seal("test", b"x")
+        Seals("test")
 
     (home / "wink").unlink()
     (home / "wink").touch()
     with pytest.raises(StateUnavailable, match="XDG_STATE_HOME"):
-        seal("test", b"x")
+        Seals("test")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
@@ -65,7 +65,7 @@ def test_a_directory_of_another_user_is_refused(home: Path):
     os.chown(home / "wink", 65534, 65534)
 
     with pytest.raises(StateUnavailable, match="another user"):
-        seal("test", b"x")
+        Seals("test")
 
 
 def test_a_key_that_is_a_link_or_has_the_wrong_size_is_refused(home: Path, tmp_path: Path):
@@ -73,39 +73,39 @@ def test_a_key_that_is_a_link_or_has_the_wrong_size_is_refused(home: Path, tmp_p
     (tmp_path / "planted").write_bytes(b"k" * 32)
     (home / "wink" / "key").symlink_to(tmp_path / "planted")
     with pytest.raises(StateUnavailable, match="XDG_STATE_HOME"):
-        seal("test", b"x")
+        Seals("test")
 
     (home / "wink" / "key").unlink()
     (home / "wink" / "key").write_bytes(b"short")
     with pytest.raises(StateUnavailable, match="damaged"):
-        seal("test", b"x")
+        Seals("test")
 
 
 def test_a_seal_holds_for_its_data_its_purpose_and_its_key(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    line = sealed("a journal", b'{"op": "put"}')
+    line = Seals("a journal").sealed(b'{"op": "put"}')
 
-    assert unsealed("a journal", line) == b'{"op": "put"}'
-    assert unsealed("another journal", line) is None
+    assert Seals("a journal").unsealed(line) == b'{"op": "put"}'
+    assert Seals("another journal").unsealed(line) is None
     for index in range(len(line)):
         flipped = line[:index] + bytes([line[index] ^ 1]) + line[index + 1 :]
-        assert unsealed("a journal", flipped) is None
+        assert Seals("a journal").unsealed(flipped) is None
     for end in range(len(line)):
-        assert unsealed("a journal", line[:end]) is None
+        assert Seals("a journal").unsealed(line[:end]) is None
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    assert unsealed("a journal", line) is None
+    assert Seals("a journal").unsealed(line) is None
 
 
 def _seal(_: int) -> str:
-    return seal("test", b"x")
+    return Seals("test").seal(b"x")
 
 
 def test_processes_that_start_together_agree_on_the_key(home: Path):
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         seals = set(pool.map(_seal, range(16), chunksize=1))
 
-    assert seals == {seal("test", b"x")}
+    assert seals == {Seals("test").seal(b"x")}
     assert os.listdir(home / "wink") == ["key"]
 
 
@@ -116,8 +116,8 @@ import os, pwd
 def nobody(uid): raise KeyError(uid)
 pwd.getpwuid = nobody
 os.chdir({place!r})
-from weakincentives.state import seal
-seal("test", b"x")
+from weakincentives.state import Seals
+Seals("test")
 """
     place = str(tmp_path)
     for environment in ({}, {"HOME": ""}, {"XDG_STATE_HOME": "relative", "HOME": "also"}):
@@ -130,7 +130,7 @@ seal("test", b"x")
 def test_a_home_that_cannot_be_written_says_what_to_set(tmp_path: Path):
     (tmp_path / "file").touch()
     done = python(
-        "from weakincentives.state import seal; seal('test', b'x')",
+        "from weakincentives.state import Seals; Seals('test')",
         XDG_STATE_HOME=str(tmp_path / "file"),
     )
 

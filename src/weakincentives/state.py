@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weakincentives.errors import StateUnavailable
 
-__all__ = ["Seals", "seal", "sealed", "state_directory", "state_path", "unsealed"]
+__all__ = ["Seals", "state_directory", "state_path"]
 
 _KEY_SIZE = 32
 SEAL_SIZE = 32
@@ -100,21 +100,6 @@ class Seals:
         if line[SEAL_SIZE : SEAL_SIZE + 1] != b" ":
             return None
         return data if hmac.compare_digest(mark, self.seal(data, at).encode()) else None
-
-
-def seal(purpose: str, data: bytes) -> str:
-    """Return the seal of some bytes: see :class:`Seals`."""
-    return Seals(purpose).seal(data)
-
-
-def sealed(purpose: str, data: bytes) -> bytes:
-    """Return a line that :func:`unsealed` takes apart: the seal, a space, the data."""
-    return Seals(purpose).sealed(data)
-
-
-def unsealed(purpose: str, line: bytes) -> bytes | None:
-    """Return the data of a sealed line; None if it is damaged or not ours."""
-    return Seals(purpose).unsealed(line)
 
 
 _keys: dict[Path, bytes] = {}

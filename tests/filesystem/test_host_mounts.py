@@ -120,6 +120,36 @@ def test_a_failed_command_is_rolled_back_in_a_mount_of_the_same_disk(bound: Path
     assert look(bound) == before
 
 
+@needs_root
+def test_a_workspace_that_is_a_mount_itself_has_no_store_beside_it(
+    tmp_path: Path, mount: Mount
+) -> None:
+    """The disk is the same, and yet nothing can be renamed from one to the other."""
+    other, root = fill(tmp_path / "other"), tmp_path / "work"
+    root.mkdir()
+    mount("--bind", other, root)
+    before = look(root)
+    with HostFilesystem(root) as fs:
+        assert fs.store.parent != root.parent
+        for change in ("write over a file", "delete a tree", "move over a file"):
+            CHANGES[change](fs)
+            assert fs.undo(fs.history()[-1].call_id) == ()
+            assert look(root) == before
+    assert not (tmp_path / ".work.wink").exists()
+
+
+@needs_root
+def test_a_store_that_is_beside_a_mount_already_stays_in_use(tmp_path: Path, mount: Mount) -> None:
+    root = fill(tmp_path / "work")
+    with HostFilesystem(root) as fs:
+        fs.write("a.txt", "changed")
+    mount("--bind", root, root)
+
+    with HostFilesystem(root) as fs:
+        assert fs.store == tmp_path / ".work.wink"
+        fs.undo(fs.history()[-1].call_id)
+
+
 # What is in the mount itself; the mount point cannot be moved or removed.
 IN_A_MOUNT: dict[str, Change] = {
     "write": lambda fs: fs.write("dir/c.txt", "changed"),

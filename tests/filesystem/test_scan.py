@@ -155,9 +155,29 @@ def test_a_damaged_content_is_told_and_not_put_back(root: Path):
             pack.write_bytes(data.replace(b"b\n", b"X\n"))
             shell(root, "echo changed > dir/b.txt; rm dir/sub/c.txt")
             (sentence,) = fs.discard(view)
-        assert "dir/b.txt" in sentence
+        assert "dir/b.txt could not be put back (what was kept of it is damaged)" in sentence
+        before = look(root)
+        with external_call(fs):
+            shell(root, "echo changed > a.txt")
+        assert look(root) == before
+    HostFilesystem(root).close()
     assert (root / "dir/b.txt").read_text() == "changed\n"
     assert (root / "dir/sub/c.txt").read_text() == "c\n"
+
+
+@pytest.mark.parametrize("script", ["rm large.bin", "echo changed > large.bin"])
+def test_a_large_content_that_lost_its_end_is_told_and_not_put_back(root: Path, script: str):
+    with HostFilesystem(root) as fs, fs.gate:
+        view = fs.fork_in_place()
+        view.expect_external()
+        (large,) = (fs.store / "scan").glob("o*")
+        os.truncate(large, 100_000)
+        shell(root, f"{script}; echo changed > dir/b.txt")
+        left = look(root).get("large.bin")
+        (sentence,) = fs.discard(view)
+    assert "large.bin could not be put back (what was kept of it is damaged)" in sentence
+    assert look(root).get("large.bin") == left
+    assert (root / "dir/b.txt").read_text() == "b\n"
 
 
 def die_in_external_call(root: Path, script: str) -> None:

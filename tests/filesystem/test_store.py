@@ -71,6 +71,43 @@ os.kill(os.getpid(), 9)
     assert done.returncode == -9, done.stderr
 
 
+KILLED = """
+import os, sys
+from weakincentives.filesystem import HostFilesystem
+view = HostFilesystem(sys.argv[1]).fork_in_place()
+view.write("a.txt", "agent\\n")
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("how", ["in place", "another file", "nothing"])
+@pytest.mark.parametrize("names", [1, 2])
+def test_what_a_person_wrote_after_a_kill_is_not_lost_whatever_its_size_and_time(
+    root: Path, tmp_path: Path, how: str, names: int, caplog: pytest.LogCaptureFixture
+):
+    """As `cp -p`, `rsync -t` and some editors write."""
+    file = root / "a.txt"
+    if names == 2:
+        os.link(file, tmp_path / "second name")
+    done = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
+    assert (done.returncode, file.read_text()) == (-9, "agent\n")
+    status = file.stat()
+    if how == "another file":
+        file.unlink()
+    if how != "nothing":
+        file.write_text("mine!\n")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert file.stat().st_size == status.st_size
+
+    HostFilesystem(root).close()
+    left = [each.read_text() for each in store_of(root).glob("left/*")]
+    if how == "nothing":
+        assert (left, file.read_text(), caplog.text) == ([], "first\n", "")
+    else:
+        assert {file.read_text(), *left} == {"first\n", "mine!\n"}
+        assert "changed by someone else since" in caplog.text
+
+
 # Where it lies
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakincentives.cli.config import FILE_NAME
 from weakincentives.cli.misuse import Misuse
 from weakincentives.ours import our_code, our_environment
-from weakincentives.state import sealed, state_directory, unsealed
+from weakincentives.state import Seals, state_directory
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
@@ -73,7 +73,7 @@ class Trust:
             line = self._record().read_bytes()
         except OSError:
             return {}
-        data = unsealed(self._purpose, line)
+        data = self._seals().unsealed(line)
         return {} if data is None else json.loads(data)
 
     def approve(self, found: Iterable[Found]) -> None:
@@ -82,12 +82,11 @@ class Trust:
         record = self._record()
         record.parent.mkdir(mode=0o700, exist_ok=True)
         staged = record.with_name(f"{record.name}-{os.urandom(8).hex()}")
-        staged.write_bytes(sealed(self._purpose, json.dumps(names).encode()))
+        staged.write_bytes(self._seals().sealed(json.dumps(names).encode()))
         os.replace(staged, record)
 
-    @property
-    def _purpose(self) -> str:
-        return f"approved code {os.fspath(self.workspace)}"
+    def _seals(self) -> Seals:
+        return Seals(f"approved code {os.fspath(self.workspace)}")
 
     def _record(self) -> Path:
         mark = hashlib.sha256(os.fsencode(self.workspace)).hexdigest()[:32]

@@ -457,7 +457,7 @@ class History(Past):
     def _complete_found(self, entry: Entry, source: Source) -> tuple[Entry, int]:
         if entry.size > self._limit and self.needed() is None:
             return entry, 0
-        own = path_of(self.store.scan, source)
+        own = path_of(self.store.scan, source, entry.size)
         if own is None:
             data = data_of(self.store.scan, source, entry.size)
             digest = hashlib.sha256(data).hexdigest()

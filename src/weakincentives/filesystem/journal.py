@@ -43,7 +43,13 @@ from weakincentives.filesystem.confined import (
     xattrs_of,
 )
 from weakincentives.filesystem.history import History, Mark, mark_of
-from weakincentives.filesystem.pack import fill, has_content, path_of, second_name
+from weakincentives.filesystem.pack import (
+    fill,
+    has_content,
+    path_of,
+    read_exactly,
+    second_name,
+)
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record, Source, read_journal
 from weakincentives.filesystem.rooms import Room, Rooms, set_time
@@ -54,6 +60,7 @@ from weakincentives.filesystem.store import (
     apply_entry,
     copy_content,
     copy_exactly,
+    digest_of,
     entry_at,
     kind_of,
 )
@@ -95,6 +102,9 @@ class _Undoing:
     external: bool = False
     """All that happened is the transaction's, and what is replaced is set aside."""
     ours: dict[Parts, set[Ident | None]] = field(default_factory=dict[Parts, "set[Ident | None]"])
+    """Of each path, what was there and what we put there."""
+    digests: dict[Ident, str] = field(default_factory=dict[Ident, str])
+    """What the files hold that we have written."""
     sentences: list[str] = field(default_factory=list[str])
 
 
@@ -136,15 +146,16 @@ class Changes:
         """Make the file hold these bytes; mode, owner, attributes and other names of it stay."""
         with self._made_parent(parts) as above:
             status = _status(above, parts[-1])
+            digest = hashlib.sha256(data).hexdigest()
             if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
-                self._edit(above, parts, status, data)
+                self._edit(above, parts, status, data, digest)
                 return
             room = self._room(above, parts[:-1])
             staged, xattrs = self._stage(room, above, parts, status, data)
-            self._put(above, parts, room, staged, status)
+            self._put(above, parts, room, staged, status, digest)
             new = self.records[-1].new
             if new is not None:
-                self._contents[new] = hashlib.sha256(data).hexdigest(), xattrs
+                self._contents[new] = digest, xattrs
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Make the file at ``source`` what is at the path, with all that it is; it is consumed."""
@@ -490,6 +501,8 @@ class Changes:
                 undoing.ours[record.path].add(None)
             if record.away:
                 undoing.ours[record.path].add(None)
+            if record.new is not None and record.digest is not None and record.op != "edit":
+                undoing.digests[record.new] = record.digest
         self.records = list(records)
         self._has_programs = undoing.external
         if undoing.external:
@@ -637,7 +650,13 @@ class Changes:
         self._put(above, parts, room, staged, status)
 
     def _put(
-        self, above: int, parts: Parts, room: Room, staged: str, status: os.stat_result | None
+        self,
+        above: int,
+        parts: Parts,
+        room: Room,
+        staged: str,
+        status: os.stat_result | None,
+        digest: str | None = None,
     ) -> None:
         """Put something staged at a path, and keep what is there."""
         with room.open() as fd:
@@ -647,7 +666,7 @@ class Changes:
                 _sync_in(fd, staged)
         new = lasting(found)
         first = self._kept.get(parts)
-        record = Record(op="put", path=parts, room=room.mark, new=new)
+        record = Record(op="put", path=parts, room=room.mark, new=new, digest=digest)
         if first is not None:
             record.op, record.kept, record.old = "again", first.kept, first.old
         else:
@@ -779,10 +798,13 @@ class Changes:
             os.rmdir(parts[-1], dir_fd=above)
         self._forget_below(parts)
 
-    def _edit(self, above: int, parts: Parts, status: os.stat_result, data: bytes) -> None:
+    def _edit(
+        self, above: int, parts: Parts, status: os.stat_result, data: bytes, digest: str
+    ) -> None:
         """Change a file in place: it has other names, and they are to see it."""
-        entry = entry_at(self.tree, parts) or Entry.of(status)
-        with self._change(self._edit_record(above, parts, entry)):
+        record = self._edit_record(above, parts, entry_at(self.tree, parts) or Entry.of(status))
+        record.digest = digest
+        with self._change(record):
             fd = _open_to_edit(above, parts[-1], status)
             try:
                 _overwrite(fd, data)
@@ -999,6 +1021,8 @@ class Changes:
             case "put" | "again" | "gone":
                 self._put_back(record, undoing)
             case "edit":
+                if undoing.recovering and not undoing.external:
+                    self._spare_content(record)
                 self._revise(record)
                 if record.kept is not None and not self._is_lost(record):
                     self._put_back(record, undoing)
@@ -1104,25 +1128,28 @@ class Changes:
         try:
             if status.st_nlink > 1 and not _is_directory(status):
                 # It stays in use by its other names: what is set aside is a copy.
-                self._copy_aside(parts, place)
+                self._move_by_copy(parts, place)
             else:
                 os.rename(parts[-1], place, src_dir_fd=above)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._copy_aside(parts, place)
+            self._move_by_copy(parts, place)
         undoing.sentences.append(
             f"{shown(join_path(parts))} had something that the call did not put there, and that"
             f" is now in {place}{held}"
         )
 
-    def _copy_aside(self, parts: Parts, place: Path) -> None:
+    def _move_by_copy(self, parts: Parts, place: Path) -> None:
+        self._copy_out(parts, place)
+        self.tree.remove_all(parts)
+
+    def _copy_out(self, parts: Parts, place: Path) -> None:
         folder = Tree(place.parent)
         try:
             copy_exactly(self.tree, parts, folder, (place.name,))
         finally:
             folder.close()
-        self.tree.remove_all(parts)
 
     def _names_in(self, parts: Parts) -> str:
         """Name what is in a directory."""
@@ -1150,6 +1177,35 @@ class Changes:
             with self.tree.parent(record.path) as above:
                 room.put(staged, above, record.path[-1])
 
+    def _spare_content(self, record: Record) -> None:
+        """Set a copy aside of what somebody may have written to a file that we changed in place.
+
+        It may also be the half of what we were about to write. That cannot be told, so it is not
+        said that something could not be restored.
+        """
+        status, before = self.tree.status(record.path), record.before
+        if record.copy is None or _status(self.store.tx_fd, record.copy) is None:
+            return
+        if before is None or status is None or status.st_ino != before.ino:
+            return
+        reading = os.open(record.copy, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.store.tx_fd)
+        try:
+            if not os.fstat(reading).st_mode & stat.S_IWUSR:
+                return  # it was about to be filled again
+            known = _is_beginning(self.tree, record.path, reading)
+            known = known or bool(record.digest and self._holds(record.path, record.digest))
+        finally:
+            os.close(reading)
+        if not known:
+            place = self.store.left(record.path)
+            self._copy_out(record.path, place)
+            logger.warning(
+                "%s was half written, or changed by someone else since a call was killed. It is as"
+                " it was before that call; what it held is in %s",
+                shown(join_path(record.path)),
+                place,
+            )
+
     def _is_lost(self, record: Record) -> bool:
         """Tell whether a program has removed, from a room, the name that a file was kept by."""
         if record.room is None or not self._has_programs:
@@ -1162,6 +1218,9 @@ class Changes:
         try:
             if not _has_content(tree, parts, reading):
                 os.lseek(reading, 0, os.SEEK_SET)
+                with contextlib.suppress(OSError):
+                    # Should this be cut short, recovery knows whose the mixture is.
+                    os.fchmod(reading, stat.S_IRUSR)
                 fd = _open_to_change(tree, parts, before.mode)
                 try:
                     copy_content(reading, fd)
@@ -1358,7 +1417,7 @@ class Changes:
             return
         if source is None:
             raise OSError(errno.ENOENT, "its content was not kept")
-        own = path_of(self.store.scan, source)
+        own = path_of(self.store.scan, source, before.size)
         if own is not None and before.nlink == 1 and _linked_to(own, above, staged):
             return
         writing = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
@@ -1389,8 +1448,22 @@ class Changes:
         """Tell whether a path is neither as we left it nor as it was."""
         if record.op not in ("put", "again", "gone", "edit"):
             return False
-        now = self._ident(record.path)
-        return not any(matches(known, now) for known in undoing.ours[record.path])
+        now, ours = self._ident(record.path), undoing.ours[record.path]
+        alike = [known for known in ours if matches(known, now)]
+        # Size and time are not enough: some editors, and copies, preserve the time.
+        digests = [known and undoing.digests.get(known) for known in alike]
+        return not any(not each or self._holds(record.path, each) for each in digests)
+
+    def _holds(self, parts: Parts, digest: str) -> bool:
+        """Tell whether a file holds what it was given to hold, as far as it can be read."""
+        try:
+            reading = self.tree.open_file(parts)
+        except PermissionError:
+            return True
+        try:
+            return digest_of(reading) == digest
+        finally:
+            os.close(reading)
 
     def _set_aside(self, record: Record) -> str:
         """Keep what could not be put back where it can be found, and say where."""
@@ -1648,8 +1721,10 @@ def _open_to_edit(above: int, name: str, status: os.stat_result) -> int:
 
 
 def _overwrite(fd: int, data: bytes) -> None:
+    """Make a file hold these bytes; cut short first, so that recovery can tell what it finds."""
+    if os.fstat(fd).st_size > len(data):
+        os.ftruncate(fd, len(data))
     write_all(fd, data)
-    os.ftruncate(fd, len(data))
 
 
 def _open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
@@ -1660,6 +1735,24 @@ def _open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
         except PermissionError:
             tree.chmod(parts, mode | 0o600)
             return os.open(parts[-1], flags, dir_fd=above)
+
+
+def _is_beginning(tree: Tree, parts: Parts, reading: int) -> bool:
+    """Tell whether all that a file holds is what there is to read, or how that begins.
+
+    Also of one that may not be read: whoever has changed it since would have to read it.
+    """
+    try:
+        fd = tree.open_file(parts)
+    except PermissionError:
+        return True
+    try:
+        while data := os.read(fd, CHUNK):
+            if data != read_exactly(reading, len(data)):
+                return False
+        return True
+    finally:
+        os.close(fd)
 
 
 def _has_content(tree: Tree, parts: Parts, reading: int) -> bool:

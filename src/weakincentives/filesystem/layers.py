@@ -612,7 +612,7 @@ def _content(
     if before.digest is not None:
         return Content(taken.objects, before.digest)
     if record.source is not None and taken.scan is not None:
-        own = path_of(taken.scan, record.source)
+        own = path_of(taken.scan, record.source, before.size)
         return own or data_of(taken.scan, record.source, before.size)
     if record.copy is not None and record.op == "edit" and taken.tree is not None:
         return taken.tree.path / record.copy

@@ -8,7 +8,6 @@ one of them can be put back without a copy. The rows are in the index, a log of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import marshal
 import os
 import re
@@ -19,10 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.confined import CHUNK, read_all, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import Source
-from weakincentives.filesystem.store import Entry, copy_content, kind_of
+from weakincentives.filesystem.store import DAMAGED, Entry, copy_content, kind_of
 from weakincentives.state import Seals
 
 __all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
@@ -353,9 +353,17 @@ class Pack:
 # Contents, for those who only know where they are
 
 
-def path_of(folder: Path, source: Source) -> Path | None:
-    """Return the file that holds just this content; None for one that is with others."""
-    return folder / source.name if _OWN.fullmatch(source.name) else None
+def path_of(folder: Path, source: Source, size: int | None = None) -> Path | None:
+    """Return the file that holds just this content; None for one that is with others.
+
+    Raises:
+        ContentDamaged: It is shorter or longer than it should be.
+    """
+    path = folder / source.name if _OWN.fullmatch(source.name) else None
+    # No checksum: to read a large file for one would take as long as to copy it.
+    if path is not None and size is not None and os.lstat(path).st_size != size:
+        raise _damaged(path)
+    return path
 
 
 def data_of(folder: Path, source: Source, size: int) -> bytes:
@@ -365,7 +373,7 @@ def data_of(folder: Path, source: Source, size: int) -> bytes:
 
 def fill(folder: Path, source: Source, size: int, writing: int) -> None:
     """Write a content to a descriptor that nothing was written to, holes as holes."""
-    own = path_of(folder, source)
+    own = path_of(folder, source, size)
     if own is None:
         write_all(writing, data_of(folder, source, size))
         return
@@ -395,19 +403,23 @@ def read_exactly(reading: int, size: int) -> bytes:
 def _chunks(folder: Path, source: Source, size: int) -> Iterator[bytes]:
     own = path_of(folder, source)
     if own is None and not _PACK.fullmatch(source.name):
-        raise OSError(errno.EIO, "where it was kept cannot be told")
+        raise _damaged(folder / source.name)
     fd = os.open(own or folder / source.name, os.O_RDONLY)
     try:
         if own is None:
             data = os.pread(fd, size, source.offset)
             if len(data) != size or zlib.crc32(data) != source.check:
-                raise OSError(errno.EIO, "what was kept of it is damaged")
+                raise _damaged(folder / source.name)
             yield data
             return
         while data := os.read(fd, CHUNK):
             yield data
     finally:
         os.close(fd)
+
+
+def _damaged(path: Path) -> ContentDamaged:
+    return ContentDamaged(DAMAGED, "what was kept of it is damaged", str(path))
 
 
 def second_name(folder: Path, ino: int) -> Path | None:

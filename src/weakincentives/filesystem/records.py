@@ -64,6 +64,8 @@ class Record:
     """Of something found: another name of the same file, which is brought back before this one."""
     source: Source | None = None
     """Of a file that was found changed: its content before."""
+    digest: str | None = None
+    """Of a file that we wrote: what we gave it to hold."""
     commit: dict[str, Any] | None = None
     offset: int = 0
     """Where in the journal the record begins."""
@@ -87,6 +89,7 @@ class Record:
             self.commit,
             None if self.twin is None else "/".join(self.twin),
             self.source,
+            self.digest,
         ]
         return _encode(values).encode()
 
@@ -95,7 +98,7 @@ class Record:
         """Return the record in a text; raises ValueError for one with a name that is none."""
         values = json.loads(text)
         op, path, origin, kept, copy, before, old, new, room, times, away, commit = values[:12]
-        twin, source = [*values[12:], None, None][:2]  # older ones have none
+        twin, source, digest = [*values[12:], None, None, None][:3]  # older ones have none
         return cls(
             op=op,
             path=checked_parts(path),
@@ -110,6 +113,7 @@ class Record:
             away=bool(away),
             twin=None if twin is None else checked_parts(twin),
             source=None if source is None else _checked_source(source),
+            digest=None if digest is None else str(digest),
             commit=commit,
         )
 

@@ -23,8 +23,10 @@ from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.confined import (
     CHUNK,
     Ident,
+    Mount,
     Tree,
     chmod_at,
+    mount_of,
     read_all,
     set_xattrs,
     without_privileges,
@@ -750,15 +752,29 @@ def _number(name: str) -> int:
 
 
 def location_of(root: Path) -> Path:
-    """Return where to keep a workspace's things: beside it, on the same filesystem, if possible."""
+    """Return where to keep a workspace's things: beside it, if files can be renamed to there.
+
+    A store that is beside it already stays in use: it may have what repairs the workspace.
+    """
     root = Path(os.path.realpath(root))
     parent = root.parent
     beside = parent / f".{root.name}.wink"
-    same = root != parent and os.stat(parent).st_dev == os.stat(root).st_dev
-    if same and _may_write(beside if beside.is_dir() else parent):
+    if beside.is_dir() and os.stat(parent).st_dev == os.stat(root).st_dev:
+        if _may_write(beside):
+            return beside
+    elif root != parent and _mount_at(parent) == _mount_at(root) and _may_write(parent):
         return beside
     mark = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     return state_path() / f"{root.name or 'root'}-{mark}"
+
+
+def _mount_at(directory: Path) -> Mount:
+    flags = getattr(os, "O_PATH", os.O_RDONLY)  # it need not be readable
+    fd = os.open(directory, flags | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return mount_of(fd)
+    finally:
+        os.close(fd)
 
 
 def _may_write(directory: Path) -> bool:

@@ -99,8 +99,8 @@ def test_the_state_directory_cannot_be_read(ours: Installed, engine: str):
     said = ours.run(
         """
 from weakincentives.contrib.tools.sandbox import find_sandbox
-from weakincentives.state import seal
-seal("test", b"")
+from weakincentives.state import Seals
+Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
 with HostFilesystem(root) as fs:
     script = "cd home/.state; ls -A wink; cat wink/key; cp -r wink copied; ls -A copied"
