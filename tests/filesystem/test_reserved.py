@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -375,6 +376,31 @@ with HostFilesystem(root) as fs:
     assert fs.run("echo fine > tools/mine.py", check=True).kept
 """)
     assert (ours.root / "tools/mine.py").read_text() == "fine\n"
+
+
+@pytest.mark.parametrize("target", ["tools/.venv", "tools", "tools/.venv/bin"])
+def test_a_link_to_our_environment_cannot_be_replaced(ours: Installed, target: str):
+    """The user starts us through it: who puts a directory in its place decides what is run."""
+    (ours.root / ".venv").symlink_to(target)
+    (ours.root / "data").symlink_to("/usr/share")
+    ours.run("""
+with HostFilesystem(root) as fs:
+    refused(lambda: fs.delete(".venv"))
+    refused(lambda: fs.move(".venv", "elsewhere"))
+    refused(lambda: fs.run("rm .venv && mkdir -p .venv/bin && echo evil > .venv/bin/wink"))
+    refused(lambda: fs.run("ln -sfn own .venv"))
+    fs.delete("data")
+""")
+    assert os.readlink(ours.root / ".venv") == target
+
+
+def test_nor_a_link_to_one_that_lies_elsewhere(tmp_path: Path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/.venv").symlink_to(sys.prefix)
+    with HostFilesystem(tmp_path / "work") as fs, pytest.raises(ProtectedPath):
+        fs.run("rm .venv && mkdir -p .venv/bin && echo evil > .venv/bin/wink")
+
+    assert os.readlink(tmp_path / "work/.venv") == sys.prefix
 
 
 def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import stat
-import sys
+import struct
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,7 @@ __all__ = [
     "exchange",
     "files_below",
     "ident_of",
+    "inherit",
     "mount_of",
     "mounted_below",
     "remove_directory",
@@ -37,6 +38,7 @@ __all__ = [
     "supported",
     "sync",
     "sync_all",
+    "without_default_acl",
     "without_privileges",
     "write_all",
     "xattrs_of",
@@ -602,6 +604,53 @@ else:
         """Do nothing: this system's Python has no calls for extended attributes."""
 
 
+_ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
+
+
+def inherit(fd: int, above: int) -> None:
+    """Give a new file what it would have from its directory, had it been made there.
+
+    That is the group of a directory with setgid, and the access list that a directory has for what
+    is made in it.
+    """
+    directory = os.fstat(above)
+    if directory.st_mode & stat.S_ISGID and os.fstat(fd).st_gid != directory.st_gid:
+        with contextlib.suppress(PermissionError):
+            os.fchown(fd, -1, directory.st_gid)
+    acl = _default_acl(above)
+    if acl is not None:
+        with contextlib.suppress(PermissionError):
+            os.setxattr(fd, _ACL, _for_file(acl))
+
+
+def without_default_acl(directory: int | Path) -> None:
+    """Let what is made in a directory of ours have no access list from above it."""
+    if _default_acl(directory) is not None:
+        os.removexattr(directory, _DEFAULT_ACL)
+
+
+def _default_acl(directory: int | Path) -> bytes | None:
+    if not hasattr(os, "getxattr"):
+        return None
+    try:
+        return os.getxattr(directory, _DEFAULT_ACL)
+    except OSError:
+        return None  # most have none, and some filesystems know of none
+
+
+def _for_file(acl: bytes) -> bytes:
+    """Return a directory's list for a file: nobody may execute it."""
+    header, entry = struct.Struct("<I"), struct.Struct("<HHI")
+    entries = list(entry.iter_unpack(acl[header.size :]))
+    mask = 0x10 in (tag for tag, _, _ in entries)
+    # As open(2) does with 0666: for the owner, for others, and for all between them at once.
+    limited = {0x01, 0x20, 0x10 if mask else 0x04}
+    return acl[: header.size] + b"".join(
+        entry.pack(tag, allowed & 6 if tag in limited else allowed, who)
+        for tag, allowed, who in entries
+    )
+
+
 _NO_XATTRS = frozenset(
     getattr(errno, name) for name in ("ENOTSUP", "EOPNOTSUPP", "ENOSYS") if hasattr(errno, name)
 )
@@ -698,18 +747,19 @@ def _load_statx() -> Callable[[int], Mount] | None:
         ctypes.c_char_p,
     ]
     empty_path, mount_id = 0x1000, 0x1000  # AT_EMPTY_PATH, STATX_MNT_ID
-    size, mask, device, mount, end = 256, slice(0, 4), 136, 144, 152  # of a struct statx
+    buffer = ctypes.c_char * 256  # a struct statx
+    mask, device_and_mount = struct.Struct("=I"), struct.Struct("=QQ")
 
-    def ask(fd: int) -> bytes:
-        found = ctypes.create_string_buffer(size)
+    def ask(fd: int) -> ctypes.Array[ctypes.c_char]:
+        found = buffer()
         if call(fd, b"", empty_path, mount_id, found):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        return found.raw
+        return found
 
     root = os.open("/", _OPEN_DIRECTORY)
     try:
-        tells = int.from_bytes(ask(root)[mask], sys.byteorder) & mount_id
+        tells = mask.unpack_from(ask(root))[0] & mount_id
     except OSError:
         return None
     finally:
@@ -718,9 +768,8 @@ def _load_statx() -> Callable[[int], Mount] | None:
         return None
 
     def statx(fd: int) -> Mount:
-        found = ask(fd)
-        order = sys.byteorder
-        return int.from_bytes(found[device:mount], order), int.from_bytes(found[mount:end], order)
+        device, mount = device_and_mount.unpack_from(ask(fd), 136)
+        return device, mount
 
     return statx
 

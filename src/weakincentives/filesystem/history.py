@@ -412,7 +412,6 @@ class History(Past):
                 self._settle_directory(records[index], serial, links, later)
             else:
                 self._settle_file(records[index], entry)
-        self._path.mkdir(mode=0o700, exist_ok=True)
         self.journal.move(self._path / f"{serial:012d}-{size}")
         if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size

@@ -32,6 +32,7 @@ from weakincentives.filesystem.confined import (
     Tree,
     exchange,
     ident_of,
+    inherit,
     mount_of,
     mounted_below,
     set_xattrs,
@@ -126,8 +127,10 @@ class Changes:
         self._next_mark = 0
         self._kept: dict[Parts, Record] = {}
         """What was first put at a path since the last mark: what was there before is kept."""
-        self._touched: dict[Parts, Mount] = {}
-        """The directories that were changed since the last mark, and where they are mounted."""
+        self._touched: set[Parts] = set()
+        """The directories that were changed since the last mark."""
+        self._mounts: dict[Parts, Mount] = {}
+        """Where directories are mounted: one system call for each until the next mark."""
         self._litter: set[tuple[Room, str]] = set()
         self._contents: dict[Ident, tuple[str, tuple[tuple[str, bytes], ...]]] = {}
         """Of files that were written here: the digest, and the attributes."""
@@ -355,8 +358,7 @@ class Changes:
         self._next_mark += 1
         self._marks[self._next_mark] = len(self.records)
         # From here on what is there is to be kept anew.
-        self._kept.clear()
-        self._touched.clear()
+        self._forget()
         return self._next_mark
 
     def since(self, mark: int | None) -> list[Record]:
@@ -551,7 +553,7 @@ class Changes:
         """Return a directory's time if this is the first change in it since the last mark."""
         if parent in self._touched:
             return ()
-        self._touched[parent] = mount_of(above)
+        self._touched.add(parent)
         return ((parent, os.fstat(above).st_mtime_ns),)
 
     def _room(self, above: int, parent: Parts) -> Room:
@@ -560,7 +562,10 @@ class Changes:
 
     def _mount(self, fd: int, parts: Parts) -> Mount:
         """Return where a directory is mounted."""
-        return self._touched.get(parts) or mount_of(fd)
+        mount = self._mounts.get(parts)
+        if mount is None:
+            mount = self._mounts[parts] = mount_of(fd)
+        return mount
 
     def _check_no_mount(self, parts: Parts) -> None:
         """Raise if something is mounted in a directory: it would go along with it."""
@@ -593,7 +598,8 @@ class Changes:
     def _stage(
         self, room: Room, above: int, parts: Parts, status: os.stat_result | None, data: bytes
     ) -> tuple[str, tuple[tuple[str, bytes], ...]]:
-        """Write a new file, with all but the content of the one it replaces.
+        """Write a new file, with all but the content of the one it replaces; one that replaces
+        nothing takes after its directory, as if it had been made there.
 
         Returns its name in the room, and its attributes.
         """
@@ -604,13 +610,19 @@ class Changes:
         try:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
-                self._take_after(fd, above, parts[-1], status)
+                return staged, self._take_after(fd, above, parts[-1], status)
+            inherit(fd, above)
             return staged, xattrs_of(fd)
         finally:
             os.close(fd)
 
-    def _take_after(self, fd: int, above: int, name: str, status: os.stat_result) -> None:
-        """Give a new file the owner, mode and attributes of the one it replaces."""
+    def _take_after(
+        self, fd: int, above: int, name: str, status: os.stat_result
+    ) -> tuple[tuple[str, bytes], ...]:
+        """Give a new file the owner, mode and attributes of the one it replaces.
+
+        Returns the attributes.
+        """
         made = os.fstat(fd)
         if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
             with contextlib.suppress(PermissionError):
@@ -618,14 +630,17 @@ class Changes:
         mode = without_privileges(status.st_mode)
         if made.st_mode != mode:
             os.fchmod(fd, stat.S_IMODE(mode))
+        present = xattrs_of(fd)
         with contextlib.suppress(PermissionError):
             replaced = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
             try:
                 xattrs = tuple(one for one in xattrs_of(replaced) if one[0] != PRIVILEGES)
             finally:
                 os.close(replaced)
-            if xattrs:
+            if xattrs != present:
                 set_xattrs(fd, xattrs)
+                present = xattrs_of(fd)
+        return present
 
     def _bring_in(self, room: Room, parts: Parts, staged: str) -> None:
         """Copy something from the store to another room; names of one file stay together."""
@@ -882,11 +897,13 @@ class Changes:
         """Keep anew what is below a directory that is another one now."""
         depth = len(parts)
         self._kept = {k: first for k, first in self._kept.items() if k[:depth] != parts}
-        self._touched = {k: device for k, device in self._touched.items() if k[:depth] != parts}
+        self._touched = {k for k in self._touched if k[:depth] != parts}
+        self._mounts = {k: mount for k, mount in self._mounts.items() if k[:depth] != parts}
 
     def _forget(self) -> None:
         self._kept.clear()
         self._touched.clear()
+        self._mounts.clear()
 
     def _sweep(self, used: AbstractSet[str] = frozenset()) -> None:
         """Remove the transaction's own files but those still used."""

@@ -235,7 +235,11 @@ class Journal:
     def move(self, place: Path) -> None:
         """Make the journal a file of its own; the next record begins a new one."""
         self.close()
-        os.rename(self.path, place)
+        try:
+            os.rename(self.path, place)
+        except FileNotFoundError:
+            place.parent.mkdir(mode=0o700, exist_ok=True)
+            os.rename(self.path, place)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -7,9 +7,11 @@ our code.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +53,14 @@ class Reserved:
     def __init__(self, root: Path, *, store: Path, unprotected: Sequence[str] = ()) -> None:
         self.hidden = _within(root, our_secrets())
         """What cannot even be read."""
-        ours = [*our_code(), *our_environment(), *our_secrets(), store, *_targets(root)]
+        ours = [
+            *our_code(),
+            *our_environment(),
+            *our_secrets(),
+            store,
+            *_targets(root),
+            *_aliases(root),
+        ]
         self.trees = _within(root, ours)
         """What lies here and is protected wherever that is, with all that is in it."""
         if any(root.is_relative_to(each) for each in our_code()):
@@ -244,6 +253,25 @@ def _targets(root: Path) -> Iterator[Path]:
     for name in ("wink.toml", ".gitmodules", *(f".git/{name}" for name in sorted(_CODE))):
         if os.path.islink(root / name):
             yield Path(os.path.realpath(root / name))
+
+
+def _aliases(root: Path) -> Iterator[Path]:
+    """Yield the links in the workspace itself through which the user may start us."""
+    ours = {os.fspath(path) for path in (*our_code(), *our_environment())}
+    prefix = os.path.realpath(sys.prefix)
+    in_environment = f"{prefix}/" if sys.prefix != sys.base_prefix else None
+    with contextlib.suppress(OSError), os.scandir(root) as found:
+        for each in found:
+            if not each.is_symlink():
+                continue
+            target = os.path.realpath(each.path)
+            if (
+                target in ours
+                or (in_environment and target.startswith(in_environment))
+                # On the way to where our code lies in the workspace.
+                or (target.startswith(f"{root}/") and prefix.startswith(f"{target}/"))
+            ):
+                yield Path(each.path)
 
 
 class Hiding:

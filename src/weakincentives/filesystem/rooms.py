@@ -15,7 +15,15 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from weakincentives.filesystem.confined import Held, Mount, Tree, exchange, mount_of, write_all
+from weakincentives.filesystem.confined import (
+    Held,
+    Mount,
+    Tree,
+    exchange,
+    mount_of,
+    without_default_acl,
+    write_all,
+)
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Store, checked_parts
 
@@ -224,9 +232,10 @@ class Rooms:
         return room
 
     def _hide(self, room: Room) -> None:
-        """Have git overlook a room: a command may add all that it finds."""
+        """Have git overlook a room, and what is made in it take nothing after what is above it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with room.open() as fd:
+            without_default_acl(fd)
             file = os.open(".gitignore", flags, 0o600, dir_fd=fd)
             try:
                 write_all(file, b"*\n")

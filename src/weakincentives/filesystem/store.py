@@ -29,6 +29,7 @@ from weakincentives.filesystem.confined import (
     mount_of,
     read_all,
     set_xattrs,
+    without_default_acl,
     without_privileges,
     write_all,
     xattrs_of,
@@ -362,10 +363,13 @@ class Objects:
 
     def path(self, digest: str) -> Path:
         """Return where a content is, or would be."""
-        return self._path / digest[:2] / digest[2:]
+        return Path(self._place(digest))
+
+    def _place(self, digest: str) -> str:
+        return f"{self._path}/{digest[:2]}/{digest[2:]}"
 
     def __contains__(self, digest: str) -> bool:
-        return self.path(digest).exists()
+        return os.path.exists(self._place(digest))
 
     def open(self, digest: str) -> int:
         """Return a descriptor to read a content from; raises ContentDamaged for another one."""
@@ -424,11 +428,11 @@ class Objects:
 
     def take(self, source: Path, digest: str) -> None:
         """Make a file that nobody else has a name for the object with this digest."""
-        place = self.path(digest)
+        place = self._place(digest)
         try:
             os.rename(source, place)
         except FileNotFoundError:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            Path(place).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(source, place)
 
     def remove(self, digest: str) -> None:
@@ -618,7 +622,9 @@ class Store:
             self._note = self._claim()
             self.tx = self.path / "tx"
             self.scan = self.path / "scan"
+            without_default_acl(self.path)
             self.tx.mkdir(mode=0o700, exist_ok=True)
+            without_default_acl(self.tx)
             self.objects = Objects(self.path / "objects")
             self._tidy()
             self.tree = Tree(self.tx)

@@ -320,6 +320,8 @@ class ReadBeforeWritePolicy:
         replaces_directories: bool,
     ) -> str | None:
         """Say what would be replaced that the model does not know."""
+        if self._is_known(path, filesystem, context):  # the usual case, with one look at the file
+            return None
         if not filesystem.exists(path):
             return None
         if filesystem.stat(path).kind != "directory":
@@ -330,6 +332,14 @@ class ReadBeforeWritePolicy:
             if self._unseen_file(each, filesystem, context) is not None:
                 return f"Cannot replace {path}: {shown(each)} in it was not read"
         return None
+
+    def _is_known(self, path: str, filesystem: Filesystem, context: ToolContext) -> bool:
+        key = filesystem.normalize(path)
+        seen = _ask(PolicyState, self.name, context, lambda state: state.contents.get(key))
+        try:
+            return seen is not None and seen == _digest(key, filesystem)
+        except FilesystemError:
+            return False  # it is gone, or a directory by now
 
     def _unseen_file(self, path: str, filesystem: Filesystem, context: ToolContext) -> str | None:
         key = filesystem.normalize(path)
