@@ -150,6 +150,32 @@ print(started.pid, forked, flush=True)
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_child_that_did_not_get_to_run_yet_is_waited_for(root: Path, reaped: bool):
+    """It has what its parent had open until it runs; by then the parent has been killed."""
+    late = f"""
+import os, time
+os.register_at_fork(after_in_child=lambda: time.sleep(1))
+{OWNER.format(then="if not os.fork(): time.sleep(600)")}"""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", late, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+        try:
+            with HostFilesystem(root) as fs:
+                assert fs.read("owned.txt") == "by another process"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_forked_child_cannot_change_what_its_parent_has_open(root: Path):
     """It holds no lock: neither the inherited filesystem nor a new one lets it write."""
     attempts = """

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import ledger_service
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import weakincentives as wink
@@ -355,6 +355,70 @@ def test_whatever_is_damaged_no_call_on_record_runs_twice(
     assert agent.call("new").success
     known = {call_id for call_id, told in codes.items() if told == "ALREADY_COMMITTED"}
     assert {code(agent.call(call_id)) for call_id in known} <= {"ALREADY_COMMITTED"}
+
+
+@given(place=st.integers(0, 1 << 20), bit=st.integers(0, 7))
+@example(place=-1, bit=0)  # the end of the line
+def test_whatever_is_damaged_a_call_that_was_killed_stays_unknown(
+    tmp_path_factory: pytest.TempPathFactory, place: int, bit: int
+):
+    """Its one line is the last: a flipped bit does not make it one that was cut short."""
+    path = ledger_of(tmp_path_factory.mktemp("ledger"), "a", "b")
+    *committed, started, _, _ = path.read_bytes().splitlines(keepends=True)
+    damaged = bytearray(started)
+    damaged[place % len(started)] ^= 1 << bit
+    leave(path, *committed, bytes(damaged))
+    world = World()
+
+    for _ in range(2):
+        assert code(Agent(sender(world), OutcomeLedger(path)).call("b")) == "OUTCOME_UNKNOWN"
+    assert world.reached == 0
+
+
+@pytest.mark.parametrize("lost", [slice(0, 1), slice(0, 60), slice(60, 90), slice(-30, -1)])
+def test_a_line_that_a_power_cut_left_half_of_is_left_out(world: World, path: Path, lost: slice):
+    """Of its blocks any can be on the disk. That it is there was told nobody, nor noted."""
+    ledger_of(path.parent, "a", "b")
+    *committed, started, _, _ = path.read_bytes().splitlines(keepends=True)
+    leave(path, *committed)
+    half = bytearray(started)
+    half[lost] = bytes(len(half[lost]))
+    with path.open("ab") as file:
+        file.write(half)
+
+    assert OutcomeLedger(path).damage() == ""
+    agent = Agent(sender(world), OutcomeLedger(path))
+    assert agent.call("b").success
+    assert code(agent.call("a")) == "ALREADY_COMMITTED"
+    assert agent.call("c").success
+    assert OutcomeLedger(path).damage() == ""
+
+
+def _write_over_torn_lines(path: Path, count: int) -> None:
+    ledger = OutcomeLedger(path)
+    for number in range(count):
+        with path.open("ab") as file:
+            file.write(b"x" * (50 + number * 37 % 3000))
+        ledger.begin(f"call-{number}", "send", 1.0)
+        ledger.end(CallOutcome(f"call-{number}", "send", "rolled_back", 1.0))
+
+
+@pytest.mark.heavy
+def test_who_looks_while_another_follows_a_kill_sees_no_damage(path: Path):
+    """The follower writes over what the kill cut short; a look in between shows a mixture."""
+    ledger_of(path.parent, "a")
+    spawn = multiprocessing.get_context("spawn")
+    writer = spawn.Process(target=_write_over_torn_lines, args=(path, 3000), daemon=True)
+    writer.start()
+
+    ledger = OutcomeLedger(path)
+    while writer.is_alive():
+        assert ledger.damage() == ""
+    writer.join()
+
+    assert writer.exitcode == 0
+    assert OutcomeLedger(path).damage() == ""
+    assert {ledger.find(f"call-{n}").outcome for n in range(3000)} == {"rolled_back"}
 
 
 def test_a_damaged_entry_of_a_known_call_costs_no_other_call_anything(world: World, path: Path):

@@ -33,6 +33,7 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import CompletedTools
 from weakincentives.prompt.prompt import RenderedPrompt
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
 from weakincentives.runtime.evaluation import Model
@@ -345,6 +346,8 @@ class _Watch:
         now = self.session.clock.time()
         seen: Seen = {}
         for kind in {**before, **self._state}:
+            if kind is CompletedTools:
+                continue  # what policies make of it shows in the answers of later calls
             old, new = before.get(kind, EMPTY), self._state.get(kind, EMPTY)
             text = "" if old is new else _changed_values(old.all(), new.all(), now)
             if text:

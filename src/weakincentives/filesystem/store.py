@@ -790,12 +790,13 @@ def _may_write(directory: Path) -> bool:
 
 def take_store_lock(store: int, root: Path, wait: float) -> int:
     """Take the lock, or raise with the name of who has it."""
-    until = SYSTEM_CLOCK.monotonic() + wait
+    begun = SYSTEM_CLOCK.monotonic()
     pause = threading.Event()
     fd = os.open("lock", os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600, dir_fd=store)
     try:
         while not locks.take(fd):
-            if SYSTEM_CLOCK.monotonic() >= until:
+            patience = max(wait, _FOR_CHILDREN) if _is_gone(lock_owner(fd)) else wait
+            if SYSTEM_CLOCK.monotonic() >= begun + patience:
                 raise _locked(fd, root)
             pause.wait(0.02)
         locks.keep_from_forks(fd)
@@ -805,6 +806,24 @@ def take_store_lock(store: int, root: Path, wait: float) -> int:
         locks.close(fd)
         raise
     return fd
+
+
+_FOR_CHILDREN = 10.0
+"""Seconds that the children of a killed owner get to close the lock, as they do once they run."""
+
+
+def _is_gone(pid: int | None) -> bool:
+    """Tell whether an owner has ended: then only a child that it was just starting has its lock."""
+    if pid is None:
+        return False
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is another user's, or there is no such file on this system
+        return False
+    return status.rpartition(b") ")[2][:1] in b"ZX"  # nobody has waited for it yet
 
 
 def _locked(fd: int, root: Path) -> WorkspaceLocked:

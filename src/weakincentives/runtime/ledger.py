@@ -90,26 +90,23 @@ class OutcomeLedger:
             return ledger
 
     def find(self, call_id: str) -> CallOutcome | None:
-        """Return how a call ended; one that has begun and is not under way is ``unknown``."""
+        """Return how a call ended; ``started`` if it is under way, ``unknown`` if it was killed.
+
+        One that was killed after it had answered is ``committed``: it took effect.
+        """
         with self._lock:
             self._catch_up()
             found = self._known.get(call_id)
             if found is None and self._doubt:
                 return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
-            if found is None or found.outcome not in ("started", "answered"):
-                return found
-            if self._is_under_way(call_id):
-                return replace(found, outcome="started")
-            if found.outcome == "answered":
-                return found
-            return replace(found, outcome="unknown")
+            return None if found is None else self._as_it_is(found)
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls of which nobody knows whether they took effect."""
         with self._lock:
             self._catch_up()
-            found = [self.find(call_id) for call_id in self._known]
-        return tuple(each for each in found if each is not None and each.outcome == "unknown")
+            found = [self._as_it_is(each) for each in self._known.values()]
+        return tuple(each for each in found if each.outcome == "unknown")
 
     def settle(self, call_id: str, outcome: Outcome) -> None:
         """Put on record what was found out about a call whose outcome was unknown."""
@@ -176,6 +173,15 @@ class OutcomeLedger:
             self._catch_up()
             return self._doubt
 
+    def _as_it_is(self, found: CallOutcome) -> CallOutcome:
+        """Return an outcome as it stands now that its process may be gone."""
+        if found.outcome not in ("started", "answered"):
+            return found
+        if self._is_under_way(found.call_id):
+            return replace(found, outcome="started")
+        # Of one that was killed after its answer it is known that it took effect.
+        return replace(found, outcome="committed" if found.outcome == "answered" else "unknown")
+
     def _is_under_way(self, call_id: str) -> bool:
         if call_id in self._running:
             return True
@@ -232,11 +238,10 @@ class OutcomeLedger:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         fd = os.open(self.path, flags, 0o600)
         try:
-            size = os.fstat(fd).st_size
             # What a kill cut short was not on the disk yet, so what it is about did not happen.
             os.ftruncate(fd, self._read)
             line = b""
-            if size < locks_.noted_size():
+            if self._read < locks_.noted_size():
                 line = Seals(_SEAL).sealed(b'{"lost": true}', self._read) + b"\n"
             line += Seals(_SEAL).sealed(text, self._read + len(line)) + b"\n"
             os.lseek(fd, self._read, os.SEEK_SET)
@@ -257,17 +262,31 @@ class OutcomeLedger:
             return
         if self._locks is None and self._lock_file.exists():
             self._locks = _Locks(self._lock_file)
-        noted = 0 if self._locks is None else self._locks.noted_size()  # first: the file only grows
-        data = _read_file(self.path, self._read)
-        if self._read + len(data) < noted:
-            self._note_doubt("the end of it is missing")
-        if not data:
-            return
-        seals = Seals(_SEAL)
-        for line in data.split(b"\n")[:-1]:
-            text = seals.unsealed(line, self._read)
+        noted, lines = self._look()
+        if self._locks is not None and any(text is None for _, text in lines):
+            # Another process may just be writing over what a kill cut short: this was a mixture.
+            with self._alone():
+                noted, lines = self._look()
+        for number, (line, text) in enumerate(lines, 1):
+            if text is None and number == len(lines) and 0 < noted <= self._read:
+                break  # a power cut left half of it: nobody was told yet that it is on the disk
             self._read += len(line) + 1
             self._take_in(line, text)
+        if self._read < noted:
+            self._note_doubt("the end of it is missing")
+
+    def _look(self) -> tuple[int, list[tuple[bytes, bytes | None]]]:
+        """Return how long the file must be, and the lines that are new with what is in them."""
+        assert self.path is not None
+        noted = 0 if self._locks is None else self._locks.noted_size()  # first: the file only grows
+        data, place = _read_file(self.path, self._read), self._read
+        lines: list[tuple[bytes, bytes | None]] = []
+        if data:
+            seals = Seals(_SEAL)
+            for line in data.split(b"\n")[:-1]:
+                lines.append((line, seals.unsealed(line, place)))
+                place += len(line) + 1
+        return noted, lines
 
     def _take_in(self, line: bytes, text: bytes | None) -> None:
         entry: dict[str, Any] = {} if text is None else json.loads(text)
@@ -436,7 +455,7 @@ _ledgers_lock = threading.Lock()
 def _refuse(found: CallOutcome) -> None:
     """Refuse a call that has taken effect or may have; what was taken back may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
-    if found.outcome in ("answered", "committed"):
+    if found.outcome == "committed":
         told = f" It answered: {found.message}" if found.message else ""
         raise OutcomeOnRecord(
             f"{call} has taken effect already and is not run twice.{told}", code="ALREADY_COMMITTED"

@@ -231,9 +231,9 @@ class SavedSession:
             found = None if call.id in on_record else ledger.find(call.id)
             if call.id in on_record or (found is None and call.id not in live):
                 continue
-            if found is not None and found.outcome in ("answered", "committed"):
+            if found is not None and found.outcome == "committed":
                 self._record_answer(call, found, lost_files=found.files and call.id not in live)
-                ledger.end(replace(found, outcome="committed"))
+                ledger.end(found)
             elif call.id in live and (found is None or found.outcome != "unknown"):
                 try:
                     files.undo(call.id)
@@ -252,7 +252,7 @@ class SavedSession:
         else:
             self._record(call, found.message, success=True)
             note_success(call.name, self.session)
-        self.session.dispatch(replace(found, outcome="committed"))
+        self.session.dispatch(found)
 
     def _record(self, call: ToolCall, message: str, *, success: bool = False) -> None:
         result: ToolResult[Any] = (
