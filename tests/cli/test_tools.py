@@ -82,6 +82,7 @@ def test_what_servers_say_of_their_tools_cannot_act_on_the_terminal(
     (project / "wink.toml").write_text(
         f'sections = ["{file}:tool"]\n[policy]\nuse = ["{file}:Rule"]\n'
     )
+    approve(project)
 
     for command in (["tools"], ["tools", "wild"], ["policy", "check"]):
         done = wink(*command)

@@ -148,7 +148,7 @@ def approve(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE]...",
+            metavar="FILE",
             help="More files that this code loads, where its text does not tell.",
             show_default=False,
         ),
