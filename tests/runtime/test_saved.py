@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weakincentives as wink
-from weakincentives.adapters import Message, ScriptedAdapter, calls
+from weakincentives.adapters import Message, ModelRequest, ModelTurn, ScriptedAdapter, calls
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError
+from weakincentives.filesystem import Filesystem, HostFilesystem, adopt_store
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, ToolResult
 from weakincentives.runtime import (
     SavedSession,
@@ -375,6 +377,141 @@ def test_a_file_cut_anywhere_holds_what_one_of_the_saves_wrote(
             after = content(again.session)
         with SavedSession.open(path) as again:
             assert content(again.session) == after
+
+
+# A file that is damaged
+
+
+reached: list[str] = []
+"""The ids of the calls that took effect."""
+
+
+@wink.tool(reach="irreversible")
+def send(text: str, *, context: wink.ToolContext) -> str:
+    """Send a text."""
+    reached.append(context.call_id)
+    context.filesystem.append("sent.txt", f"{text}\n")
+    return f"sent {text}"
+
+
+def _run_with_effects(where: Path, *, resume: bool = False) -> str:
+    """A run of four calls that reach outside. Returns the answer."""
+
+    def turn(request: ModelRequest) -> ModelTurn | str:
+        answers = sum(message.role == "tool" for message in request.messages)
+        if answers >= 4:
+            return "Done."
+        return calls(*(("send", {"text": text}) for text in "abcd"[answers : answers + 2]))
+
+    section = MarkdownSection(title="Task", template="Send.", tools=[send])
+    with HostFilesystem(where / "project") as files:
+        prompt = Prompt(PromptTemplate(sections=[section], resources={Filesystem: files}))
+        path = where / "run.jsonl"
+        saved = SavedSession.open(path) if resume else SavedSession.create(path, Session())
+        with prompt.resources, saved:
+            if resume:
+                saved.take_back_unrecorded(files)
+            adapter = ScriptedAdapter([turn] * 4)
+            return adapter.evaluate(prompt, saved.session, resume=resume).text or ""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
+    where = tmp_path_factory.mktemp("finished")
+    reached.clear()
+    (where / "project").mkdir()
+    assert _run_with_effects(where) == "Done."
+    assert len(set(reached)) == 4
+    return where, tuple(reached)
+
+
+@given(flip=st.booleans(), place=st.integers(0, 1 << 20), bit=st.integers(0, 7))
+def test_a_damaged_file_is_not_gone_on_with_and_no_call_on_record_runs_twice(
+    finished: tuple[Path, tuple[str, ...]],
+    flip: bool,
+    place: int,
+    bit: int,
+):
+    """A file that lost its end is like that of a killed run; all else is refused until adopted."""
+    original, before = finished
+    name = _name(ToolInvoked)
+    with TemporaryDirectory() as folder:
+        where = Path(folder) / "copy"
+        reached[:] = before
+        shutil.copytree(original, where, symlinks=True)
+        adopt_store(where / "project")  # a copy is another directory
+        path = where / "run.jsonl"
+        whole = SavedSessionData.read(path).log[name]
+        data = bytearray(path.read_bytes())
+        place %= len(data)
+        if flip:
+            data[place] ^= 1 << bit
+        else:
+            del data[place:]
+        path.write_bytes(data)
+
+        is_short = not flip or place == len(data) - 1  # without its newline, a line is not whole
+        try:
+            shown = SavedSessionData.read(path, partly=True)
+        except SnapshotError:
+            shown = None  # not even whose it is
+            with pytest.raises(SnapshotError):
+                SavedSession.open(path)
+        else:
+            records = shown.log.get(name, [])
+            assert records == whole[: len(records)]
+            assert bool(shown.damage) is not is_short
+            if shown.damage:
+                with pytest.raises(SnapshotError, match="nothing goes on from it"):
+                    _run_with_effects(where, resume=True)
+        assert reached == list(before)
+
+        if shown is None or shown.damage:
+            try:
+                SavedSession.adopt(path)
+            except SnapshotError:
+                return
+            assert [each.read_bytes() for each in where.glob("run.jsonl.before-*")] == [data]
+        if SavedSessionData.read(path).log:
+            assert _run_with_effects(where, resume=True) == "Done."
+        assert len(set(reached)) == len(reached)
+
+
+def test_what_is_adopted_is_what_came_before_the_damage(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    with SavedSession.create(path, new_session(), about={"task": "t"}) as saved:
+        for text in ("first", "second", "third"):
+            saved.session.dispatch(Note(text))
+            saved.save()
+    damaged = path.read_bytes().replace(b"second", b"zecond")
+    path.write_bytes(damaged)
+    with pytest.raises(SnapshotError, match=r"line 3 of .*a\.jsonl is damaged"):
+        SavedSession.open(path)
+
+    assert SavedSession.adopt(path) == 2
+
+    with SavedSession.open(path) as again:
+        assert again.session[Note].all() == (Note("first"),)
+        assert again.about == {"task": "t"}
+        again.session.dispatch(Note("goes on"))
+    with SavedSession.open(path) as again:
+        assert again.session[Note].all() == (Note("first"), Note("goes on"))
+    (copy,) = tmp_path.glob("a.jsonl.before-*")
+    assert copy.read_bytes() == damaged
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+
+
+def test_only_the_file_of_a_session_is_adopted_and_none_that_is_in_use(tmp_path: Path):
+    (tmp_path / "b.jsonl").write_text('{"hello": 1}\n')
+    with pytest.raises(SnapshotError, match="not the file of a session"):
+        SavedSession.adopt(tmp_path / "b.jsonl")
+    assert (tmp_path / "b.jsonl").read_text() == '{"hello": 1}\n'
+
+    with SavedSession.create(tmp_path / "a.jsonl", Session()), pytest.raises(SessionInUse):
+        SavedSession.adopt(tmp_path / "a.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "a.jsonl")
+    with pytest.raises(OSError, match="symbolic links"):
+        SavedSession.adopt(tmp_path / "link")
 
 
 # A run that is killed
