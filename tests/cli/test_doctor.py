@@ -16,7 +16,8 @@ from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
 from weakincentives.contrib.tools.sandbox_filter import container_profile
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
+from weakincentives.runtime import CallOutcome, OutcomeLedger
 
 LEVELS = {"ok", "better", "broken"}
 MODEL = 'model = "%s"\nsuites = ["files"]\n'
@@ -237,3 +238,74 @@ def test_a_model_in_a_file_that_is_there_can_be_asked(wink: Wink, project: Path)
 
     assert code == 0
     assert "the model scripted:script.json can be asked" in [each["what"] for each in found]
+
+
+# Damage, and stores of earlier versions
+
+
+@pytest.mark.parametrize("what", ["history", "session", "outcomes"])
+def test_what_is_damaged_in_the_store_is_named_with_a_way_to_go_on(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+    what: str,
+):
+    run = make_run(project, TURNS)
+    store = WorkspaceHistory(project).store
+    OutcomeLedger(store / "outcomes.jsonl").end(CallOutcome("paid", "pay", "committed", 0.0))
+    file = {
+        "history": min((store / "history").glob("*-*")),
+        "session": run.path,
+        "outcomes": store / "outcomes.jsonl",
+    }[what]
+    data = file.read_bytes()
+    file_was = data[:-40] + b"~" + data[-39:]
+    file.write_bytes(file_was)
+
+    code, found = findings(wink)
+
+    assert code == 0
+    (told,) = [each for each in found if str(file) in each["what"] and each["level"] == "better"]
+    assert "is damaged" in told["what"] or "cannot be read" in told["what"]
+    if what == "history":
+        assert told["do"] == "nothing: that call cannot be undone any more"
+        return
+    assert "--adopt-store" in told["do"]
+    assert wink("doctor", "--adopt-store").code == 0
+    assert not [each for each in findings(wink)[1] if f"{file} " in each["what"]]
+    assert any(each.read_bytes() == file_was for each in file.parent.glob(f"{file.name}.before-*"))
+
+
+def test_a_store_of_an_earlier_version_is_refused_until_it_is_adopted(
+    wink: Wink,  # noqa: F811
+    tmp_path: Path,
+):
+    """The archive was written by the version before seals."""
+    archive = Path(__file__).parents[1] / "filesystem/data/store_v1.tar.gz"
+    subprocess.run(["tar", "xzf", archive, "--no-same-owner"], cwd=tmp_path, check=True)
+    here = ("-w", str(tmp_path / "work"))
+    assert (tmp_path / "work/a.txt").read_text() == "third\n"
+    for command in ("log", "undo", "doctor"):
+        done = wink(command, *here)
+        assert done.code != 0
+        assert "an earlier version" in done.out + done.err
+        assert "--adopt-store" in done.out + done.err
+    assert (tmp_path / "work/a.txt").read_text() == "third\n"
+
+    adopted = wink("doctor", "--adopt-store", *here)
+
+    assert (adopted.code, adopted.err) == (0, "")
+    assert adopted.out == f"{tmp_path / '.work.wink'} carries your seal now.\n"
+    done = wink("log", "--json", *here)
+    assert (done.code, done.err) == (0, "")
+    assert [json.loads(line)["files"] for line in done.out.splitlines()]
+    for _ in range(3):
+        assert wink("undo", *here).code == 0
+    assert (tmp_path / "work/a.txt").read_text() == "first\n"
+    assert (tmp_path / "work/dir/b.txt").read_text() == "b\n"
+
+
+def test_adopting_what_is_not_there_is_one_line(wink: Wink, project: Path):  # noqa: F811
+    done = wink("doctor", "--adopt-store")
+
+    assert (done.code, done.out) == (2, "")
+    assert "there is no store for" in done.err

@@ -146,6 +146,23 @@ def test_a_damaged_history_does_not_hide_what_is_on_record(wink: Wink, project: 
     assert wink("undo").err.startswith("wink: there is nothing to undo: no call has changed files")
 
 
+@pytest.mark.parametrize("what", ["history", "session"])
+def test_the_log_names_what_is_damaged_and_shows_the_rest(wink: Wink, project: Path, what: str):
+    run = make_run(project, TURNS)
+    entries = sorted((WorkspaceHistory(project).store / "history").glob("*-*"))
+    file = entries[0] if what == "history" else run.path
+    data = file.read_bytes()
+    file.write_bytes(data[:-40] + b"~" + data[-39:])
+
+    done = wink("log", "--json")
+
+    assert done.code == 0
+    assert str(file) in done.err
+    assert "damaged" in done.err
+    # The last save of the session has no call in it.
+    assert len(done.out.splitlines()) == 7
+
+
 # show
 
 

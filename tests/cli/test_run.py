@@ -650,6 +650,22 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     assert (project / "three.txt").exists()
 
 
+def test_a_run_whose_file_is_damaged_is_not_resumed_and_it_is_said_why(project: Path, run: Runs):
+    run(FIX)
+    [kept] = runs_of(project)
+    data = kept.path.read_bytes()
+    kept.path.write_bytes(data[:-40] + b"~" + data[-39:])
+    before = sorted(os.listdir(project))
+
+    for arguments in ([kept.id, "and then?"], ["and then?"]):
+        done = run.resume(*arguments)
+
+        assert (done.code, done.out) == (2, "")
+        assert "cannot be resumed" in done.err
+        assert f"{kept.path} is damaged" in done.err
+    assert sorted(os.listdir(project)) == before
+
+
 def test_a_run_whose_terminal_is_closed_stops_at_a_clean_point(
     project: Path, run: Runs, long_run: str
 ):

@@ -365,6 +365,23 @@ def test_a_damaged_entry_costs_no_other_and_is_named(root: Path, caplog: pytest.
     assert entry.exists()
 
 
+@pytest.mark.parametrize("is_short", [False, True])
+def test_adopting_keeps_what_a_damaged_entry_held(root: Path, is_short: bool):
+    store = used(root)
+    entry = min((store / "history").glob("*-*"))
+    data = entry.read_bytes()
+    damaged = data[:-40] if is_short else data.replace(b"a.txt", b"z.txt", 1)
+    entry.write_bytes(damaged)
+
+    (told,) = adopt_store(root)
+
+    (copy,) = (store / "left").iterdir()
+    assert told == f"{entry} is damaged; what it held is in {copy}"
+    assert copy.read_bytes() == damaged
+    with HostFilesystem(root) as fs:
+        assert [each.serial for each in fs.history()] == [2, 3, 4]
+
+
 def test_a_damaged_content_is_never_restored_or_shown(root: Path):
     store = used(root)
     for each in (store / "objects").rglob("*"):
@@ -375,7 +392,10 @@ def test_a_damaged_content_is_never_restored_or_shown(root: Path):
         call = fs.history()[2].call_id
         with pytest.raises(ContentDamaged, match="damaged"):
             fs.undo(call)
-        assert "SECOND" not in fs.diff(call)
+        # What call 1 left is what call 3 replaced, so both sides of its diff are damaged.
+        damaged = "a file whose kept content is damaged"
+        assert fs.diff(call) == f"a.txt: {damaged} became a file of 6 bytes\n"
+        assert fs.diff(fs.history()[0].call_id) == f"a.txt: {damaged} became {damaged}\n"
         assert look(root) == before
         fs.write("a.txt", "goes on\n")
 

@@ -209,6 +209,10 @@ class Calls:
     def damage(self) -> Iterator[str]:
         """Yield a sentence for each record that cannot be read; what is shown is the rest."""
         yield from self.history.damaged()
+        yield from self.damaged_runs()
+
+    def damaged_runs(self) -> Iterator[str]:
+        """Yield a sentence for each run whose file cannot be read to its end."""
         for run in runs_of(self.workspace):
             try:
                 if damage := run.read(partly=True).damage:

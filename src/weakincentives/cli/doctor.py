@@ -430,7 +430,11 @@ def _store(workspace: Path) -> Found:
     size = sum(status.st_size for status in files_below(store))
     runs = len(runs_of(workspace))
     yield "ok", f"{store}: {_bytes(size)}, {runs} {'run' if runs == 1 else 'runs'}", ""
-    for sentence in (*Calls(workspace).damage(), OutcomeLedger(store / "outcomes.jsonl").damage()):
+    calls = Calls(workspace)
+    for sentence in calls.history.damaged():
+        yield "better", sentence, "nothing: that call cannot be undone any more"
+    ledger = OutcomeLedger(store / "outcomes.jsonl")
+    for sentence in (*calls.damaged_runs(), ledger.damage()):
         if sentence:
             yield (
                 "better",

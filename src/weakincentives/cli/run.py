@@ -272,7 +272,7 @@ def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> 
     runs = reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]
     ended: _Earlier | None = None
     for each in runs:
-        if run_id is not None:
+        if run_id is not None or b"\n" in each.path.read_bytes():  # else it was killed at once
             _check_readable(each)
         earlier = _earlier(each)
         if earlier is None:

@@ -17,6 +17,7 @@ from weakincentives.filesystem.rooms import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
     Note,
     checked_parts,
+    left_in,
     location_of,
     open_store,
     take_store_lock,
@@ -66,13 +67,13 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
     strict = earlier is not None and any(_good(data, earlier) for data in lines.values())
     seals = note.seals(JOURNAL)
     for journal, data in lines.items():
-        sealed = b""
-        for text in _texts(data, earlier if strict else None):
-            if text is None:
-                yield f"{journal} is damaged"
-                sealed += b"damaged\n"
-            else:
-                sealed += seals.sealed(text, len(sealed)) + b"\n"
+        sealed, texts = b"", list(_texts(data, earlier if strict else None))
+        for text in texts:
+            sealed += b"damaged\n" if text is None else seals.sealed(text, len(sealed)) + b"\n"
+        if None in texts or (data and not data.endswith(b"\n")):
+            copy = left_in(path, (journal.name,))
+            write_whole(copy, data)
+            yield f"{journal} is damaged; what it held is in {copy}"
         if data:
             write_whole(journal, sealed)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):

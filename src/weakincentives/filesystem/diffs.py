@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.history import CHANGES
 from weakincentives.filesystem.hunks import Effort, hunks
 from weakincentives.filesystem.layers import Look, Node, names_of, walk
@@ -44,11 +45,14 @@ class _Side:
     node: Node | None
     data: bytes | None
     """Of a file its content, of a link its target; None where it cannot be told."""
+    is_damaged: bool = False
 
     @property
     def words(self) -> str:
         if self.node is None:
             return "nothing"
+        if self.is_damaged:
+            return "a file whose kept content is damaged"
         return f"a file of {self.node.size} bytes" if self.is_file else f"a {self.node.kind}"
 
     @property
@@ -113,6 +117,8 @@ def _side(look: Look, parts: Parts) -> _Side:
         elif node is not None and node.kind == "link":
             data = look.link_target(parts).encode(errors="surrogateescape")
         return _Side(node, data)
+    except ContentDamaged:
+        return _Side(Node("other", 0, 0, 0, 0), None, is_damaged=True)
     except OSError as error:
         if error.errno in _NOTHING_BELOW:
             return _NOTHING
@@ -136,6 +142,8 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
 
 
 def _differ(old: _Side, new: _Side) -> bool:
+    if old.is_damaged or new.is_damaged:
+        return True
     if old.node is None or new.node is None:
         return old.node is not new.node
     if old.node.kind != new.node.kind:
@@ -182,7 +190,7 @@ def _in_words(old: _Side, new: _Side) -> str:
         return "new directory"
     if old.node is not None and old.node.kind == "directory" and new.node is None:
         return "directory deleted"
-    if old.node is not None and old.node.kind == "other" and old.node.ino == 0:
+    if not old.is_damaged and old.node and old.node.kind == "other" and old.node.ino == 0:
         return f"changed; what it was before is not kept, now {new.words}"
     return f"{old.words} became {new.words}"
 

@@ -49,6 +49,7 @@ __all__ = [
     "checked_parts",
     "copy_exactly",
     "entry_at",
+    "left_in",
     "location_of",
 ]
 
@@ -658,10 +659,7 @@ class Store:
 
     def left(self, parts: Parts) -> Path:
         """Return a free path in ``left``, for something that belongs at ``parts``."""
-        folder = self.path / "left"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
-        return folder / f"{os.urandom(4).hex()}-{name}"
+        return left_in(self.path, parts)
 
     @contextlib.contextmanager
     def running(self) -> Generator[int]:
@@ -755,6 +753,14 @@ def write_whole(path: Path, data: bytes) -> None:
 def _number(name: str) -> int:
     """Return the number in a name that :meth:`Store.fresh` gave; 0 for any other."""
     return int(name[1:]) if name[1:].isdecimal() else 0
+
+
+def left_in(store: Path, parts: Parts) -> Path:
+    """Return a free path in a store's ``left``, for something that belongs at ``parts``."""
+    folder = store / "left"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
+    return folder / f"{os.urandom(4).hex()}-{name}"
 
 
 def location_of(root: Path) -> Path:
