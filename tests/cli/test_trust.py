@@ -91,6 +91,17 @@ def test_code_that_nobody_approved_does_not_run(project: Project):
         assert project.ran() == ""
 
 
+def test_without_a_terminal_nothing_is_approved_unless_told_to(project: Project):
+    code, said = project("policy", "approve")
+
+    assert code == 2
+    assert "there is no terminal to ask at; review these files, then add --yes" in said
+    code, said = project("policy", "check")
+    assert (code, "not approved: wink.toml (new), tools.py (new)" in said) == (2, True), said
+    code, said = project("doctor")
+    assert "not approved: wink.toml (new), tools.py (new)" in said
+
+
 def test_approved_code_runs_until_it_changes(project: Project):
     project.approve()
     assert project.ran() == ""  # to approve something is not to run it
@@ -311,14 +322,14 @@ def test_somebody_at_a_terminal_is_asked(project: Project):
     words = [*WINK, "tools", "-w", str(project.root)]
     env = {**os.environ, "MARK": str(project.mark)}
     with Terminal(words, cwd=project.above, env=env) as terminal:
-        terminal.wait_for("do you approve them?")
+        terminal.wait_for("Do you approve these files")
         assert "tools.py" in terminal.text
         assert project.ran() == ""
         terminal.send("n\r")
         assert terminal.end() == 2
     assert project.ran() == ""
     with Terminal(words, cwd=project.above, env=env) as terminal:
-        terminal.wait_for("do you approve them?")
+        terminal.wait_for("Do you approve these files")
         terminal.send("y\r")
         assert terminal.end() == 0
     assert project.ran() == "tools"

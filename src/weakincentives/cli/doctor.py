@@ -335,9 +335,8 @@ def _workspace(workspace: Path, settings: list[Settings]) -> Found:
         from weakincentives.cli.trust import trust_of
 
         if missing := trust_of(found.workspace).missing(found):
-            names = ", ".join(each.name for each in missing)
-            approve = "look at it, then: wink policy approve"
-            yield "broken", f"{FILE_NAME} needs your approval, and has it not: {names}", approve
+            names = ", ".join(f"{each.name} ({each.state})" for each in missing)
+            yield "broken", f"not approved: {names}", "review, then run: wink policy approve"
             return
         with looked_at(found) as workbench:
             yield "ok", f"{FILE_NAME} is valid; {len(workbench.tools)} tools are offered", ""

@@ -266,7 +266,7 @@ def _nothing_to_undo(
         for each in reversed(calls.committed.values())
         if found[-1].call_id in each.undoes
     )
-    return f"{_named(chosen, run)} was undone already; to have it back: wink undo {undo}"
+    return f"{_named(chosen, run)} was undone already; to redo it: wink undo {undo}"
 
 
 # Undoing
@@ -322,22 +322,22 @@ def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     done = next(WorkspaceHistory(calls.workspace).changes())
     names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
     _print([[(f"Undone: {names}", "bold")], *map(_changed, done.files)])
-    echo(f"To have it back: wink undo {done.call.call_id}")
+    echo(f"To redo it: wink undo {done.call.call_id}")
     if any(each.run is not None for each in chosen):
-        echo("Only files were undone: what the session of the run knows is as it was.")
+        echo("Only files were undone; the session of the run still has the call.")
     return 0
 
 
 def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> None:
     """Say what is in the way, and the ways out."""
     names = calls.names()
-    _say("nothing was undone: this was changed since")
+    _say("nothing was undone: these files have changed since:")
     for path, by in paths.items():
-        who = ", ".join(names.get(each, each) for each in by) or "somebody else, not by a call"
-        echo(f"  {_harmless(path)}: by {who}", err=True)
+        who = ", ".join(names.get(each, each) for each in by) or "somebody else, outside of wink"
+        echo(f"  {_harmless(path)}: changed by {who}", err=True)
     if any(paths.values()):
         echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
-    echo("Or replace it with --force; what is there now is kept in the history.", err=True)
+    echo("Use --force to replace them anyway; what they hold now stays in the history.", err=True)
 
 
 # What is shown

@@ -159,6 +159,7 @@ def approve(
     """Approve the settings and the code of a directory that run outside of every sandbox."""
     from weakincentives.cli.trust import trust_of
     from weakincentives.cli.view import harmless
+    from weakincentives.cli.workbench import APPROVE, is_interactive
 
     settings = load_settings(workspace)
     trust = trust_of(settings.workspace)
@@ -168,10 +169,12 @@ def approve(
         return 0
     for each in found:
         typer.echo(f"{harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})")
-    if not yes and not typer.confirm("Have you looked at them, and do you approve them?"):
+    if not yes and not is_interactive():
+        raise Misuse("there is no terminal to ask at; review these files, then add --yes")
+    if not yes and not typer.confirm(APPROVE):
         return 1
     trust.approve(found)
-    typer.echo("Approved, as they are now.")
+    typer.echo("Approved until they change.")
     return 0
 
 
@@ -350,7 +353,9 @@ def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
             described[policy.name] = policy
     for name, names in watched.items():
         which = "all tools" if len(names) == len(offers) else ", ".join(names)
-        echo(f"{name}: {_purpose(described[name].policy)}\n  watches {which}")
+        purpose = _purpose(described[name].policy)
+        echo(f"{name}: {purpose}" if purpose else name)
+        echo(f"  watches {which}")
 
 
 def _purpose(policy: object) -> str:

@@ -125,9 +125,8 @@ class Trust:
             return
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
         raise Misuse(
-            f"this directory's settings name code that runs outside of every sandbox, or lift a"
-            f" protection, and you have not approved them as they are now: {names}. Look at them,"
-            f" then run: wink policy approve -w {self.workspace}"
+            f"not approved: {names}. These files run code outside the sandbox, or lift a"
+            f" protection. Review them, then run: wink policy approve -w {self.workspace}"
         )
 
     def _files_of(self, spec: str) -> list[Path]:
@@ -157,8 +156,8 @@ class Trust:
         if self.approved().get(found.name) != found.digest:
             if self.ask is None or not self.ask([found]):
                 raise NotApproved(
-                    f"{found.name} is not approved as it is now; look at it, then run: wink policy"
-                    f" approve {found.name} -w {self.workspace}"
+                    f"{found.name} is not approved ({found.state}). Review it, then run: wink"
+                    f" policy approve {found.name} -w {self.workspace}"
                 )
             self.approve([found])
         return data

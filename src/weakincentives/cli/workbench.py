@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from weakincentives.runtime import Session
 
 __all__ = [
+    "APPROVE",
     "Workbench",
     "admit_code",
+    "is_interactive",
     "load_types",
     "open_workbench",
     "open_workspace",
@@ -408,10 +410,14 @@ def admit_code(settings: Settings) -> None:
 
     Raises Misuse where it is not approved as it is now, and nobody is here to be asked.
     """
-    trust_of(settings.workspace).admit(settings, _asked if _is_interactive() else None)
+    trust_of(settings.workspace).admit(settings, _asked if is_interactive() else None)
 
 
-def _is_interactive() -> bool:
+APPROVE = "Do you approve these files as they are now?"
+
+
+def is_interactive() -> bool:
+    """Tell whether somebody is at a terminal who can be asked."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
@@ -421,10 +427,10 @@ def _asked(found: Sequence[Found]) -> bool:
 
     from weakincentives.cli.view import harmless
 
-    typer.echo("These settings and this code run outside of every sandbox:", err=True)
+    typer.echo("These files decide what runs outside the sandbox. Review them first:", err=True)
     for each in found:
         typer.echo(f"  {harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})", err=True)
-    return typer.confirm("Have you looked at them, and do you approve them?", err=True)
+    return typer.confirm(APPROVE, err=True)
 
 
 def load_types(settings: Settings) -> None:
@@ -468,6 +474,6 @@ def _approving(
 ) -> Callable[[Sequence[Found]], bool] | None:
     """Return who decides about what a spec loads: whoever named it just now has decided."""
     if spec not in settings.given:
-        return _asked if _is_interactive() else None
+        return _asked if is_interactive() else None
     trust.approve([Found(f"--policy {spec}", digest_of(b""), "new")])
     return lambda found: True
