@@ -407,8 +407,8 @@ def test_the_state_directory_is_neither_changed_nor_read(ours: Installed):
     state = ours.root / "home/.state"
     ours.run(
         """
-from weakincentives.state import seal
-seal("test", b"")
+from weakincentives.state import Seals
+Seals("test")
 with HostFilesystem(root) as fs:
     assert not fs.exists("home/.state/wink/key")
     assert [each.path for each in fs.list("home/.state")] == []
