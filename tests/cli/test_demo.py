@@ -33,17 +33,19 @@ class Demo:
     """What it printed in the end."""
     after: dict[str, bytes]
     is_repaired: bool
+    env: dict[str, str]
+    """Whose state it has: that of another user knows nothing of the store."""
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     folder = tmp_path_factory.mktemp("demo")
-    state = {"XDG_STATE_HOME": str(folder / "state")}  # for as long as the project is there
-    done = wink("demo", "--into", "till", cwd=folder, env=state)
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path_factory.mktemp("demo-state"))}
+    done = wink("demo", "--into", "till", cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     project = folder / "till"
     # At once: a test pastes what it ends with, and that takes the repair back.
-    return Demo(project, done.stderr, done.stdout, contents(project), is_repaired(project))
+    return Demo(project, done.stderr, done.stdout, contents(project), is_repaired(project), env)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -120,9 +122,13 @@ def test_the_commands_it_ends_with_work_when_they_are_pasted(demo: Demo):
     pasted = demo.shown.split("Look around:\n")[1].split("A real model")[0]
 
     done = subprocess.run(
-        ["sh", "-e", "-c", pasted], capture_output=True, text=True, check=False, cwd="/",
-        env={**os.environ, "XDG_STATE_HOME": str(demo.project.parent / "state")},
-    )  # fmt: skip
+        ["sh", "-e", "-c", pasted],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        env=demo.env,
+    )
 
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -171,7 +177,8 @@ def test_it_works_where_no_sandbox_does(tmp_path: Path):
         pytest.skip(str(error))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-m", "weakincentives.cli", "demo", "--into", "/workspace/till"]
-    with HostFilesystem(tmp_path / "work", unprotected=["*"]) as files:
+    # The demo has its store and its settings in this workspace.
+    with HostFilesystem(tmp_path / "work", unprotected=[".*.wink", "wink.toml"]) as files:
         done = box.run(files, command, env={"PYTHONDONTWRITEBYTECODE": "1"}, timeout=600)
 
     assert done.ok, done.stderr

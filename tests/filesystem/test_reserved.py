@@ -394,6 +394,23 @@ with HostFilesystem(root) as fs:
     assert os.readlink(ours.root / ".venv") == target
 
 
+def test_a_refusal_says_who_could_allow_it(ours: Installed):
+    (ours.root / "wink.toml").write_text("")
+    said = ours.run("""
+with HostFilesystem(root, unprotected=["tools/**"]) as fs:
+    for path in ("tools/.venv/pyvenv.cfg", "wink.toml"):
+        try:
+            fs.write(path, "evil")
+        except ProtectedPath as error:
+            print(error)
+""")
+    assert said.splitlines() == [
+        "Cannot change tools/.venv: it is protected. Leave it as it is; it belongs to wink, and no"
+        " setting allows it",
+        "Cannot change wink.toml: it is protected. Leave it as it is; only the user can allow it",
+    ]
+
+
 def test_nor_a_link_to_one_that_lies_elsewhere(tmp_path: Path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work/.venv").symlink_to(sys.prefix)

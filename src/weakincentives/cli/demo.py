@@ -341,7 +341,7 @@ def _how_to_call() -> str:
     """Return what to type, in any directory, to call `wink` as it was called just now."""
     called = Path(sys.argv[0])
     if called.name != "wink" or not called.exists():
-        return f"{shlex.quote(sys.executable)} -m weakincentives.cli"
+        return f"{shlex.quote(sys.executable)} -P -m weakincentives.cli"
     found = shutil.which("wink")
     is_found = found is not None and os.path.samefile(found, called)
     return "wink" if is_found else shlex.quote(str(called.absolute()))

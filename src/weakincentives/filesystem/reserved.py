@@ -76,13 +76,13 @@ class Reserved:
         """
         found = self.problem(parts, look, directory=directory)
         if found is not None:
-            raise _protected(found)
+            raise self._protected(found)
 
     def check_tree(self, parts: Parts, look: Look) -> None:
         """Raise ProtectedPath if a path, or anything below it, may not be changed or removed."""
         for tree in self.trees:
             if tree[: len(parts)] == parts:
-                raise _protected(tree)
+                raise self._protected(tree)
         for each, kind in _walk(parts, look):
             self.check(each, look, directory=kind == "directory")
 
@@ -98,7 +98,7 @@ class Reserved:
             kinds = {_kind(before, parts), _kind(now, parts)} - {None}
             found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
             if found is not None and (found in self.trees or not _is_same(parts, before, now)):
-                raise _protected(found)
+                raise self._protected(found)
 
     def is_rewritten_as_it_was(self, parts: Parts, look: Look, data: bytes, mode: int) -> bool:
         """Tell whether a file is protected by its name, and gets the content that it has.
@@ -117,7 +117,14 @@ class Reserved:
         """Raise ProtectedPath if something that cannot be read is at a path or below it."""
         for tree in self.hidden:
             if tree[: len(parts)] == parts:
-                raise _protected(tree)
+                raise self._protected(tree)
+
+    def _protected(self, parts: Parts) -> ProtectedPath:
+        whose = "only the user can allow it"
+        if parts in self.trees:
+            whose = "it belongs to wink, and no setting allows it"
+        named = shown(join_path(parts))
+        return ProtectedPath(f"Cannot change {named}: it is protected. Leave it as it is; {whose}")
 
     def problem(
         self, parts: Parts, look: Look, *, now: Look | None = None, directory: bool = False
@@ -230,13 +237,6 @@ def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
                 continue  # not to be looked into
             for name, inner in found:
                 pending.append(((*here, name), inner))
-
-
-def _protected(parts: Parts) -> ProtectedPath:
-    return ProtectedPath(
-        f"Cannot change {shown(join_path(parts))}: it is protected. Leave it as it is; only the"
-        " user can allow it"
-    )
 
 
 def _within(root: Path, paths: Iterable[Path]) -> tuple[Parts, ...]:
