@@ -45,7 +45,7 @@ def read_back(lines: Sequence[str]) -> dict[str, Any]:
         label, text = match[1], head[match.end() :]
         if label != "(its value)":
             name = json.loads(unspelled(label), strict=False) if label.startswith('"') else label
-        if re.fullmatch(r"text, [\d,]+ lines?, [\d,]+ characters", text):
+        if re.fullmatch(r"text, [\d,]+ lines?(, [\d,]+ characters)?", text):
             value = unspelled(body).replace("\\\\", "\\") + ("\n" if has_end else "")
         else:
             is_block = re.fullmatch(r"JSON, [\d,]+ lines?", text)
@@ -96,6 +96,7 @@ def test_the_call_can_be_told_from_what_is_shown(arguments: dict[str, Any], widt
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.integers(40, 120))
+@example({"000000\x1f\x7f\U00020000\U00020000": "000000000000"}, 40)
 def test_no_text_of_others_begins_a_line_or_is_wrapped_by_the_terminal(
     arguments: dict[str, Any], width: int
 ):

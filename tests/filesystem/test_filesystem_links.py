@@ -271,6 +271,9 @@ def keep(fs: HostFilesystem, operations: list[Any]) -> None:
     place=st.integers(0, 3),
 )
 @example(calls=[[("delete", "one"), ("write", "two", "")]], place=0)
+@example(
+    calls=[[("write", "d/in2", "")], [("write", "d/in", "x"), ("write", "d/in2", "")]], place=0
+)
 def test_going_back_over_kept_calls_brings_every_name_back(store, calls, place):
     """And going back over the going back does, too."""
     with workspace(store) as fs:

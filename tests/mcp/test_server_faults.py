@@ -180,12 +180,14 @@ def test_a_cancelled_call_is_rolled_back_and_the_wire_stays_free(workspace: Path
 
 
 _CLIENT = """
-import asyncio, sys
+import asyncio, os, sys
 from mcp import Client, StdioServerParameters
 
 async def main(workspace, signs, tools):
     command = ["-m", "weakincentives.cli", "mcp", "-w", workspace, tools]
-    server = StdioServerParameters(command=sys.executable, args=command)
+    # The client hands on next to nothing of its environment, and the seals are those of this key.
+    env = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
+    server = StdioServerParameters(command=sys.executable, args=command, env=env)
     async with Client(server) as client:
         await client.call_tool("wait", {"signs": signs})
 

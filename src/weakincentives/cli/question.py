@@ -65,7 +65,7 @@ def _cut(lines: Sequence[str]) -> Iterator[str]:
 def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
     """Yield an argument: on one line as JSON, or as a block of lines with a gutter."""
     label = name if _PLAIN_NAME.fullmatch(name) else _json(name)
-    if len(label) > width // 2:
+    if _cells(label) > width // 2 - 6:
         yield "  (a long name):"
         yield from _block([label], width)
         label = "(its value)"
@@ -77,7 +77,9 @@ def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
         lines = visible(value.replace("\\", "\\\\")).split("\n")
         has_end = lines[-1] == ""
         lines = lines[:-1] if has_end else lines
-        yield f"  {label}: text, {_count(lines)}, {len(value):,} characters"
+        head = f"  {label}: text, {_count(lines)}"
+        counted = f"{head}, {len(value):,} characters"
+        yield counted if _cells(counted) <= width else head
         yield from _block(lines, width)
         if not has_end:
             yield "    \\ no newline at the end"

@@ -1603,8 +1603,10 @@ def _is_spare(found: Mapping[str, Room], ours: Counter[tuple[int, int]], name: s
         return False
     if not name.startswith("c"):
         status = room.status(name)
-        if status is None or _is_directory(status):
+        if status is None:
             return False
+        if _is_directory(status):
+            return not room.tree.names(room.at(name))  # there is nothing in it to be lost
         return status.st_nlink > ours[status.st_dev, status.st_ino]
     original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of
     if not _is_spare(found, ours, original):

@@ -94,7 +94,8 @@ def obstacles(past: Past, serials: Iterable[int], disk: Disk) -> dict[str, tuple
             undoing |= paths
             for parts in differing:
                 found[parts] = _changed_by(others, parts, disk)
-            known |= {r.path: r.before for r in changes if r.before is not None}
+            # What was there before the call: the first of its changes of a path says so.
+            known |= {r.path: r.before for r in reversed(changes) if r.before is not None}
             taken = taken_by(past, delta)
             if taken.tree is not None:
                 opened.callback(taken.tree.close)
@@ -127,7 +128,7 @@ def _is_as(
     except OSError:
         return False  # something else is in the way
     now = None if node is None else _ident(node)
-    if parts in known and not _may_be(parts, delta, known[parts]):
+    if _is_another(parts, delta, known.get(parts)):
         return False
     return matches(left, now) or _is_made_again(left, parts, now, again)
 
@@ -142,6 +143,14 @@ def _is_known(parts: Parts, delta: Delta, entry: Entry | None) -> bool:
 def _may_be(parts: Parts, delta: Delta, entry: Entry) -> bool:
     mark = delta.marks.get(parts)
     return mark is None or mark.is_of(entry)
+
+
+def _is_another(parts: Parts, delta: Delta, entry: Entry | None) -> bool:
+    """Tell whether what a later call replaced is not what this one left.
+
+    Of a file with several names nobody can tell: it may have been changed by way of another.
+    """
+    return entry is not None and entry.nlink == 1 and not _may_be(parts, delta, entry)
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
@@ -288,8 +297,7 @@ class _Going:
         if parts not in delta.after:
             return True
         left = delta.after[parts]
-        entry = self._entries.get(parts)
-        if entry is not None and not _may_be(parts, delta, entry):
+        if _is_another(parts, delta, self._entries.get(parts)):
             return False
         if parts in self._state and matches(left, self._state[parts]):
             return True

@@ -585,8 +585,9 @@ def _refused(path: Path, reason: str) -> StoreRefused:
 def _unsealed(path: Path) -> StoreRefused:
     return StoreRefused(
         f"The store {path} does not carry your seal: an earlier version of wink wrote it, somebody"
-        " else planted it, or it is damaged. If it is yours, adopt it with"
-        " `wink doctor --adopt-store`; else delete it. Until then nothing in it is used"
+        " else planted it, it is damaged, or XDG_STATE_HOME was different then. If it is yours,"
+        " adopt it with `wink doctor --adopt-store`; else delete it. Until then nothing in it is"
+        " used"
     )
 
 
