@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import stat
@@ -110,7 +111,7 @@ class Manifest:
 
     def refresh(self, tree: Tree) -> None:
         """Make the manifest agree with the workspace, and keep every content."""
-        with self._lock:
+        with self._lock, _no_collection():
             if self.pack.is_damaged:
                 self._begin_anew()
             if self._watcher is None and self._wants_watcher:
@@ -465,6 +466,19 @@ class Manifest:
         self._covered = False
         if watcher is not None:
             watcher.close()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Generator[None]:
+    """Collect no garbage meanwhile: a manifest is many objects, and none of them is any."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class External:
