@@ -729,23 +729,31 @@ def _find_statx() -> Callable[[int], Mount] | None:
     return _stater[0]
 
 
-def _load_statx() -> Callable[[int], Mount] | None:
+def _load(name: str, arguments: str) -> Callable[..., int] | None:
+    """Return a function of Linux's C library, None where there is none.
+
+    ``arguments`` has a letter for each: ``i`` an int, ``b`` bytes, ``u`` unsigned.
+    """
     if os.uname().sysname != "Linux":
         return None
     import ctypes
 
     try:
-        call = ctypes.CDLL(None, use_errno=True).statx
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    call.restype = ctypes.c_int
-    call.argtypes = [
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_int,
-        ctypes.c_uint,
-        ctypes.c_char_p,
-    ]
+    kinds = {"i": ctypes.c_int, "b": ctypes.c_char_p, "u": ctypes.c_uint}
+    found.restype = ctypes.c_int
+    found.argtypes = [kinds[letter] for letter in arguments]
+    return found
+
+
+def _load_statx() -> Callable[[int], Mount] | None:
+    call = _load("statx", "ibiub")
+    if call is None:
+        return None
+    import ctypes
+
     empty_path, mount_id = 0x1000, 0x1000  # AT_EMPTY_PATH, STATX_MNT_ID
     buffer = ctypes.c_char * 256  # a struct statx
     mask, device_and_mount = struct.Struct("=I"), struct.Struct("=QQ")
@@ -857,22 +865,11 @@ def _find_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
 
 
 def _load_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
-    if os.uname().sysname != "Linux":
+    renameat2 = _load("renameat2", "ibibu")
+    if renameat2 is None:
         return None
     import ctypes
 
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    renameat2.restype = ctypes.c_int
-    renameat2.argtypes = [
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_uint,
-    ]
     both = 2  # RENAME_EXCHANGE
 
     def swap(one: int, name: bytes, other: int, place: bytes) -> int:
