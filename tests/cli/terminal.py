@@ -105,9 +105,11 @@ class Terminal:
         return code
 
     def _read(self) -> None:
+        readable = select.poll()
+        readable.register(self._master, select.POLLIN)
         while True:
             # A terminal that somebody waits to read from stays open, also when it is hung up.
-            if not select.select([self._master], [], [], 0.1)[0]:
+            if not readable.poll(100):
                 continue
             try:
                 data = os.read(self._master, 65536)

@@ -87,6 +87,7 @@ def unspelled(text: str) -> str:
 @example({"a": "x\n", "b": "x", "c": "x\ny", "d": "", "e": None, "f": False, "g": "false"}, 80)
 @example({"a": "echo hi" + " " * 5000 + "; rm -rf ~"}, 80)
 @example({"a": "x" * 500, "b": "\\s{80}" + " " * 80, "c": "\\x1b\x1b"}, 80)
+@example({"A00000000000000": None}, 40)
 @example({"y" * 200: "1", "a\nb: 2": {"c d": [1, "2\n", " " * 50]}}, 60)
 def test_the_call_can_be_told_from_what_is_shown(arguments: dict[str, Any], width: int):
     """Everything is there, and no two calls look the same."""

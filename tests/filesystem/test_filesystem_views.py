@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import itertools
 import logging
+import os
 import threading
 
 import pytest
@@ -977,3 +978,21 @@ class Filesystems(RuleBasedStateMachine):
 
 Filesystems.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 TestFilesystems = Filesystems.TestCase
+
+
+def test_views_that_have_ended_leave_no_descriptor_open(make):
+    """Also those of deleted directories, which an older view still sees."""
+    fs = make({f"{number}/inner/file.txt": str(number) for number in range(20)})
+    older = fs.fork()
+    older.read("0/inner/file.txt")
+    before = len(os.listdir("/proc/self/fd"))
+
+    for number in range(20):
+        view = fs.fork()
+        view.delete(f"{number}/inner", recursive=True)
+        fs.merge(view)
+
+    assert older.read("19/inner/file.txt") == "19"
+    fs.discard(older)
+    del view, older
+    assert len(os.listdir("/proc/self/fd")) <= before

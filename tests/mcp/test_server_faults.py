@@ -218,8 +218,9 @@ def children_of(pid: int) -> list[int]:
 def wait_until_ended(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     try:
-        ended, _, _ = select.select([descriptor], [], [], SECONDS)
-        assert ended
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        assert ended.poll(SECONDS * 1000)
     finally:
         os.close(descriptor)
 

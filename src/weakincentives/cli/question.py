@@ -67,7 +67,7 @@ def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
     label = name if _PLAIN_NAME.fullmatch(name) else _json(name)
     if _cells(label) > width // 2 - 6:
         yield "  (a long name):"
-        yield from _block([label], width)
+        yield from _block([_json(name)], width)
         label = "(its value)"
     short = f"  {label}: {_json(value)}"
     has_lines = isinstance(value, str) and "\n" in value

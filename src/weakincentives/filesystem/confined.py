@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import struct
+import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,6 +113,9 @@ class Tree:
         self.path = Path(os.path.realpath(root))
         self._spellings = {self.path.parts[1:], Path(os.path.abspath(root)).parts[1:]}
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
+        # A view keeps trees open for as long as somebody holds it, and nobody says when that ends.
+        self._closed = weakref.finalize(self, os.close, self.fd)
+        self._closed.atexit = False
         self.mount = mount_of(self.fd)
         self.exchanges: dict[Mount, bool] = {}
         """Where two names can change places in one step, as far as that was tried."""
@@ -119,9 +123,8 @@ class Tree:
 
     def close(self) -> None:
         """Give the root's descriptor back."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closed()
 
     # Opening
 

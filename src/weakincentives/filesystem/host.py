@@ -441,7 +441,6 @@ class HostFilesystem:
             unprotected=unprotected,
         )
         self._look: Look = self._workspace.disk
-        self._present = self._workspace.present
         self._place: _Place | None = None
 
     # About the whole
@@ -795,8 +794,7 @@ class HostFilesystem:
         with workspace.lock, self._lock:
             view = self._view()
             if self._staging is None:
-                view._present = workspace.forked()
-                view._staging = Staging(view._present, workspace.store)
+                view._staging = Staging(workspace.forked(), workspace.store)
             else:
                 view._staging = Staging(self._staging.layer, workspace.store)
             view._look = view._staging
@@ -845,11 +843,12 @@ class HostFilesystem:
         if view._staging is None or view._seen is None:
             return
         with self._workspace.lock, self._lock, view._lock:
-            if self._staging is None:
-                changed = view._present.changed()
+            base = view._staging.base
+            if isinstance(base, Present):
+                changed = base.changed()
             else:
-                base = view._staging.base
                 assert isinstance(base, Layer)
+                assert self._staging is not None
                 changed = base.differing(self._staging.layer)
             if changed.paths or changed.files:
                 _check_conflicts(view._seen, changed, view._staging.base, self._look)
