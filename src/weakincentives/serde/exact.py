@@ -406,6 +406,8 @@ def _thaw_dataclass(data: _Frozen, where: Where, known: Mapping[str, type]) -> A
         raise TypeError(f"{data['type']} is an enum")
     layout = _layout(found)
     fields = cast("dict[str, Any]", _checked(dict, data["fields"]))
+    for retired in getattr(found, "__retired_fields__", ()):
+        fields.pop(retired, None)
     if fields.keys() != set(layout.kept):
         missing = [f"lacks {name}" for name in layout.kept if name not in fields]
         unknown = [f"has {name}, which the class lacks" for name in fields.keys() - {*layout.kept}]
@@ -491,8 +493,15 @@ def _type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+_MOVED = {
+    "weakincentives.contrib.tools.digest_facts:HowTo": "weakincentives.contrib.tools.digest:HowTo"
+}
+"""Where types of ours are now that were saved under another name."""
+
+
 def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
     text = _checked(str, name)
+    text = _MOVED.get(text, text)
     found = known.get(text) or _imported(text)
     if found is None:
         raise SnapshotError(

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     )
     from weakincentives.contrib.tools.browser import Browser, Page
     from weakincentives.contrib.tools.digest import (
+        DigestConfig,
         DigestNote,
         UpdateDigestParams,
         WorkspaceDigest,
         WorkspaceDigestSection,
     )
-    from weakincentives.contrib.tools.digest_survey import DigestConfig
     from weakincentives.contrib.tools.files import (
         FileWriteParams,
         FileWritten,
@@ -101,12 +101,12 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
             "asteval": ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"],
             "browser": ["Browser", "Page"],
             "digest": [
+                "DigestConfig",
                 "DigestNote",
                 "UpdateDigestParams",
                 "WorkspaceDigest",
                 "WorkspaceDigestSection",
             ],
-            "digest_survey": ["DigestConfig"],
             "files": ["FileWriteParams", "FileWritten", "file_write_tool", "write"],
             "planning": [
                 "Plan",
