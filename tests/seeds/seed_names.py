@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from weakincentives import dbc, filesystem, prompt, resources, runtime, testing
 from weakincentives.contrib.tools import file_tools
-from weakincentives.contrib.tools.vfs_values import ReadFileParams, WriteFileParams
+from weakincentives.contrib.tools.file_values import ReadFileParams, WriteFileParams
 from weakincentives.dbc import require
 from weakincentives.prompt import Tool, ToolContext, ToolResult
 from weakincentives.runtime import Session, Slice

@@ -436,7 +436,7 @@ def _asked(found: Sequence[Found]) -> bool:
 def load_types(settings: Settings) -> None:
     """Load what defines the values that a session may hold: one that is taken up needs them."""
     admit_code(settings)
-    for name in ("asteval", "digest", "planning", "podman", "vfs_tools", "vfs_values"):
+    for name in ("asteval", "digest", "planning", "podman", "file_values", "files"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
     for spec in settings.sections:
         _loaded("sections", spec, settings)

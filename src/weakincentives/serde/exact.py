@@ -494,14 +494,17 @@ def _type_name(cls: type) -> str:
 
 
 _MOVED = {
-    "weakincentives.contrib.tools.digest_facts:HowTo": "weakincentives.contrib.tools.digest:HowTo"
+    "weakincentives.contrib.tools.digest_facts": "weakincentives.contrib.tools.digest",
+    "weakincentives.contrib.tools.vfs_mounts": "weakincentives.contrib.tools.mounts",
+    "weakincentives.contrib.tools.vfs_values": "weakincentives.contrib.tools.file_values",
 }
-"""Where types of ours are now that were saved under another name."""
+"""Modules of ours whose types were saved, and where these types are now."""
 
 
 def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
     text = _checked(str, name)
-    text = _MOVED.get(text, text)
+    module, _, qualname = text.partition(":")
+    text = f"{_MOVED.get(module, module)}:{qualname}"
     found = known.get(text) or _imported(text)
     if found is None:
         raise SnapshotError(

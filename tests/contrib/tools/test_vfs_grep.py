@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weakincentives.contrib.tools import FileLimits, vfs_grep
-from weakincentives.contrib.tools.vfs_grep import pattern_matcher, required_text
-from weakincentives.contrib.tools.vfs_values import LinesFound
+from weakincentives.contrib.tools.file_search import pattern_matcher, required_text
+from weakincentives.contrib.tools.file_values import LinesFound
 from weakincentives.errors import InvalidPattern
 from weakincentives.filesystem import HostFilesystem
 

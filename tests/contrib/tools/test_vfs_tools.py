@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import weakincentives as wink
 from weakincentives.contrib.tools import FileLimits, file_tools
-from weakincentives.contrib.tools.vfs_values import GrepFilesParams
+from weakincentives.contrib.tools.file_values import GrepFilesParams
 from weakincentives.runtime import ToolInvoked, ToolRegistry, sequence
 from weakincentives.testing import make_context, make_vfs
 

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
         WorkspaceDigest,
         WorkspaceDigestSection,
     )
+    from weakincentives.contrib.tools.file_values import FileLimits
     from weakincentives.contrib.tools.files import (
         FileWriteParams,
         FileWritten,
+        VfsConfig,
+        VfsToolsSection,
+        file_tools,
         file_write_tool,
         write,
     )
+    from weakincentives.contrib.tools.mounts import HostMount
     from weakincentives.contrib.tools.planning import (
         Plan,
         PlanningToolsSection,
@@ -42,10 +47,6 @@ if TYPE_CHECKING:
     )
     from weakincentives.contrib.tools.sandbox import Sandbox, find_sandbox
     from weakincentives.contrib.tools.sandbox_limits import SandboxLimits
-    from weakincentives.contrib.tools.vfs import VfsConfig, VfsToolsSection
-    from weakincentives.contrib.tools.vfs_mounts import HostMount
-    from weakincentives.contrib.tools.vfs_tools import file_tools
-    from weakincentives.contrib.tools.vfs_values import FileLimits
     from weakincentives.contrib.tools.web import (
         ScrapedPage,
         ScrapeParams,
@@ -107,7 +108,17 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "WorkspaceDigest",
                 "WorkspaceDigestSection",
             ],
-            "files": ["FileWriteParams", "FileWritten", "file_write_tool", "write"],
+            "file_values": ["FileLimits"],
+            "files": [
+                "FileWriteParams",
+                "FileWritten",
+                "VfsConfig",
+                "VfsToolsSection",
+                "file_tools",
+                "file_write_tool",
+                "write",
+            ],
+            "mounts": ["HostMount"],
             "planning": [
                 "Plan",
                 "PlanStep",
@@ -125,10 +136,6 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
             ],
             "sandbox": ["Sandbox", "find_sandbox"],
             "sandbox_limits": ["SandboxLimits"],
-            "vfs": ["VfsConfig", "VfsToolsSection"],
-            "vfs_mounts": ["HostMount"],
-            "vfs_tools": ["file_tools"],
-            "vfs_values": ["FileLimits"],
             "web": ["ScrapeParams", "ScrapedPage", "scrape", "web_scrape_tool"],
         },
     )

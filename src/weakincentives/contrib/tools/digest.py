@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Unpack, cas
 from pydantic import Field
 
 from weakincentives.call import call_under_way
-from weakincentives.contrib.tools.gitignore import IgnoreRules, is_ignored, parse_ignore_file
+from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
 from weakincentives.filesystem.protocol import shown

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from pydantic import Field
 
 from weakincentives.contrib.tools.asteval import Evaluation
+from weakincentives.contrib.tools.files import FileLimits, file_tools
+from weakincentives.contrib.tools.mounts import HostMount, LeftOut, left_out_text, read_mount
 from weakincentives.contrib.tools.sandbox import Sandbox, SandboxChoice, find_sandbox
 from weakincentives.contrib.tools.sandbox_engines import INSIDE
 from weakincentives.contrib.tools.sandbox_limits import SandboxLimits, in_words
-from weakincentives.contrib.tools.vfs_mounts import HostMount, LeftOut, left_out_text, read_mount
-from weakincentives.contrib.tools.vfs_tools import FileLimits, file_tools
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree

@@ -1,26 +1,81 @@
-"""Host directories as content of a filesystem in memory: what is taken, and what is left out."""
+"""Host directories copied into a filesystem in memory, without what ``.gitignore`` excludes."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from weakincentives.contrib.tools.gitignore import (
-    IgnoreRules,
-    is_ignored,
-    parse_ignore_file,
-)
-from weakincentives.contrib.tools.vfs_values import listed
-from weakincentives.errors import FilesystemError
+from weakincentives.contrib.tools.file_values import listed
+from weakincentives.errors import FilesystemError, MissingExtra
 from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.filesystem.protocol import Parts, join_path, split_path, split_root
 
-__all__ = ["HostMount", "LeftOut", "MountedFile", "left_out_text", "read_mount"]
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+    from pathspec.pattern import RegexPattern
+
+__all__ = [
+    "HostMount",
+    "IgnoreRules",
+    "LeftOut",
+    "MountedFile",
+    "is_ignored",
+    "left_out_text",
+    "parse_ignore_file",
+    "read_mount",
+]
+
+_SLASH = "ps_d"
+"""What pathspec calls the slash behind the directory that a rule is about."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # told apart by which file was parsed, and when
+class IgnoreRules:
+    """The rules of one file, for what is below its directory."""
+
+    directory: str
+    spec: GitIgnoreSpec
+
+
+def parse_ignore_file(text: str, directory: str) -> IgnoreRules:
+    """Return the rules of a ``.gitignore`` in a directory, given as a path or ``"."``."""
+    try:
+        from pathspec import GitIgnoreSpec
+    except ImportError as error:
+        raise MissingExtra("files", "pathspec") from error
+    lines = text.removeprefix("\ufeff").splitlines()  # git does not mind a byte order mark
+    return IgnoreRules(directory, GitIgnoreSpec.from_lines(lines))
+
+
+def is_ignored(path: str, is_directory: bool, rules: Sequence[IgnoreRules]) -> bool:
+    """Tell whether git would leave a path out, given that it looks into its directory."""
+    for each in reversed(rules):  # the nearest file that says anything decides
+        inside = path if each.directory == "." else path[len(each.directory) + 1 :]
+        for pattern in reversed(tuple(each.spec.patterns)):  # and the last of its rules
+            if pattern.include is not None and _matches(pattern, inside, is_directory):
+                return pattern.include
+    return False
+
+
+def _matches(pattern: RegexPattern, path: str, is_directory: bool) -> bool:
+    """Tell whether a rule is about a path itself, not about a directory above it."""
+    found = _match(pattern, path)
+    if found is not None and found.groupdict().get(_SLASH) is None:
+        return True
+    found = _match(pattern, f"{path}/") if is_directory else None
+    return found is not None and _SLASH in found.groupdict() and found.start(_SLASH) == len(path)
+
+
+def _match(pattern: RegexPattern, path: str) -> re.Match[str] | None:
+    found: Any = pattern.match_file(path)  # pathspec does not say what it matches
+    return None if found is None else found.match
+
 
 Reason = Literal[
     "excluded",
