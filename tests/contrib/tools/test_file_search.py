@@ -13,7 +13,7 @@ from file_agent import Agent, agent_on, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weakincentives.contrib.tools import FileLimits, vfs_grep
+from weakincentives.contrib.tools import FileLimits, file_search
 from weakincentives.contrib.tools.file_search import pattern_matcher, required_text
 from weakincentives.contrib.tools.file_values import LinesFound
 from weakincentives.errors import InvalidPattern
@@ -38,7 +38,7 @@ def found(agent: Agent, **arguments: Any) -> list[tuple[str, int, str]]:
 @pytest.fixture(autouse=True)
 def _ask_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask about a few files, too: they are quicker to read, and quicker to test with."""
-    monkeypatch.setattr(vfs_grep, "WORTH_ASKING", 1)
+    monkeypatch.setattr(file_search, "WORTH_ASKING", 1)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_it_is_asked_about_a_directory_that_is_seen_as_it_is(tmp_path: Path, bli
 def test_it_is_not_asked_about_a_few_files(
     tmp_path: Path, blind_ripgrep: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(vfs_grep, "WORTH_ASKING", 3)
+    monkeypatch.setattr(file_search, "WORTH_ASKING", 3)
     with agent_on("disk", tmp_path, {"a.txt": "abc", "b.txt": "abc"}) as agent:
         assert len(found(agent, pattern="abc")) == 2
         agent.call("write_file", path="c.txt", content="abc")
