@@ -29,7 +29,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PATIENCE = 240_000
 """Milliseconds for what is sure to come: the machine may be busy."""
-OUTSIDE = ["README.md", "CHANGELOG.md", "benchmarks/README.md"]
+OUTSIDE = ["CHANGELOG.md", "benchmarks/README.md"]
 
 PUBLIC = [
     "weakincentives.adapters",
@@ -219,7 +219,7 @@ def test_the_readme_compares_what_was_measured(drawing, results):
 # Links
 
 
-@pytest.mark.parametrize("page", [*OUTSIDE, "llms.txt", *PAGES])
+@pytest.mark.parametrize("page", ["README.md", *OUTSIDE, "llms.txt", *PAGES])
 def test_links_lead_to_files_of_the_repository(page: str):
     """On a page that shows the files as they are; that the site's links work, its build checks."""
     text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -370,7 +370,9 @@ def test_help_names_pages_by_their_titles(name: str, text: str):
     assert "[[" not in text, f"{name}: what is optional has one pair of brackets"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/registry.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/index.md", "docs/registry.md", "docs/tutorial.md"]
+)
 def test_examples_that_work_as_intended_print_no_traceback(page: str):
     """A newcomer who pastes them sees what they print, and nothing on standard error."""
     opening, closing = r"(?:```python|<!--- invisible-code-block: python)", r"(?:```|-->)"

@@ -1,6 +1,6 @@
 """The adapters that are run against the conformance cases, each over what stands for its provider.
 
-``python tests/adapters/under_test.py`` runs them all and writes ``docs/conformance.md``.
+``python tests/adapters/under_test.py`` runs them all and writes ``tests/adapters/conformance.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weakincentives.adapters import (
 from weakincentives.errors import ProviderError
 from weakincentives.testing import AdapterCase, MakeAdapter, Played, Served, adapter_cases
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).with_name("conformance.md")
 YES = "yes"
 
 _KEY = "sk-loopback-0123456789"
@@ -139,9 +139,10 @@ _INTRODUCTION = """\
 # Conformance
 
 What every adapter must do, whatever its provider does: the cases of `adapter_cases()`, which you
-can run over [your own adapter](testing.md#an-adapter-of-your-own). Those of this library are run
-against them with and without streaming. For the ones that speak to a provider, a server on loopback
-stands in for it: it speaks the provider's format, refuses what the provider would refuse, and what
+can run over [your own adapter](../../docs/testing.md#an-adapter-of-your-own). Those of this library
+are run against them with and without streaming. For the ones that speak to a provider, a server on
+loopback stands in for it: it speaks the provider's format, refuses what the provider would refuse,
+and what
 it was asked is read back and compared, so that the words of a tool are seen to reach the model as
 they are, byte for byte, through each of them. The Claude Agent SDK runs its real program, which
 puts words of its own around the conversation: there only what comes of it is compared.
@@ -173,7 +174,7 @@ def page(outcomes: Mapping[tuple[str, str], str]) -> str:
         shown = " | ".join(numbers.get(each, each) for each in row)
         lines.append(f"| {case.name} | {case.text} | {shown} |")
     notes = [f"{number} {reason}\n" for reason, number in numbers.items()]
-    neighbours = "Neighbours: [Testing](testing.md) · [Record and replay](recording.md)"
+    neighbours = "See also: [Testing](../../docs/testing.md)"
     return "\n".join([*lines, "", *notes, neighbours]) + "\n"
 
 

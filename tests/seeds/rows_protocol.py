@@ -1095,7 +1095,7 @@ def error_codes(row: Row) -> None:
     (stated,) = set(
         re.findall(rf"code: '{row.name}',\s+message: [^\n]+\n\s+recoverable: (\w+)", text)
     )
-    # The one that differs, and why, is in docs/protocol_table.md: the model can correct itself.
+    # protocol_table.md says why one differs: the model can correct itself.
     expected = True if row.name == "INVALID_ARGUMENTS" else stated == "true"
     assert failure.recoverable is expected
     if row.name == "PRECONDITION_FAILED":

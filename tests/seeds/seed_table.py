@@ -1,4 +1,4 @@
-"""Write ``docs/seed_blocks.md``: which Python blocks of the seeds run.
+"""Write ``tests/seeds/seed_blocks.md``: which Python blocks of the seeds run.
 
 Run it as ``python tests/seeds/seed_table.py``.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from seed_blocks import DOCUMENTS, Block, seed_blocks
 from seed_scenarios import load_scenarios, state
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "seed_blocks.md"
+TABLE = Path(__file__).with_name("seed_blocks.md")
 
 _INTRODUCTION = """\
 # Python blocks of the seed documents

@@ -11,7 +11,7 @@ import pytest
 from seed_rows import seed_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "protocol_table.md"
+TABLE = Path(__file__).with_name("protocol_table.md")
 _TEST = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^\]]+)\])?`")
 
 

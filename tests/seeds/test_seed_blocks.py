@@ -54,7 +54,7 @@ def test_blocks_of_the_short_chapter_are_those_of_the_full_one() -> None:
 
 def test_table_in_docs_is_up_to_date() -> None:
     assert TABLE.read_text(encoding="utf-8") == table(BLOCKS), (
-        "docs/seed_blocks.md differs; write it anew with `python tests/seeds/seed_table.py`"
+        "tests/seeds/seed_blocks.md differs; write it anew with `python tests/seeds/seed_table.py`"
     )
 
 
