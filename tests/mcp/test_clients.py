@@ -1,4 +1,4 @@
-"""The snippets of docs/mcp_clients.md, as they stand there, in the clients that run here."""
+"""The snippets of docs/mcp.md, as they stand there, in the clients that run here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("mcp")
 pytest.importorskip("typer")
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "mcp_clients.md"
+PAGE = ROOT / "docs" / "mcp.md"
 BIN = Path(sys.executable).parent
 PATH = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 TOKEN = "a-token-for-this-test"
