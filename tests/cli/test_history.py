@@ -15,10 +15,11 @@ from terminal import WINK, Terminal
 
 import weakincentives as wink_library
 from weakincentives.adapters import calls
-from weakincentives.cli.runs import find_run, new_run, runs_of
+from weakincentives.cli.common import find_run
 from weakincentives.errors import Suspended
 from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHistory
 from weakincentives.runtime import SavedSession, Session
+from weakincentives.runtime.calls import new_run, runs_of
 
 TURNS = [
     calls(("read_file", {"path": "src/calc.py"}), ("read_file", {"path": "notes.txt"})),

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.completion import complete_suites
-from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import Misuse, Workspace, complete_suites, say
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
     from weakincentives.mcp import McpServer
     from weakincentives.runtime import SavedSession
 
@@ -85,6 +82,7 @@ def _mcp(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what goes on.")] = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client: transactions, rules and undo included."""
+    from weakincentives.cli.config import load_settings
     from weakincentives.mcp.wire import claimed_wire
     from weakincentives.runtime import configure_logging
 
@@ -137,25 +135,25 @@ def _session(settings: Settings, *, fresh: bool) -> Generator[SavedSession]:
 
 def _last_session(settings: Settings) -> SavedSession | None:
     """Return the last session that served the same, if it can be taken up."""
-    from weakincentives.cli.runs import runs_of
     from weakincentives.cli.workbench import load_types
     from weakincentives.runtime import SavedSession
+    from weakincentives.runtime.calls import runs_of
 
     load_types(settings)
     for run in reversed(runs_of(settings.workspace)):
         try:
-            if run.read().about == _about(settings):
+            if run.data.about == _about(settings):
                 return SavedSession.open(run.path)
         except SnapshotError as error:
-            echo(f"wink: a new session begins, because the last one: {error}", err=True)
+            say(f"a new session begins, because the last one: {error}")
             return None
     return None
 
 
 def _new_session(settings: Settings) -> SavedSession:
-    from weakincentives.cli.runs import new_run
     from weakincentives.filesystem.store import location_of
     from weakincentives.runtime import SavedSession, Session
+    from weakincentives.runtime.calls import new_run
 
     run = new_run(location_of(settings.workspace))
     return SavedSession.create(run.path, Session(session_id=run.id), about=_about(settings))
@@ -181,15 +179,14 @@ def _serve_http(
         with listen(host, port) as listening:
             place, number = listening.getsockname()[:2]
             shown = f"[{place}]" if ":" in place else place
-            echo(f"wink: {settings.workspace} at http://{shown}:{number}{PATH}", err=True)
+            say(f"{settings.workspace} at http://{shown}:{number}{PATH}")
             if not ip_address(place).is_loopback:
-                echo(
-                    "wink: other machines can reach it, and nothing is encrypted: put a proxy "
-                    "with TLS in front",
-                    err=True,
+                say(
+                    "other machines can reach it, and nothing is encrypted: put a proxy with TLS "
+                    "in front"
                 )
             if token is None:
-                echo(f"wink: Authorization: Bearer {secret}", err=True)
+                say(f"Authorization: Bearer {secret}")
             _until_told(lambda: serve(server, listening, secret))
     except OSError as error:
         reason = error.strerror or str(error)

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.completion import complete_runs, complete_tools
-from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import (
+    FILE_NAME,
+    AsJson,
+    Misuse,
+    Workspace,
+    complete_runs,
+    complete_tools,
+    echo,
+    find_run,
+)
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
     from weakincentives.cli.workbench import Workbench
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import Tool
@@ -89,6 +95,8 @@ def tools(
     as_json: AsJson = False,
 ) -> None:
     """Show the tools that an agent gets on a directory, with the settings that hold there."""
+    from weakincentives.cli.config import load_settings
+
     with looked_at(load_settings(workspace)) as workbench:
         offers = _offers(workbench)
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
@@ -127,6 +135,8 @@ def check(
     ] = None,
 ) -> int:
     """Say whether a call would be admitted now, and which policy denies it. Nothing is run."""
+    from weakincentives.cli.config import load_settings
+
     settings = load_settings(workspace, policy=policy)
     session = None if run is None else _session_of(settings, run)
     with looked_at(settings, session) as workbench:
@@ -157,8 +167,8 @@ def approve(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Approve without a question.")] = False,
 ) -> int:
     """Approve the settings and the code of a directory that run outside of every sandbox."""
+    from weakincentives.cli.config import load_settings
     from weakincentives.cli.trust import trust_of
-    from weakincentives.cli.view import harmless
     from weakincentives.cli.workbench import APPROVE, is_interactive
 
     settings = load_settings(workspace)
@@ -233,15 +243,14 @@ def _named(offers: Mapping[str, Offer], name: str) -> Offer:
 
 
 def _session_of(settings: Settings, run: str) -> Session:
-    from weakincentives.cli.runs import find_run
     from weakincentives.cli.workbench import load_types
     from weakincentives.errors import SnapshotError
-    from weakincentives.runtime import Session
+    from weakincentives.runtime import SavedSessionData, Session
 
     found = find_run(settings.workspace, run)
     try:
         load_types(settings)
-        return Session.from_snapshot(found.read().snapshot())
+        return Session.from_snapshot(SavedSessionData.read(found.path).snapshot())
     except (OSError, SnapshotError) as error:
         raise Misuse(f"the run {found.id} cannot be read: {error}") from error
 
@@ -341,8 +350,6 @@ def _indented(value: object) -> str:
 
 
 def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
-    from weakincentives.cli.config import FILE_NAME
-
     file = settings.workspace / FILE_NAME
     echo(f"{file}: {'valid' if file.exists() else 'there is none; the defaults hold'}")
     watched: dict[str, list[str]] = {}

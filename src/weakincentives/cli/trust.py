@@ -22,8 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weakincentives.cli.config import FILE_NAME
-from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.common import FILE_NAME, Misuse
 from weakincentives.ours import our_code, our_environment
 from weakincentives.state import Seals, state_directory
 

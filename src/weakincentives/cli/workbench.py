@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from weakincentives.cli.config import FILE_NAME, PolicySettings, Settings
-from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.common import FILE_NAME, Misuse
 from weakincentives.cli.trust import Found, Trust, digest_of, file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
@@ -22,10 +21,12 @@ from weakincentives.errors import (
     SandboxUnavailable,
     WorkspaceLocked,
 )
+from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from weakincentives.cli.config import PolicySettings, Settings
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import Prompt, Section, Tool
@@ -424,8 +425,6 @@ def is_interactive() -> bool:
 def _asked(found: Sequence[Found]) -> bool:
     """Show what would run in `wink` itself, and ask."""
     import typer
-
-    from weakincentives.cli.view import harmless
 
     typer.echo("These files decide what runs outside the sandbox. Review them first:", err=True)
     for each in found:
