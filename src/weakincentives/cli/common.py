@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -27,8 +28,10 @@ __all__ = [
     "complete_tools",
     "diff_style",
     "echo",
+    "examples",
     "existing_directory",
     "find_run",
+    "hint",
     "say",
     "shortened",
     "summary_of",
@@ -49,6 +52,17 @@ def echo(text: str, *, err: bool = False) -> None:
 def say(text: str) -> None:
     """Print one line about what was asked for, apart from the output."""
     echo(f"wink: {harmless(text)}", err=True)
+
+
+def hint(wrong: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Return which of the known names was probably meant; else something else to say."""
+    near = get_close_matches(wrong, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def examples(*lines: str, more: str = "") -> str:
+    """Return the end of a command's help: examples, one below the other, and what else to say."""
+    return "\n" + "\n\n".join(["Examples:", *(f"  {line}" for line in lines), more])
 
 
 _DIFF_STYLES = {

@@ -6,7 +6,6 @@ import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -14,7 +13,7 @@ from typing import Annotated, Any, cast, get_type_hints
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter
 from pydantic import ValidationError as Invalid
 
-from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory
+from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory, hint
 
 __all__ = ["KEYS", "SUITES", "PolicySettings", "Settings", "load_settings"]
 
@@ -27,9 +26,8 @@ _PREFIX = "WINK_"
 def _one_of(*choices: str) -> AfterValidator:
     def check(value: str) -> str:
         if value not in choices:
-            near = get_close_matches(value, choices, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"one of {', '.join(choices)}{hint}")
+            near = hint(value, choices)
+            raise ValueError(f"one of {', '.join(choices)}{near and f' ({near})'}")
         return value
 
     return AfterValidator(check)
@@ -208,9 +206,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         if name in variables:
             found[variables[name]] = _from_text(name, variables[name], text)
-        elif near := get_close_matches(name, variables, n=1, cutoff=0.85):
+        elif near := hint(name, variables, cutoff=0.85):
             # Others may have variables of this kind, too; one that is nearly ours is a slip.
-            raise Misuse(f"there is no variable {name}; did you mean {near[0]}?")
+            raise Misuse(f"there is no variable {name}; {near}")
     return found
 
 
@@ -333,9 +331,8 @@ def _known(where: str, key: str, keys: Iterable[str]) -> None:
     keys = list(keys)
     if key in keys:
         return
-    near = get_close_matches(key, keys, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(keys))}"
-    raise Misuse(f"{where}: there is no key {_shown(key)[1:-1]}; {hint}")
+    known = hint(key, keys, f"there are {', '.join(sorted(keys))}", cutoff=0.5)
+    raise Misuse(f"{where}: there is no key {_shown(key)[1:-1]}; {known}")
 
 
 def _shown(value: object) -> str:

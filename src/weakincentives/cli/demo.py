@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.common import Misuse, diff_style
+from weakincentives.cli.common import Misuse, diff_style, examples
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,17 +29,12 @@ __all__ = ["register"]
 _DATA = Path(__file__).with_name("demo_project")
 _SCRIPT = _DATA / "script.json"
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."
-_EXAMPLE = """
-Examples:
-
-  wink demo                        # in a new temporary directory, which stays
-
-  wink demo --into ~/till          # somewhere else
-
-  wink demo --model openai:NAME    # a real model on the same project
-
-On a project of yours: wink run "what to do" --workspace DIR
-"""
+_EXAMPLE = examples(
+    "wink demo                        # in a new temporary directory, which stays",
+    "wink demo --into ~/till          # somewhere else",
+    "wink demo --model openai:NAME    # a real model on the same project",
+    more='On a project of yours: wink run "what to do" --workspace DIR',
+)
 
 
 def register(app: typer.Typer) -> None:

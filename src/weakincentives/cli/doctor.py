@@ -21,6 +21,7 @@ from weakincentives.cli.common import (
     Misuse,
     Workspace,
     echo,
+    examples,
     existing_directory,
     say,
 )
@@ -32,18 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "examine", "register", "was_killed"]
 
-_EXAMPLES = """
-Examples:
-
-  wink doctor
-
-  wink doctor -w ~/project --json
-
-  wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours
-
-Exit code 0: usable; 1: something that is configured cannot work. Values of variables are never
-shown. In the documentation: "Looking first".
-"""
+_EXAMPLES = examples(
+    "wink doctor",
+    "wink doctor -w ~/project --json",
+    "wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours",
+    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
+    'variables are never shown. In the documentation: "Looking first".',
+)
 
 Level = Literal["ok", "better", "broken"]
 

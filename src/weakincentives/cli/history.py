@@ -18,6 +18,7 @@ from weakincentives.cli.common import (
     complete_calls,
     complete_runs,
     echo,
+    examples,
     existing_directory,
     find_run,
     say,
@@ -31,53 +32,32 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_LOG_EXAMPLES = """
-Examples:
-
-  wink log                      # the last calls, with what each changed
-
-  wink log --run k3f -n 0       # all calls of one run
-
-  wink log --json | jq .tool
-
-Works while an agent does. In the documentation: "History and undo".
-"""
-_SHOW_EXAMPLES = """
-Examples:
-
-  wink show k3f/2               # the second call of the run that ends so
-
-  wink show 2                   # the second call of the last run
-
-In the documentation: "History and undo".
-"""
-_DIFF_EXAMPLES = """
-Examples:
-
-  wink diff                     # what the last call that changed files did
-
-  wink diff k3f/2
-
-  wink diff --run k3f | git apply --reverse
-
-In the documentation: "History and undo".
-"""
-_UNDO_EXAMPLES = """
-Examples:
-
-  wink undo                     # the last change; again: the one before
-
-  wink undo k3f/2               # just this call
-
-  wink undo --to k3f/2          # this call and everything after it
-
-  wink undo --run k3f --dry-run
-
-  wink undo undo_7              # take an undo back
-
-Only files are undone. What a session knows is not touched.
-In the documentation: "History and undo".
-"""
+_LOG_EXAMPLES = examples(
+    "wink log                      # the last calls, with what each changed",
+    "wink log --run k3f -n 0       # all calls of one run",
+    "wink log --json | jq .tool",
+    more='Works while an agent does. In the documentation: "History and undo".',
+)
+_SHOW_EXAMPLES = examples(
+    "wink show k3f/2               # the second call of the run that ends so",
+    "wink show 2                   # the second call of the last run",
+    more='In the documentation: "History and undo".',
+)
+_DIFF_EXAMPLES = examples(
+    "wink diff                     # what the last call that changed files did",
+    "wink diff k3f/2",
+    "wink diff --run k3f | git apply --reverse",
+    more='In the documentation: "History and undo".',
+)
+_UNDO_EXAMPLES = examples(
+    "wink undo                     # the last change; again: the one before",
+    "wink undo k3f/2               # just this call",
+    "wink undo --to k3f/2          # this call and everything after it",
+    "wink undo --run k3f --dry-run",
+    "wink undo undo_7              # take an undo back",
+    more="Only files are undone. What a session knows is not touched.\n"
+    'In the documentation: "History and undo".',
+)
 _CALL_HELP = "RUN/N, N of the last run, or the id of a call."
 
 RunOption = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import Misuse, Workspace, complete_suites, say
+from weakincentives.cli.common import Misuse, Workspace, complete_suites, examples, say
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _KIND = "mcp"
-_EXAMPLE = """
-Examples:
-
-  wink mcp --workspace ~/project                      # for a client that starts it itself
-
-  wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it
-
-  wink mcp mypackage.tools:section                    # your own tools
-
-In the documentation: "Serving a workspace"; for the settings of a client: "Setting up a client".
-"""
+_EXAMPLE = examples(
+    "wink mcp --workspace ~/project                      # for a client that starts it itself",
+    "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
+    "wink mcp mypackage.tools:section                    # your own tools",
+    more='In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
+    'up a client".',
+)
 
 
 def register(app: typer.Typer) -> None:

@@ -63,8 +63,8 @@ def open_model(name: str | None, *, turns: int = 0) -> Generator[OpenedModel]:
     provider = PROVIDERS.get(kind)
     if provider is None:
         near = get_close_matches(kind, PROVIDERS, n=1)
-        hint = f"did you mean {PROVIDERS[near[0]].form}?" if near else f"there are {forms}"
-        raise Misuse(f"there is no model {name!r}; {hint}")
+        known = f"did you mean {PROVIDERS[near[0]].form}?" if near else f"there are {forms}"
+        raise Misuse(f"there is no model {name!r}; {known}")
     if provider.needs_name and not rest:
         raise Misuse(f"the model {name!r} lacks a part; write {provider.form}")
     with ExitStack() as stack:

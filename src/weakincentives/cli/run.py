@@ -22,6 +22,7 @@ from weakincentives.cli.common import (
     complete_models,
     complete_runs,
     complete_tools,
+    examples,
     existing_directory,
     find_run,
     say,
@@ -44,31 +45,20 @@ __all__ = ["AgentRun", "register"]
 KIND = "run"
 """What the files of runs say they are of, among those of other commands."""
 
-_RUN_EXAMPLES = """
-Examples:
-
-  wink run "fix the failing test" --model openai:gpt-5-mini
-
-  wink run "rename User to Account" -w ~/project --dry-run    # shows the diff, keeps nothing
-
-  wink run "update the docs" --policy protect=src --ask shell_execute
-
-  echo "tidy up" | wink run - --model local --json
-
-Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.
-In the documentation: "The commands".
-"""
-_RESUME_EXAMPLES = """
-Examples:
-
-  wink resume                              # the last run that did not come to its end
-
-  wink resume 20261116-0630                # this one; the beginning of its name is enough
-
-  wink resume 20261116-0630 "and now the docs, too"
-
-In the documentation: "The commands".
-"""
+_RUN_EXAMPLES = examples(
+    'wink run "fix the failing test" --model openai:gpt-5-mini',
+    'wink run "rename User to Account" -w ~/project --dry-run    # shows the diff, keeps nothing',
+    'wink run "update the docs" --policy protect=src --ask shell_execute',
+    'echo "tidy up" | wink run - --model local --json',
+    more="Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.\n"
+    'In the documentation: "The commands".',
+)
+_RESUME_EXAMPLES = examples(
+    "wink resume                              # the last run that did not come to its end",
+    "wink resume 20261116-0630                # this one; the beginning of its name is enough",
+    'wink resume 20261116-0630 "and now the docs, too"',
+    more='In the documentation: "The commands".',
+)
 
 Model = Annotated[
     str | None,

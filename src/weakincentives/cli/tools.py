@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,9 @@ from weakincentives.cli.common import (
     complete_runs,
     complete_tools,
     echo,
+    examples,
     find_run,
+    hint,
 )
 from weakincentives.text import harmless
 
@@ -34,37 +35,24 @@ if TYPE_CHECKING:
 
 __all__ = ["looked_at", "register"]
 
-_TOOLS_EXAMPLES = """
-Examples:
+_TOOLS_EXAMPLES = examples(
+    "wink tools                    # all of them, with how far each reaches",
+    "wink tools edit_file          # its parameters, examples and policies",
+    "wink tools --json | jq .name",
+    more='Which there are is set in wink.toml. In the documentation: "The commands", "Policies".',
+)
+_APPROVE_EXAMPLES = examples(
+    "wink policy approve                # shows what wink.toml names, and asks",
+    "wink policy approve --yes -w DIR   # in a script that you have written",
+)
 
-  wink tools                    # all of them, with how far each reaches
-
-  wink tools edit_file          # its parameters, examples and policies
-
-  wink tools --json | jq .name
-
-Which there are is set in wink.toml. In the documentation: "The commands", "Policies".
-"""
-_APPROVE_EXAMPLES = """
-Examples:
-
-  wink policy approve                # shows what wink.toml names, and asks
-
-  wink policy approve --yes -w DIR   # in a script that you have written
-"""
-
-_CHECK_EXAMPLES = """
-Examples:
-
-  wink policy check                  # is wink.toml right? what is in force?
-
-  wink policy check write_file '{"path": ".env", "content": ""}'
-
-  wink policy check edit_file '{"path": "a.py", ...}' --run k3f
-
-Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.
-In the documentation: "Policies".
-"""
+_CHECK_EXAMPLES = examples(
+    "wink policy check                  # is wink.toml right? what is in force?",
+    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
+    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
+    more="Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.\n"
+    'In the documentation: "Policies".',
+)
 
 Policy = Annotated[
     list[str] | None,
@@ -168,23 +156,22 @@ def approve(
 ) -> int:
     """Approve the settings and the code of a directory that run outside of every sandbox."""
     from weakincentives.cli.config import load_settings
-    from weakincentives.cli.trust import trust_of
-    from weakincentives.cli.workbench import APPROVE, is_interactive
+    from weakincentives.cli.trust import APPROVE, is_interactive, trust_of
 
     settings = load_settings(workspace)
     trust = trust_of(settings.workspace)
     found = trust.missing(settings, files or ())
     if not found:
-        typer.echo("There is nothing to approve.")
+        echo("There is nothing to approve.")
         return 0
     for each in found:
-        typer.echo(f"{harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})")
+        echo(str(each))
     if not yes and not is_interactive():
         raise Misuse("there is no terminal to ask at; review these files, then add --yes")
     if not yes and not typer.confirm(APPROVE):
         return 1
     trust.approve(found)
-    typer.echo("Approved until they change.")
+    echo("Approved until they change.")
     return 0
 
 
@@ -237,9 +224,8 @@ def _offers(workbench: Workbench) -> dict[str, Offer]:
 def _named(offers: Mapping[str, Offer], name: str) -> Offer:
     if name in offers:
         return offers[name]
-    near = get_close_matches(name, offers, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "`wink tools` lists them"
-    raise Misuse(f"there is no tool {name!r} with these settings; {hint}")
+    near = hint(name, offers, "`wink tools` lists them", cutoff=0.5)
+    raise Misuse(f"there is no tool {name!r} with these settings; {near}")
 
 
 def _session_of(settings: Settings, run: str) -> Session:

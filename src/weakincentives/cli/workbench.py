@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from weakincentives.cli.common import FILE_NAME, Misuse
-from weakincentives.cli.trust import Found, Trust, digest_of, file_of, trust_of
+from weakincentives.cli.common import FILE_NAME, Misuse, hint
+from weakincentives.cli.trust import file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
@@ -21,7 +19,6 @@ from weakincentives.errors import (
     SandboxUnavailable,
     WorkspaceLocked,
 )
-from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,10 +33,8 @@ if TYPE_CHECKING:
     from weakincentives.runtime import Session
 
 __all__ = [
-    "APPROVE",
     "Workbench",
     "admit_code",
-    "is_interactive",
     "load_types",
     "open_workbench",
     "open_workspace",
@@ -97,6 +92,7 @@ def open_workbench(
         files: The workspace, where it is open already; else it is opened here, and closed.
         policies: More rules for all tools.
     """
+    from weakincentives.filesystem import Filesystem
     from weakincentives.prompt import Prompt, PromptTemplate
     from weakincentives.runtime import Session
 
@@ -112,7 +108,7 @@ def open_workbench(
                 name="Workbench",
                 sections=sections,
                 policies=[*policies, *_policies(settings, ask or _nobody)],
-                resources=_resources(files),
+                resources={Filesystem: files},
             )
             prompt = Prompt(template)
         except PromptValidationError as error:
@@ -149,12 +145,6 @@ def open_workspace(
         raise Misuse(str(error)) from error
     with files:
         yield files
-
-
-def _resources(files: HostFilesystem) -> dict[type[Any], Any]:
-    from weakincentives.filesystem import Filesystem
-
-    return {Filesystem: files}
 
 
 # What is offered
@@ -389,9 +379,8 @@ def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
                 continue
             if key == "policy.deny" and any(fnmatchcase(tool, name) for tool in known):
                 continue
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
-            raise Misuse(f"{key}: there is no tool {name!r}; {hint}")
+            near = hint(name, known, f"there are {', '.join(sorted(known))}", cutoff=0.5)
+            raise Misuse(f"{key}: there is no tool {name!r}; {near}")
 
 
 def suite_tools() -> set[str]:
@@ -411,29 +400,11 @@ def admit_code(settings: Settings) -> None:
 
     Raises Misuse where it is not approved as it is now, and nobody is here to be asked.
     """
-    trust_of(settings.workspace).admit(settings, _asked if is_interactive() else None)
-
-
-APPROVE = "Do you approve these files as they are now?"
-
-
-def is_interactive() -> bool:
-    """Tell whether somebody is at a terminal who can be asked."""
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
-
-
-def _asked(found: Sequence[Found]) -> bool:
-    """Show what would run in `wink` itself, and ask."""
-    import typer
-
-    typer.echo("These files decide what runs outside the sandbox. Review them first:", err=True)
-    for each in found:
-        typer.echo(f"  {harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})", err=True)
-    return typer.confirm(APPROVE, err=True)
+    trust_of(settings.workspace).admit(settings)
 
 
 def load_types(settings: Settings) -> None:
-    """Load what defines the values that a session may hold: one that is taken up needs them."""
+    """Load what defines the values that a session may hold: one that is resumed needs them."""
     admit_code(settings)
     for name in ("asteval", "digest", "planning", "podman", "vfs_tools", "vfs_values"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
@@ -444,35 +415,4 @@ def load_types(settings: Settings) -> None:
 
 
 def _loaded(key: str, spec: str, settings: Settings) -> object:
-    """Return the object that ``module:object`` or ``file.py:object`` names."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise Misuse(f"{key}: {spec!r} is not module:object or file.py:object")
-    trust = trust_of(settings.workspace)
-    file = file_of(spec, settings.workspace)
-    if file is not None and not file.is_file():
-        raise Misuse(f"{key}: there is no file {file}")
-    try:
-        with trust.asking(_approving(spec, settings, trust)):
-            module = importlib.import_module(place) if file is None else trust.module(file)
-    except (Exception, SystemExit) as error:  # a program that is no module ends itself
-        raise Misuse(f"{key}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
-    found: object = module
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise Misuse(f"{key}: {place} has no {name}{hint}") from None
-    return found
-
-
-def _approving(
-    spec: str, settings: Settings, trust: Trust
-) -> Callable[[Sequence[Found]], bool] | None:
-    """Return who decides about what a spec loads: whoever named it just now has decided."""
-    if spec not in settings.given:
-        return _asked if is_interactive() else None
-    trust.approve([Found(f"--policy {spec}", digest_of(b""), "new")])
-    return lambda found: True
+    return trust_of(settings.workspace).load(key, spec, settings)
