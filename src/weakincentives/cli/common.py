@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -14,6 +14,7 @@ import typer
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
+    from weakincentives.filesystem import HostFilesystem
     from weakincentives.runtime.calls import Run
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "existing_directory",
     "find_run",
     "hint",
+    "open_workspace",
     "say",
     "shortened",
     "summary_of",
@@ -158,6 +160,28 @@ def find_run(workspace: Path, wanted: str) -> Run:
         raise Misuse(f"{wanted!r} is the name of {len(found)} runs: {ids}; say more of it")
     newest = f"; the newest is {runs[-1].id}" if runs else ": it has none yet"
     raise Misuse(f"there is no run {wanted!r} in {workspace}{newest}")
+
+
+@contextmanager
+def open_workspace(
+    directory: Path, *, unprotected: Sequence[str] = ()
+) -> Generator[HostFilesystem]:
+    """Open a directory until the end of the block; one that is in use raises Misuse."""
+    from weakincentives.errors import WorkspaceLocked
+    from weakincentives.filesystem import HostFilesystem
+
+    try:
+        files = HostFilesystem(directory, unprotected=unprotected)
+    except WorkspaceLocked as error:
+        who = "another process" if error.pid is None else f"process {error.pid}"
+        raise Misuse(
+            f"{directory} is in use by {who}: one agent at a time works on a directory. "
+            "Wait until that has ended, or end it"
+        ) from error
+    except NotImplementedError as error:
+        raise Misuse(str(error)) from error
+    with files:
+        yield files
 
 
 # What a shell offers where a run, a call, a tool, a model or a suite is to be named

@@ -53,8 +53,7 @@ class PolicySettings:
     deny: Annotated[Texts, _is("a list of names")] = ()
     """Tools that must not be called, by name or pattern: ``delete_*``."""
     quota: Annotated[
-        Mapping[Text, Annotated[int, Field(strict=True, ge=0)]],
-        _is("a whole number for each tool"),
+        Mapping[Text, Annotated[int, Field(strict=True, ge=0)]], _is("a whole number for each tool")
     ] = field(default_factory=dict[str, int])
     """How often a tool may be called in a run; ``*`` counts the calls of all tools together."""
     rate: Annotated[

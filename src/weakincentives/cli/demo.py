@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.common import Misuse, diff_style, examples
+from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -48,8 +48,7 @@ def _demo(
         typer.Option(help="Let a real model do it, such as openai:NAME; else one plays a script."),
     ] = None,
     into: Annotated[
-        Path | None,
-        typer.Option(help="A new directory for the project; else a temporary one."),
+        Path | None, typer.Option(help="A new directory for the project; else a temporary one.")
     ] = None,
 ) -> int:
     """Watch an agent repair a small project: no key, no network, in a few seconds.
@@ -205,8 +204,6 @@ class _Report:
         self._console = Console(highlight=False, markup=False, emoji=False)
 
     def print(self) -> None:
-        from weakincentives.cli.workbench import open_workspace
-
         # What the library logs from here on is not about the run.
         logging.getLogger("weakincentives").addHandler(logging.NullHandler())
         self._line("\nWhat became of each call", "bold")

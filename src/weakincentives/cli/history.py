@@ -21,6 +21,7 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     find_run,
+    open_workspace,
     say,
 )
 from weakincentives.cli.doctor import was_killed
@@ -121,11 +122,7 @@ def show(
         _print(_detail_lines(found))
 
 
-def diff(
-    call: CallName = None,
-    workspace: Workspace = Path(),
-    run: RunOption = None,
-) -> int:
+def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = None) -> int:
     """Show what a call, or a run, did to files: a diff, which `git apply` takes."""
     calls = _calls(workspace)
     chosen = _chosen(calls, call, run)
@@ -278,8 +275,6 @@ _KILLED = (
 
 def _recovered(calls: Calls) -> Calls:
     """Roll back what a killed call left, and look again."""
-    from weakincentives.cli.workbench import open_workspace
-
     with open_workspace(calls.workspace) as files:
         left = files.recovered
     say("a call was killed before it ended; what it had changed was rolled back first")
@@ -289,7 +284,6 @@ def _recovered(calls: Calls) -> Calls:
 
 
 def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
-    from weakincentives.cli.workbench import open_workspace
     from weakincentives.errors import UndoRefused
     from weakincentives.filesystem import WorkspaceHistory
 

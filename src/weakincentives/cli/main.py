@@ -38,8 +38,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _wink(  # pyright: ignore[reportUnusedFunction]  # typer keeps it
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass

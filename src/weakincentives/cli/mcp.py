@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.common import Misuse, Workspace, complete_suites, examples, say
+from weakincentives.cli.common import (
+    Misuse,
+    Workspace,
+    complete_suites,
+    examples,
+    open_workspace,
+    say,
+)
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -107,7 +114,7 @@ def _chosen_suites(specs: list[str] | None, suites: str | None) -> list[str] | N
 
 @contextmanager
 def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
-    from weakincentives.cli.workbench import open_workbench, open_workspace
+    from weakincentives.cli.workbench import open_workbench
     from weakincentives.mcp import McpServer
 
     with open_workspace(settings.workspace):

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.text import visible
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import View
-    from weakincentives.prompt.approval import Approval, ApprovalRequest
 
 __all__ = ["Approver", "Question", "question"]
 
@@ -29,8 +29,6 @@ class Approver:
         self._always: set[str] = set()
 
     def ask(self, request: ApprovalRequest) -> Approval:
-        from weakincentives.prompt import Approval
-
         if self._yes:
             return Approval(True, by="--yes")
         if request.tool_name in self._always:

@@ -25,6 +25,7 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     find_run,
+    open_workspace,
     say,
 )
 from weakincentives.clock import SYSTEM_CLOCK
@@ -288,7 +289,6 @@ class AgentRun:
         """Run the agent, show what came of it, and return how it ended."""
         from weakincentives.cli.models import open_model
         from weakincentives.cli.view import open_view
-        from weakincentives.cli.workbench import open_workspace
 
         settings = self.settings
         turns = 0 if self.earlier is None else self.earlier.turns

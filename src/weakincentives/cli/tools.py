@@ -21,6 +21,7 @@ from weakincentives.cli.common import (
     examples,
     find_run,
     hint,
+    open_workspace,
 )
 from weakincentives.text import harmless
 
@@ -108,8 +109,7 @@ def check(
         ),
     ] = None,
     arguments: Annotated[
-        str,
-        typer.Argument(metavar="ARGUMENTS", help="Its arguments, as JSON.", show_default=False),
+        str, typer.Argument(metavar="ARGUMENTS", help="Its arguments, as JSON.", show_default=False)
     ] = "{}",
     workspace: Workspace = Path(),
     policy: Policy = None,
@@ -183,10 +183,7 @@ def looked_at(settings: Settings, session: Session | None = None) -> Generator[W
     """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
     from weakincentives.cli.workbench import open_workbench
 
-    with (
-        _files(settings) as files,
-        open_workbench(settings, session, files=files) as workbench,
-    ):
+    with _files(settings) as files, open_workbench(settings, session, files=files) as workbench:
         yield workbench
 
 
@@ -194,7 +191,6 @@ def looked_at(settings: Settings, session: Session | None = None) -> Generator[W
 def _files(settings: Settings) -> Generator[HostFilesystem]:
     import tempfile
 
-    from weakincentives.cli.workbench import open_workspace
     from weakincentives.filesystem import HostFilesystem
 
     with tempfile.TemporaryDirectory(prefix="wink-") as store:

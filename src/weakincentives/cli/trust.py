@@ -196,10 +196,11 @@ class Trust:
         file = file_of(spec, self.workspace)
         if file is not None and not file.is_file():
             raise Misuse(f"{key}: there is no file {file}")
-        before, self._approves = self._approves, _person_approves
-        if spec in settings.given:  # who named it just now has decided
+        is_given = spec in settings.given  # who named it just now has decided
+        if is_given:
             self.approve(filter(None, [self._unapproved(f"--policy {spec}", b"")]))
-            self._approves = lambda found: True
+        before = self._approves
+        self._approves = (lambda found: True) if is_given else _person_approves
         try:
             found: object = import_module(place) if file is None else self.module(file)
         except (Exception, SystemExit) as error:  # a program that is no module ends itself

@@ -10,36 +10,39 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from weakincentives.cli.common import FILE_NAME, Misuse, hint
+from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
 from weakincentives.cli.trust import file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
     PromptValidationError,
     SandboxUnavailable,
-    WorkspaceLocked,
 )
+from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.prompt import (
+    Approval,
+    ApprovalPolicy,
+    MarkdownSection,
+    Prompt,
+    PromptTemplate,
+    ProtectedPathsPolicy,
+    QuotaPolicy,
+    RateLimitPolicy,
+    ReadBeforeWritePolicy,
+    Section,
+    SequentialDependencyPolicy,
+    Tool,
+)
+from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.tool import Reach
+from weakincentives.runtime import Session, ToolRegistry
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from weakincentives.cli.config import PolicySettings, Settings
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
-    from weakincentives.filesystem import HostFilesystem
-    from weakincentives.prompt import Prompt, Section, Tool
-    from weakincentives.prompt.approval import Approval, ApprovalRequest, Ask
     from weakincentives.prompt.completion import TaskCompletionChecker
-    from weakincentives.prompt.tool import Reach
-    from weakincentives.runtime import Session
 
-__all__ = [
-    "Workbench",
-    "admit_code",
-    "load_types",
-    "open_workbench",
-    "open_workspace",
-    "suite_tools",
-]
+__all__ = ["Workbench", "admit_code", "load_types", "open_workbench", "suite_tools"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +95,6 @@ def open_workbench(
         files: The workspace, where it is open already; else it is opened here, and closed.
         policies: More rules for all tools.
     """
-    from weakincentives.filesystem import Filesystem
-    from weakincentives.prompt import Prompt, PromptTemplate
-    from weakincentives.runtime import Session
-
     session = Session() if session is None else session
     admit_code(settings)
     opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
@@ -126,27 +125,6 @@ def open_workbench(
             yield workbench
 
 
-@contextmanager
-def open_workspace(
-    directory: Path, *, unprotected: Sequence[str] = ()
-) -> Generator[HostFilesystem]:
-    """Open a directory until the end of the block; one that is in use raises Misuse."""
-    from weakincentives.filesystem import HostFilesystem
-
-    try:
-        files = HostFilesystem(directory, unprotected=unprotected)
-    except WorkspaceLocked as error:
-        who = "another process" if error.pid is None else f"process {error.pid}"
-        raise Misuse(
-            f"{directory} is in use by {who}: one agent at a time works on a directory. "
-            "Wait until that has ended, or end it"
-        ) from error
-    except NotImplementedError as error:
-        raise Misuse(str(error)) from error
-    with files:
-        yield files
-
-
 # What is offered
 
 
@@ -154,7 +132,6 @@ def _sections(
     settings: Settings, session: Session, files: HostFilesystem
 ) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
     from weakincentives.contrib.tools import PlanningToolsSection, WorkspaceDigestSection
-    from weakincentives.prompt import MarkdownSection
 
     sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
     planning = shell = None
@@ -208,9 +185,6 @@ def _python(*, beside_shell: bool) -> Section[Any]:
 
 def _as_sections(spec: str, found: object, session: Session) -> list[Section[Any]]:
     """Return what was named in any of the forms that can be offered, as sections."""
-    from weakincentives.prompt import MarkdownSection, Section, Tool
-    from weakincentives.runtime import ToolRegistry
-
     title = spec.rpartition(":")[2].replace("_", " ").capitalize()
     if not isinstance(found, Tool) and callable(found):
         return _as_sections(spec, _made(spec, found, session), session)
@@ -263,21 +237,11 @@ they ask for: all of it, and nothing beside it.
 
 
 def _section_policies(policy: PolicySettings) -> tuple[object, ...]:
-    from weakincentives.prompt import ReadBeforeWritePolicy
-
     return (ReadBeforeWritePolicy(),) if policy.read_before_write else ()
 
 
 def _policies(settings: Settings, ask: Ask) -> list[object]:
     """Return the rules for all tools; a person is asked last, about what the others allow."""
-    from weakincentives.prompt import (
-        ApprovalPolicy,
-        ProtectedPathsPolicy,
-        QuotaPolicy,
-        RateLimitPolicy,
-        SequentialDependencyPolicy,
-    )
-
     rules = settings.policy
     try:
         policies: list[object] = [ProtectedPathsPolicy(_protected(settings))]
@@ -349,15 +313,11 @@ def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
 
 
 def _nobody(request: ApprovalRequest) -> Approval:
-    from weakincentives.prompt import Approval
-
     return Approval(False, reason="nobody is here to be asked")
 
 
 def _reaches() -> Mapping[str, Reach | None]:
     """Return the reaches by how they are written; None is that of tools which state none."""
-    from weakincentives.prompt.tool import Reach
-
     stated: tuple[Reach, ...] = get_args(Reach)
     return {**{str(reach): reach for reach in stated}, "unstated": None}
 
