@@ -326,14 +326,14 @@ def _workspace(workspace: Path, settings: list[Settings]) -> Found:
         yield "ok", f"no {FILE_NAME}: the defaults hold"
         return
     try:
-        from weakincentives.cli.tools import looked_at
         from weakincentives.cli.trust import trust_of
+        from weakincentives.cli.workbench import preview
 
         if missing := trust_of(found.workspace).missing(found):
             names = ", ".join(f"{each.name} ({each.state})" for each in missing)
             yield "broken", f"not approved: {names}", "review, then run: wink policy approve"
             return
-        with looked_at(found) as workbench:
+        with preview(found) as workbench:
             yield "ok", f"{FILE_NAME} is valid; {len(workbench.tools)} tools are offered"
     except Misuse as error:
         yield "broken", f"{FILE_NAME}: {error}", "correct it; `wink policy check` tries it again"

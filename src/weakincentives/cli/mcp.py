@@ -119,25 +119,16 @@ def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
 
     with open_workspace(settings.workspace):
         pass  # one that is in use is told before a session is looked for
-    with (
-        _session(settings, fresh=fresh) as saved,
-        open_workbench(settings, saved.session) as workbench,
-    ):
+    saved = (None if fresh else _last_session(settings)) or _new_session(settings)
+    with saved, open_workbench(settings, saved.session) as workbench:
         yield McpServer(workbench.prompt, session=saved.session, time_limit=settings.time_limit)
 
 
 # The session, which goes on from one start to the next
 
 
-@contextmanager
-def _session(settings: Settings, *, fresh: bool) -> Generator[SavedSession]:
-    saved = (None if fresh else _last_session(settings)) or _new_session(settings)
-    with saved:
-        yield saved
-
-
 def _last_session(settings: Settings) -> SavedSession | None:
-    """Return the last session that served the same, if it can be taken up."""
+    """Return the last session that served the same, if it can be resumed."""
     from weakincentives.cli.workbench import load_types
     from weakincentives.runtime import SavedSession
     from weakincentives.runtime.calls import runs_of

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,20 +20,18 @@ from weakincentives.cli.common import (
     examples,
     find_run,
     hint,
-    open_workspace,
 )
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.cli.workbench import Workbench
-    from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import Tool
     from weakincentives.prompt.policies import AttachedPolicy
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
-__all__ = ["looked_at", "register"]
+__all__ = ["register"]
 
 _TOOLS_EXAMPLES = examples(
     "wink tools                    # all of them, with how far each reaches",
@@ -85,9 +82,10 @@ def tools(
 ) -> None:
     """Show the tools that an agent gets on a directory, with the settings that hold there."""
     from weakincentives.cli.config import load_settings
+    from weakincentives.cli.workbench import preview
 
-    with looked_at(load_settings(workspace)) as workbench:
-        offers = _offers(workbench)
+    with preview(load_settings(workspace)) as workbench:
+        offers = workbench.offers
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
         if as_json:
             for offer in chosen:
@@ -124,11 +122,12 @@ def check(
 ) -> int:
     """Say whether a call would be admitted now, and which policy denies it. Nothing is run."""
     from weakincentives.cli.config import load_settings
+    from weakincentives.cli.workbench import preview
 
     settings = load_settings(workspace, policy=policy)
     session = None if run is None else _session_of(settings, run)
-    with looked_at(settings, session) as workbench:
-        offers = _offers(workbench)
+    with preview(settings, session) as workbench:
+        offers = workbench.offers
         if tool is None:
             _list_policies(settings, offers.values())
             return 0
@@ -176,45 +175,6 @@ def approve(
 
 
 # What there is
-
-
-@contextmanager
-def looked_at(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
-    """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
-    from weakincentives.cli.workbench import open_workbench
-
-    with _files(settings) as files, open_workbench(settings, session, files=files) as workbench:
-        yield workbench
-
-
-@contextmanager
-def _files(settings: Settings) -> Generator[HostFilesystem]:
-    import tempfile
-
-    from weakincentives.filesystem import HostFilesystem
-
-    with tempfile.TemporaryDirectory(prefix="wink-") as store:
-        workspace = settings.workspace
-        if Path(store).resolve().is_relative_to(workspace):
-            with open_workspace(workspace, unprotected=settings.policy.unprotect) as files:
-                yield files
-        else:
-            # With a store of its own it needs no lock; it is only looked at.
-            with HostFilesystem(workspace, store=store) as files:
-                yield files
-
-
-def _offers(workbench: Workbench) -> dict[str, Offer]:
-    """Return all tools with the policies that govern each; closed sections are opened for it."""
-    from weakincentives.prompt.policies import attach
-    from weakincentives.prompt.prompt import Offer
-
-    template = workbench.prompt.template
-    return {
-        tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
-        for section in workbench.sections
-        for tool in section.tools
-    }
 
 
 def _named(offers: Mapping[str, Offer], name: str) -> Offer:

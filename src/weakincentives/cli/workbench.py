@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
@@ -34,6 +36,8 @@ from weakincentives.prompt import (
     Tool,
 )
 from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.policies import attach
+from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
 
@@ -77,6 +81,32 @@ class Workbench:
     @property
     def sections(self) -> tuple[Section[Any], ...]:
         return tuple(_with_children(self.prompt.template.sections))
+
+    @property
+    def offers(self) -> dict[str, Offer]:
+        """Every tool with the policies that govern it, as if all sections were open."""
+        template = self.prompt.template
+        return {
+            tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
+            for section in self.sections
+            for tool in section.tools
+        }
+
+
+@contextmanager
+def preview(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
+    """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
+    workspace, unprotected = settings.workspace, settings.policy.unprotect
+    with tempfile.TemporaryDirectory(prefix="wink-") as store:
+        is_outside = not Path(store).resolve().is_relative_to(workspace)
+        with (
+            # With a store of its own it needs no lock; it is only looked at.
+            HostFilesystem(workspace, store=store)
+            if is_outside
+            else open_workspace(workspace, unprotected=unprotected) as files,
+            open_workbench(settings, session, files=files) as workbench,
+        ):
+            yield workbench
 
 
 @contextmanager
@@ -323,7 +353,7 @@ def _reaches() -> Mapping[str, Reach | None]:
 
 
 def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
-    """Refuse a rule about a tool that there is not: it would hold for nothing, and nobody knew."""
+    """Refuse a rule about an unknown tool: it would silently never apply."""
     rules = settings.policy
     known = suite_tools() | {tool.name for tool in offered}
     named = {

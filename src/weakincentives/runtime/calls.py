@@ -23,7 +23,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
 from weakincentives.filesystem.store import Note, location_of
-from weakincentives.runtime.saved import SavedSessionData
+from weakincentives.runtime.saved import SavedSessionData, not_undone
 
 __all__ = ["Call", "Calls", "Run", "new_run", "plain", "runs_of"]
 
@@ -224,11 +224,7 @@ class Calls:
     @cached_property
     def undone(self) -> set[str]:
         """The calls that were undone, and are so still."""
-        found: set[str] = set()
-        for each in reversed(self.committed.values()):
-            if each.call_id not in found:  # an undo that was undone itself does not count
-                found.update(each.undoes)
-        return found
+        return self.committed.keys() - not_undone(self.history.calls())
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
