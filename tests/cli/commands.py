@@ -13,10 +13,10 @@ from weakincentives.adapters import ScriptedAdapter
 from weakincentives.adapters.scripted import Turn
 from weakincentives.cli.config import load_settings
 from weakincentives.cli.main import main
-from weakincentives.cli.runs import RunFile, new_run
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.workbench import open_workbench
 from weakincentives.runtime import SavedSession, Session
+from weakincentives.runtime.calls import Run, new_run
 
 
 class Done(NamedTuple):
@@ -49,14 +49,14 @@ class Wink:
         return Done(int(ended.value.code or 0), out, err)
 
 
-def make_run(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> RunFile:
+def make_run(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Run:
     """Run a script on a workspace, as `wink run` does, and return its file."""
     with run_open(workspace, turns, task) as run:
         return run
 
 
 @contextmanager
-def run_open(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Iterator[RunFile]:
+def run_open(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Iterator[Run]:
     """The same, with the workspace still in use in the block."""
     settings = load_settings(workspace, suites=["files"])
     with open_workbench(settings, Session()) as workbench:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import Wink
 
+from weakincentives.cli.common import Misuse
 from weakincentives.cli.config import KEYS, PolicySettings, Settings, load_settings
-from weakincentives.cli.misuse import Misuse
 from weakincentives.cli.workbench import Workbench, open_workbench
 from weakincentives.runtime import ToolCall, execute_tool
 

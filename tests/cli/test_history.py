@@ -15,10 +15,12 @@ from terminal import WINK, Terminal
 
 import weakincentives as wink_library
 from weakincentives.adapters import calls
-from weakincentives.cli.runs import find_run, new_run, runs_of
+from weakincentives.cli.common import find_run
 from weakincentives.errors import Suspended
 from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHistory
-from weakincentives.runtime import SavedSession, Session
+from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
+from weakincentives.runtime import SavedSession, Session, ToolCall, execute_tool
+from weakincentives.runtime.calls import new_run, runs_of
 
 TURNS = [
     calls(("read_file", {"path": "src/calc.py"}), ("read_file", {"path": "notes.txt"})),
@@ -332,6 +334,36 @@ def test_a_diff_is_coloured_on_a_terminal(project: Path):
 
 
 # undo
+
+
+def test_a_call_that_was_undone_and_made_again_is_in_place(wink: Wink, project: Path):
+    """A run that is resumed makes a call again, under the same id."""
+
+    @wink_library.tool
+    def note(*, context: wink_library.ToolContext) -> str:
+        """Write a note."""
+        context.filesystem.write("note.txt", "x\n")
+        return "written"
+
+    def make_call() -> None:
+        with HostFilesystem(project) as files:
+            section = MarkdownSection(title="Notes", tools=[note])
+            resources = {Filesystem: files}
+            template = PromptTemplate(
+                ns="test", key="notes", sections=[section], resources=resources
+            )
+            prompt = Prompt(template)
+            with prompt.resources:
+                execute_tool(ToolCall("note", {}, "c1"), session=Session(), prompt=prompt)
+
+    make_call()
+    wink("undo", "c1")
+    assert not (project / "note.txt").exists()
+    make_call()
+
+    assert " committed " in wink("log", "-n", "1").out
+    assert wink("undo").code == 0
+    assert not (project / "note.txt").exists()
 
 
 def test_undo_goes_back_one_change_after_the_other(wink: Wink, project: Path):

@@ -20,12 +20,12 @@ from tests.adapters.wire import WireServer
 
 from weakincentives.adapters import calls, says
 from weakincentives.cli.config import load_settings
-from weakincentives.cli.runs import runs_of
 from weakincentives.cli.workbench import load_types
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.runtime import SavedSession
+from weakincentives.runtime.calls import runs_of
 
 BROKEN = "def total(prices):\n    return sum(prices[1:])\n"
 FIX = [

@@ -10,56 +10,80 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weakincentives.call import ToolCall
+from weakincentives.cli.common import summary_of
 from weakincentives.cli.view import (
     CallEnded,
-    CallStarted,
     ChangedFile,
     Event,
     JsonView,
     LiveView,
     PlainView,
-    PlanChanged,
-    PlanLine,
-    Retried,
     RunResult,
     RunStarted,
-    SentBackToWork,
-    TextCame,
-    TurnDone,
-    TurnStarted,
     Words,
-    harmless,
-    summary_of,
 )
+from weakincentives.contrib.tools import Plan
+from weakincentives.contrib.tools.planning import PlanStep
+from weakincentives.errors import ProviderUnavailable
+from weakincentives.prompt import ToolResult
+from weakincentives.runtime import ToolInvoked
+from weakincentives.runtime.conversation import (
+    ModelTurn,
+    Retrying,
+    SentBack,
+    TextDelta,
+    ToolStarted,
+    TurnEnded,
+    TurnStarted,
+)
+from weakincentives.text import harmless
 
 WILD = "\x1b[2Jwiped \x1b]0;title\x07 \x9b31m \u202eevil \r over \x00 caf\xe9 \ud800 \u2028"
 
 
+def ended(
+    outcome: str,
+    *,
+    tool: str = "edit_file",
+    arguments: object = None,
+    message: str = "because",
+    output: str | None = None,
+    seconds: float = 0.25,
+    files: tuple[ChangedFile, ...] = (),
+) -> CallEnded:
+    """Return a call that has ended in this way; one that failed was rolled back."""
+    record = ToolInvoked(
+        tool_name=tool,
+        params=None,
+        result=ToolResult(message=message, value=output, success=outcome == "committed"),
+        success=outcome == "committed",
+        timestamp=0.0,
+        duration=seconds,
+        call_id="c1",
+        denied_by="a policy" if outcome == "denied" else "",
+    )
+    rolled_back = outcome == "failed"
+    return CallEnded(record=record, arguments=arguments, rolled_back=rolled_back, files=files)
+
+
 def events(text: str) -> list[Event]:
     """Return one event of each kind, with a text in all places where there can be one."""
-    files = (ChangedFile(path=text, added=1, removed=2), ChangedFile(path="b"))
-    steps = (PlanLine(title=text, status="done"), PlanLine(title=text, status="blocked", note=text))
+    files = (ChangedFile(text, 1, 2), ChangedFile("b"))
+    steps = (PlanStep(text, "done"), PlanStep(text, "blocked", text))
     arguments = {"path": text, "content": text}
+    call = ToolCall(text, arguments, "c1")
+    output = f"{text}\n{text}"
     return [
         RunStarted(run="r1", workspace=text, model=text, task=text, notes=(text,)),
-        TurnStarted(turn=1),
-        TextCame(text=text),
-        Retried(error=text, wait=1.5),
-        TurnDone(turn=1, text=text, calls=1),
-        CallStarted(call="c1", tool=text, arguments=arguments),
-        CallEnded(
-            call="c1",
-            tool=text,
-            arguments=arguments,
-            outcome="failed",
-            message=text,
-            output=f"{text}\n{text}",
-            seconds=0.5,
-            rolled_back=True,
-            files=files,
-        ),
-        PlanChanged(objective=text, steps=steps),
-        SentBackToWork(reason=text),
+        TurnStarted(1, request=None),  # type: ignore[arg-type]  # nobody looks at it
+        TextDelta(text),
+        Retrying(ProviderUnavailable(text), 1.5),
+        TurnEnded(1, ModelTurn(text=text, tool_calls=(call,))),
+        ToolStarted(call),
+        ended("failed", tool=text, arguments=arguments, message=text, output=output, files=files),
+        Plan(objective=text, steps=steps),
+        SentBack(text),
         RunResult(run="r1", outcome="failed", text=text, error=text, diff=text, resume=text),
     ]
 
@@ -142,7 +166,7 @@ def test_json_is_one_object_a_line_and_ascii():
 def test_arguments_that_are_no_json_are_shown_all_the_same():
     out = io.StringIO()
 
-    JsonView(out).show(CallStarted(call="c", tool="t", arguments={"value": {1, 2}}))
+    JsonView(out).show(ToolStarted(ToolCall("t", {"value": {1, 2}})))
 
     assert json.loads(out.getvalue())["arguments"] == {"value": "{1, 2}"}
 
@@ -158,16 +182,7 @@ def test_arguments_that_are_no_json_are_shown_all_the_same():
 def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
     outcome: str, rolled_back: bool, sign: str, plain: str
 ):
-    event = CallEnded(
-        call="c",
-        tool="edit_file",
-        arguments={"path": "a.py"},
-        outcome=outcome,  # type: ignore[arg-type]  # one of them
-        message="because",
-        seconds=0.25,
-        rolled_back=rolled_back,
-        files=(ChangedFile(path="a.py", added=2, removed=1),),
-    )
+    event = ended(outcome, arguments={"path": "a.py"}, files=(ChangedFile("a.py", 2, 1),))
     mark = " rolled back" if rolled_back else ""
     word = " denied" if outcome == "denied" else mark
 
@@ -178,15 +193,13 @@ def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
 
 
 def test_of_a_failed_command_the_last_line_is_told():
-    event = CallEnded(
-        call="c",
+    event = ended(
+        "failed",
         tool="shell_execute",
         arguments={"command": ["make", "test"]},
-        outcome="failed",
         message="The command ended with exit code 2.",
         output="...\nE   assert 1 == 2\nFAILED (failures=1)\n",
         seconds=61.0,
-        rolled_back=True,
     )
 
     assert [line.plain for line in Words(True).lines(event)] == [
@@ -217,11 +230,11 @@ def test_a_call_is_summed_up_by_what_it_is_about(arguments: object, said: str):
 def test_a_plan_is_told_as_it_changes():
     out = io.StringIO()
     view = PlainView(out, out)
-    steps = [PlanLine(title=f"step {n}", status="pending") for n in range(1, 4)]
+    steps = [PlanStep(f"step {n}") for n in range(1, 4)]
 
-    view.show(PlanChanged(objective="o", steps=tuple(steps)))
-    steps[0] = PlanLine(title="step 1", status="done")
-    view.show(PlanChanged(objective="o", steps=tuple(steps)))
+    view.show(Plan(objective="o", steps=steps))
+    steps[0] = PlanStep("step 1", "done")
+    view.show(Plan(objective="o", steps=steps))
 
     assert out.getvalue().splitlines()[-2:] == ["plan: 1 of 3 done", "  [x] 1. step 1"]
     assert out.getvalue().count("step 2") == 1

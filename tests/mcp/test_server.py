@@ -798,6 +798,23 @@ def test_undo_does_not_take_back_the_work_of_another_run(tmp_path: Path):
     assert history[-1].undoes == (history[0].call_id,)  # the history of the files says so, too
 
 
+def test_what_was_undone_outside_of_the_session_is_not_undone_twice(tmp_path: Path):
+    """As `wink undo` does between two starts of the server."""
+    with HostFilesystem(tmp_path) as files:
+        server = McpServer(ToolRegistry([write], resources={Filesystem: files}))
+        _texts(server, _write("a.txt", "a"), _write("b.txt", "b"))
+        files.undo(files.history()[-1].call_id)
+
+        history, said = _texts(server, ("history", {}), ("undo", {}))
+
+    assert [line.split()[-2:] for line in history.splitlines()] == [
+        ["ok:", "a.txt"],
+        ["undone:", "b.txt"],
+    ]
+    assert said == "Undone: 1 call (write)."
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_files_are_undone_after_a_restart_and_so_is_all_since_a_checkpoint(tmp_path: Path):
     """Where the session is saved; how its state was before a single call is not known then."""
     folder = tmp_path / "workspace"

@@ -3,51 +3,71 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
-from weakincentives.cli.misuse import Misuse
+from pydantic import AfterValidator, Field, StrictBool, StringConstraints, TypeAdapter
+from pydantic import ValidationError as Invalid
 
-__all__ = [
-    "FILE_NAME",
-    "KEYS",
-    "SUITES",
-    "PolicySettings",
-    "Settings",
-    "existing_directory",
-    "load_settings",
-]
+from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory, hint
 
-FILE_NAME = "wink.toml"
+__all__ = ["KEYS", "SUITES", "PolicySettings", "Settings", "load_settings"]
+
 SUITES = ("files", "shell", "planning", "digest", "python")
 SANDBOXES = ("auto", "podman", "bubblewrap", "namespaces", "none")
 
 _PREFIX = "WINK_"
 
 
+def _one_of(*choices: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if value not in choices:
+            near = hint(value, choices)
+            raise ValueError(f"one of {', '.join(choices)}{near and f' ({near})'}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _is(expected: str) -> Any:
+    """Return the field of a key: what is expected of its value, in words."""
+    return Field(description=expected)
+
+
+Text = Annotated[str, StringConstraints(pattern=r"\S")]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Texts = tuple[Text, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
     """Which calls are refused."""
 
-    read_before_write: bool = True
-    protect: tuple[str, ...] = ()
+    read_before_write: Annotated[StrictBool, _is("true or false")] = True
+    protect: Annotated[Texts, _is("a list of globs")] = ()
     """Globs of paths that must stay as they are."""
-    deny: tuple[str, ...] = ()
+    deny: Annotated[Texts, _is("a list of names")] = ()
     """Tools that must not be called, by name or pattern: ``delete_*``."""
-    quota: Mapping[str, int] = field(default_factory=dict[str, int])
+    quota: Annotated[
+        Mapping[Text, Annotated[int, Field(strict=True, ge=0)]], _is("a whole number for each tool")
+    ] = field(default_factory=dict[str, int])
     """How often a tool may be called in a run; ``*`` counts the calls of all tools together."""
-    rate: Mapping[str, str] = field(default_factory=dict[str, str])
+    rate: Annotated[
+        Mapping[Text, Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}/minute$")]],
+        _is("a text such as '5/minute' for each tool"),
+    ] = field(default_factory=dict[str, str])
     """How often a tool may be called within a minute: ``5/minute``."""
-    after: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    after: Annotated[Mapping[Text, Texts], _is("a list of tools for each tool")] = field(
+        default_factory=dict[str, tuple[str, ...]]
+    )
     """Tools that must have succeeded before another may be called."""
-    use: tuple[str, ...] = ()
+    use: Annotated[Texts, _is("a list of module:object")] = ()
     """Policies of your own: ``module:object`` or ``file.py:object``."""
-    unprotect: tuple[str, ...] = ()
+    unprotect: Annotated[Texts, _is("a list of globs")] = ()
     """Globs of paths that may be changed although their names protect them: ``.git/config``."""
 
 
@@ -57,18 +77,22 @@ class Settings:
 
     workspace: Path
     """Resolved; a directory that exists."""
-    model: str | None = None
-    suites: tuple[str, ...] = ("files", "shell", "planning", "digest")
-    sandbox: str = "auto"
-    ask: tuple[str, ...] = ()
+    model: Annotated[Text | None, _is("the name of a model")] = None
+    suites: Annotated[
+        tuple[Annotated[str, _one_of(*SUITES)], ...], _is(f"a list of {', '.join(SUITES)}")
+    ] = ("files", "shell", "planning", "digest")
+    sandbox: Annotated[str, _one_of(*SANDBOXES), _is(f"one of {', '.join(SANDBOXES)}")] = "auto"
+    ask: Annotated[Texts, _is("a list of names")] = ()
     """Tools, or reaches, that need approval."""
-    policy: PolicySettings = field(default_factory=PolicySettings)
-    max_turns: int = 100
-    max_tokens: int | None = None
-    time_limit: float | None = None
-    """Seconds."""
-    sections: tuple[str, ...] = ()
+    max_turns: Annotated[Count, _is("a whole number of at least 1")] = 100
+    max_tokens: Annotated[Count | None, _is("a whole number of at least 1")] = None
+    time_limit: Annotated[
+        Annotated[float, Field(strict=True, gt=0, lt=1e9)] | None,
+        _is("a positive number of seconds"),
+    ] = None
+    sections: Annotated[Texts, _is("a list of module:object")] = ()
     """More to offer: ``module:object`` or ``file.py:object``."""
+    policy: PolicySettings = field(default_factory=PolicySettings)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The code that the user has named just now, in flags or variables."""
     specs_of_file: tuple[str, ...] = field(default=(), compare=False)
@@ -84,6 +108,9 @@ class Settings:
         return (*self.sections, *self.policy.use)
 
 
+_TOP = ("model", "suites", "sandbox", "ask", "max_turns", "max_tokens", "time_limit", "sections")
+KEYS = (*_TOP, *(f"policy.{each.name}" for each in fields(PolicySettings)))
+"""Every key that can be set, in the order of the documentation."""
 _CODE = ("sections", "policy.use")
 
 
@@ -99,62 +126,34 @@ def load_settings(workspace: Path, *, stored: Sequence[str] = (), **flags: objec
     file = _from_file(workspace / FILE_NAME)
     variables = _from_environment(os.environ)
     found = file | variables
-    given = {spec for key in _CODE for spec in variables.get(key, ())}
+    given = _code_in(variables)
+    rules = cast("Sequence[str]", flags.pop("policy", None) or ())
     for name, value in flags.items():
-        if value is None:
-            continue
-        if name == "policy":
-            for spec in cast("Sequence[str]", value):
-                found, before = _with_policy(found, spec), found
-                if spec not in stored:
-                    given |= {*found.get("policy.use", ())} - {*before.get("policy.use", ())}
-        elif name == "ask":
-            found[name] = (*found.get(name, ()), *_checked("", name, value))
-        else:
-            found[name] = _checked("", name, value)
-            if name in _CODE:
-                given |= {*found[name]}
-    rules = [
-        Path(each) for each in cast("Sequence[str]", flags.get("policy") or ()) if _is_file(each)
-    ]
-    specs_of_file = tuple(spec for key in _CODE for spec in file.get(key, ()))
-    loaded = {spec for key in _CODE for spec in found.get(key, ())} - given
+        if value is not None:
+            checked = _checked("", name, value)
+            found[name] = (*found.get(name, ()), *checked) if name == "ask" else checked
+            given |= _code_in({name: checked})
+    for rule in rules:
+        more = _from_rule(rule)
+        if rule not in stored:
+            given |= _code_in(more) - _code_in(found)
+        found |= {key: _added(found.get(key), value) for key, value in more.items()}
     chosen = "sandbox" in variables or flags.get("sandbox") is not None
     lifts = (file.get("sandbox") == "none" and not chosen) or bool(file.get("policy.unprotect"))
-    policy = PolicySettings(
-        **{key.removeprefix("policy."): found.pop(key) for key in list(found) if "." in key}
-    )
-    return Settings(
-        workspace=workspace,
-        policy=policy,
+    policy = {key.removeprefix("policy."): found.pop(key) for key in list(found) if "." in key}
+    settings = Settings(workspace=workspace, policy=PolicySettings(**policy), **found)
+    loaded = {*settings.specs} - given
+    return replace(
+        settings,
         given=frozenset(given),
-        specs_of_file=specs_of_file,
-        needs_file=lifts or bool(loaded & {*specs_of_file}),
-        files=tuple(path.expanduser().resolve() for path in rules),
-        **found,
+        specs_of_file=tuple(spec for key in _CODE for spec in file.get(key, ())),
+        needs_file=lifts or bool(loaded & _code_in(file)),
+        files=tuple(Path(rule).expanduser().resolve() for rule in rules if _is_file(rule)),
     )
 
 
-def _is_file(spec: str) -> bool:
-    return "=" not in spec and spec.endswith(".toml")
-
-
-def existing_directory(path: Path) -> Path:
-    """Return a directory, resolved; one that cannot be looked into raises Misuse."""
-    try:
-        resolved = path.expanduser().resolve(strict=True)
-        if not resolved.is_dir():
-            raise Misuse(f"{path} is a file; --workspace takes the directory to work on")
-        os.listdir(resolved)
-    except FileNotFoundError:
-        raise Misuse(f"there is no directory {path}; make it, or name another one") from None
-    except (OSError, RuntimeError, ValueError) as error:
-        raise Misuse(f"the directory {path} cannot be opened: {_reason(error)}") from error
-    return resolved
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+def _code_in(values: Mapping[str, Any]) -> set[str]:
+    return {spec for key in _CODE for spec in values.get(key, ())}
 
 
 # Where values come from
@@ -166,10 +165,21 @@ def _from_file(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in _read(path).items():
         if key == "policy":
-            found |= _table(path.name, value)
+            found |= _from_table(path.name, value)
         else:
-            _known(path.name, key, [each for each in KEYS if "." not in each] + ["policy"])
+            _known(path.name, key, [*_TOP, "policy"])
             found[key] = _checked(path.name, key, value)
+    return found
+
+
+def _from_table(where: str, table: object) -> dict[str, Any]:
+    """Return the checked values of a table of policies."""
+    if not isinstance(table, dict):
+        raise Misuse(f"{where}: policy is a table, such as [policy]; got {_shown(table)}")
+    found: dict[str, Any] = {}
+    for name, value in cast("dict[str, object]", table).items():
+        _known(where, f"policy.{name}", KEYS)
+        found[f"policy.{name}"] = _checked(where, f"policy.{name}", value)
     return found
 
 
@@ -184,201 +194,96 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise Misuse(f"{path.name} is not UTF-8 text: byte {error.start} is wrong") from error
     except OSError as error:
-        raise Misuse(f"{path} cannot be read: {_reason(error)}") from error
-
-
-def _table(where: str, table: object) -> dict[str, Any]:
-    """Return the checked values of a table of policies."""
-    if not isinstance(table, dict):
-        raise Misuse(f"{where}: policy is a table, such as [policy]; got {_shown(table)}")
-    found: dict[str, Any] = {}
-    for name, value in cast("dict[str, object]", table).items():
-        _known(where, f"policy.{name}", KEYS)
-        found[f"policy.{name}"] = _checked(where, f"policy.{name}", value)
-    return found
+        raise Misuse(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    variables = {variable(key): key for key in KEYS}
+    variables = {_PREFIX + key.replace(".", "_").upper(): key for key in KEYS}
     for name, text in environment.items():
         if not name.startswith(_PREFIX) or not text:
             continue
         if name in variables:
-            found[variables[name]] = _parsed(name, variables[name], text)
-        elif near := get_close_matches(name, variables, n=1, cutoff=0.85):
+            found[variables[name]] = _from_text(name, variables[name], text)
+        elif near := hint(name, variables, cutoff=0.85):
             # Others may have variables of this kind, too; one that is nearly ours is a slip.
-            raise Misuse(f"there is no variable {name}; did you mean {near[0]}?")
+            raise Misuse(f"there is no variable {name}; {near}")
     return found
 
 
-def variable(key: str) -> str:
-    """Return the environment variable that stands for a key."""
-    return _PREFIX + key.replace(".", "_").upper()
-
-
-def _with_policy(found: dict[str, Any], spec: str) -> dict[str, Any]:
-    """Return the values with one more rule: ``name=value``, a TOML file, or ``module:object``."""
+def _from_rule(spec: str) -> dict[str, Any]:
+    """Return the values of one more rule: ``name=value``, a TOML file, or ``module:object``."""
     name, equals, text = spec.partition("=")
     if equals:
         key = f"policy.{name.strip()}"
         _known("--policy", key, KEYS)
-        more = {key: _parsed("--policy", key, text)}
-    elif _is_file(spec):
+        return {key: _from_text("--policy", key, text)}
+    if _is_file(spec):
         path = Path(spec).expanduser()
         if not os.path.lexists(path):
             raise Misuse(f"--policy: there is no file {spec}")
         table = _read(path)
-        more = _table(path.name, table["policy"] if list(table) == ["policy"] else table)
-    elif ":" in spec:
-        more = {"policy.use": _checked("--policy", "policy.use", [spec])}
-    else:
-        raise Misuse(
-            f"--policy: {_shown(spec)} is none of NAME=VALUE (such as protect=GLOB, deny=TOOL or "
-            "quota=TOOL:N), a .toml file, and module:object"
-        )
-    added: dict[str, Any] = {key: _added(found.get(key), value) for key, value in more.items()}
-    return {**found, **added}
+        return _from_table(path.name, table["policy"] if list(table) == ["policy"] else table)
+    if ":" in spec:
+        return {"policy.use": _checked("--policy", "policy.use", [spec])}
+    raise Misuse(
+        f"--policy: {_shown(spec)} is none of NAME=VALUE (such as protect=GLOB, deny=TOOL or "
+        "quota=TOOL:N), a .toml file, and module:object"
+    )
 
 
-def _added(before: object, more: object) -> object:
-    if isinstance(more, tuple):
-        return (*cast("tuple[object, ...]", before or ()), *cast("tuple[object, ...]", more))
-    if isinstance(more, dict):
-        return cast("dict[str, object]", before or {}) | cast("dict[str, object]", more)
-    return more
+def _is_file(spec: str) -> bool:
+    return "=" not in spec and spec.endswith(".toml")
 
 
-def _known(where: str, key: str, keys: Iterable[str]) -> None:
-    keys = list(keys)
-    if key in keys:
-        return
-    near = get_close_matches(key, keys, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(keys))}"
-    raise Misuse(f"{where}: there is no key {_shown(key)[1:-1]}; {hint}")
-
-
-def _parsed(where: str, key: str, text: str) -> Any:
-    try:
-        value = KEYS[key].from_text(text)
-    except ValueError as error:
-        raise Misuse(f"{where}: {key}: expected {error}, got {_shown(text)}") from error
-    if value in ([], {}):  # a variable of the shell's that is not set, and so a rule about nothing
-        raise Misuse(f"{where}: {key}: expected {KEYS[key].expected}, got {_shown(text)}")
-    return _checked(where, key, value)
-
-
-def _checked(where: str, key: str, value: object) -> Any:
-    """Return a value as it is kept; ``where`` is empty for a flag, which is called as its key."""
-    kind = KEYS[key]
-    try:
-        return kind.check(value)
-    except ValueError as error:
-        place = f"{where}: {key}" if where else f"--{key.replace('_', '-')}"
-        expected = str(error) or kind.expected
-        raise Misuse(f"{place}: expected {expected}, got {_shown(value)}") from error
-
-
-def _shown(value: object) -> str:
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}...{text[-10:]}"
+def _added(before: Any, more: Any) -> Any:
+    """Return a value with another one: lists and tables add up."""
+    if before is None or isinstance(more, bool):
+        return more
+    return before | more if hasattr(more, "keys") else before + more
 
 
 # What values look like
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of value: in words, how it is checked, and how it is written in a variable or flag."""
-
-    expected: str
-    check: Callable[[object], Any]
-    """Returns the value as it is kept; raises ValueError, maybe with what was expected instead."""
-    from_text: Callable[[str], object]
-    """Returns what a text stands for, still to be checked."""
-    example: str
-    """How it is written in a file."""
+@cache
+def _kind(key: str) -> tuple[TypeAdapter[Any], str]:
+    """Return what checks the values of a key, and what is expected of them, in words."""
+    name = key.removeprefix("policy.")
+    hints = get_type_hints(PolicySettings if name != key else Settings, include_extras=True)
+    return TypeAdapter(hints[name]), hints[name].__metadata__[-1].description
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError
-    return value
+def _checked(where: str, key: str, value: object) -> Any:
+    """Return a value as it is kept; ``where`` is empty for a flag, which is called as its key."""
+    adapter, expected = _kind(key)
+    try:
+        return adapter.validate_python(value)
+    except Invalid as error:
+        own = error.errors()[0].get("ctx", {}).get("error")  # says more than what is expected
+        place = f"{where}: {key}" if where else f"--{key.replace('_', '-')}"
+        raise Misuse(f"{place}: expected {own or expected}, got {_shown(value)}") from error
 
 
-def _one_of(*choices: str) -> Callable[[object], str]:
-    def check(value: object) -> str:
-        if not isinstance(value, str) or value not in choices:
-            near = get_close_matches(str(value), choices, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"one of {', '.join(choices)}{hint}")
-        return value
-
-    return check
-
-
-def _list_of(check: Callable[[object], str]) -> Callable[[object], tuple[str, ...]]:
-    def check_all(value: object) -> tuple[str, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError
-        return tuple(check(each) for each in cast("Sequence[object]", value))
-
-    return check_all
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError
-    return value
-
-
-def _limit(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError
-    return value
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
-        raise ValueError
-    return float(value)
-
-
-def _yes_or_no(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _rate(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"\d{1,9}/minute", value):
-        raise ValueError
-    return value
-
-
-def _by_tool(check: Callable[[object], Any]) -> Callable[[object], dict[str, Any]]:
-    def check_all(value: object) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ValueError
-        table = cast("dict[str, object]", value)
-        return {_text(name): check(each) for name, each in table.items()}
-
-    return check_all
-
-
-def _as_it_is(text: str) -> object:
-    return text
+def _from_text(where: str, key: str, text: str) -> Any:
+    """Return the value that a variable or a flag writes as a text."""
+    read = _READ.get(key, _parts)
+    try:
+        value = read(text)
+    except ValueError as error:
+        raise Misuse(f"{where}: {key}: expected {error}, got {_shown(text)}") from error
+    if value in ([], {}):  # a variable of the shell's that is not set, and so a rule about nothing
+        raise Misuse(f"{where}: {key}: expected {_kind(key)[1]}, got {_shown(text)}")
+    return _checked(where, key, value)
 
 
 def _number(text: str) -> object:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _word(text: str) -> object:
@@ -387,60 +292,48 @@ def _word(text: str) -> object:
     )
 
 
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+def _parts(text: str, between: str = ",") -> list[str]:
+    return [part.strip() for part in text.split(between) if part.strip()]
 
 
-def _pairs(from_text: Callable[[str], object]) -> Callable[[str], object]:
+def _pairs(read: Callable[[str], object]) -> Callable[[str], object]:
     def pairs(text: str) -> object:
         table: dict[str, object] = {}
         for part in _parts(text):
             name, colon, value = part.partition(":")
             if not colon or not value.strip():
                 raise ValueError("TOOL:VALUE, or several with commas between")
-            table[name.strip()] = from_text(value.strip())
+            table[name.strip()] = read(value.strip())
         return table
 
     return pairs
 
 
-def _plus(text: str) -> object:
-    return [part.strip() for part in text.split("+") if part.strip()]
-
-
-_NAMES = Kind("a list of names", _list_of(_text), _parts, '["shell_execute"]')
-_SPECS = Kind("a list of module:object", _list_of(_text), _parts, '["tools.py:section"]')
-
-KEYS: Mapping[str, Kind] = {
-    "model": Kind("the name of a model", _text, _as_it_is, '"openai:gpt-5-mini"'),
-    "suites": Kind(
-        f"a list of {', '.join(SUITES)}", _list_of(_one_of(*SUITES)), _parts, '["files", "shell"]'
-    ),
-    "sandbox": Kind(f"one of {', '.join(SANDBOXES)}", _one_of(*SANDBOXES), _as_it_is, '"auto"'),
-    "ask": _NAMES,
-    "max_turns": Kind("a whole number of at least 1", _count, _number, "100"),
-    "max_tokens": Kind("a whole number of at least 1", _count, _number, "200_000"),
-    "time_limit": Kind("a positive number of seconds", _seconds, _number, "600"),
-    "sections": _SPECS,
-    "policy.read_before_write": Kind("true or false", _yes_or_no, _word, "true"),
-    "policy.protect": Kind("a list of globs", _list_of(_text), _parts, '[".git/**", "*.lock"]'),
-    "policy.deny": _NAMES,
-    "policy.quota": Kind(
-        "a whole number for each tool", _by_tool(_limit), _pairs(_number), "{ shell_execute = 20 }"
-    ),
-    "policy.rate": Kind(
-        "a text such as '5/minute' for each tool",
-        _by_tool(_rate),
-        _pairs(_as_it_is),
-        '{ shell_execute = "5/minute" }',
-    ),
-    "policy.after": Kind(
-        "a list of tools for each tool",
-        _by_tool(_list_of(_text)),
-        _pairs(_plus),
-        '{ deploy = ["run_tests"] }',
-    ),
-    "policy.use": _SPECS,
-    "policy.unprotect": Kind("a list of globs", _list_of(_text), _parts, '[".git/config"]'),
+_READ: Mapping[str, Callable[[str], object]] = {
+    "model": str,
+    "sandbox": str,
+    "max_turns": _number,
+    "max_tokens": _number,
+    "time_limit": _number,
+    "policy.read_before_write": _word,
+    "policy.quota": _pairs(_number),
+    "policy.rate": _pairs(str),
+    "policy.after": _pairs(lambda text: _parts(text, "+")),
 }
-"""Every key that can be set, in the order of the documentation."""
+"""How a text is read; all other keys are lists, with commas between."""
+
+
+# What is said about them
+
+
+def _known(where: str, key: str, keys: Iterable[str]) -> None:
+    keys = list(keys)
+    if key in keys:
+        return
+    known = hint(key, keys, f"there are {', '.join(sorted(keys))}", cutoff=0.5)
+    raise Misuse(f"{where}: there is no key {_shown(key)[1:-1]}; {known}")
+
+
+def _shown(value: object) -> str:
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-10:]}"

@@ -9,18 +9,18 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from weakincentives.cli.view import CallEnded, Event, View
+    from weakincentives.cli.view import CallEnded, Event
     from weakincentives.contrib.tools import Sandbox
     from weakincentives.contrib.tools.sandbox import SandboxChoice
 
@@ -29,17 +29,12 @@ __all__ = ["register"]
 _DATA = Path(__file__).with_name("demo_project")
 _SCRIPT = _DATA / "script.json"
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."
-_EXAMPLE = """
-Examples:
-
-  wink demo                        # in a new temporary directory, which stays
-
-  wink demo --into ~/till          # somewhere else
-
-  wink demo --model openai:NAME    # a real model on the same project
-
-On a project of yours: wink run "what to do" --workspace DIR
-"""
+_EXAMPLE = examples(
+    "wink demo                        # in a new temporary directory, which stays",
+    "wink demo --into ~/till          # somewhere else",
+    "wink demo --model openai:NAME    # a real model on the same project",
+    more='On a project of yours: wink run "what to do" --workspace DIR',
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -53,8 +48,7 @@ def _demo(
         typer.Option(help="Let a real model do it, such as openai:NAME; else one plays a script."),
     ] = None,
     into: Annotated[
-        Path | None,
-        typer.Option(help="A new directory for the project; else a temporary one."),
+        Path | None, typer.Option(help="A new directory for the project; else a temporary one.")
     ] = None,
 ) -> int:
     """Watch an agent repair a small project: no key, no network, in a few seconds.
@@ -63,31 +57,26 @@ def _demo(
     Then you are told what became of each call, and where to look next.
     """
     from weakincentives.cli.config import load_settings
-    from weakincentives.cli.run import run_task
+    from weakincentives.cli.run import AgentRun
 
     project = _fresh_copy(into)
-    witnesses: list[_Witness] = []
     try:
         asked = load_settings(project).sandbox
         box = _sandbox(asked) or (_sandbox("none") if model is None else None)
-
-        def watch(view: View) -> View:
-            witnesses.append(_Witness(view, project, model, _notes(model, box, asked)))
-            return witnesses[0]
-
-        code = run_task(
-            _TASK,
-            project,
-            watch=watch,
-            model=model or f"scripted:{_SCRIPT}",
-            sandbox=None if box is None else box.name,
-        )
+        flags: dict[str, Any] = {
+            "model": model or f"scripted:{_SCRIPT}",
+            "sandbox": box and box.name,
+        }
+        witness = _Witness(project, model or "a script", _notes(model, box, asked))
+        settings = load_settings(project, **flags)
+        run = AgentRun(settings=settings, flags=flags, message=_TASK, watch=witness.hear)
+        code = run.perform()
     except Misuse:
         if into is None:
             shutil.rmtree(project.parent)
         raise
     if code in (0, 1):  # one who has stopped it is told how to go on, and wants no more
-        _Report(project, witnesses[0], box if model is None else None).print()
+        _Report(witness, box if model is None else None).print()
     return code
 
 
@@ -170,36 +159,30 @@ class _Seen:
     after: Mapping[str, tuple[int, bytes]]
 
 
+@dataclass(slots=True)
 class _Witness:
-    """A view that also looks at the project after every call: from outside, as a person would."""
+    """Looks at the project after every call: from outside, as a person would."""
 
-    def __init__(
-        self, view: View, project: Path, model: str | None, notes: tuple[str, ...]
-    ) -> None:
-        self._view = view
-        self._project = project
-        self._model = model or "a script"
-        self._notes = notes
-        self._now = _contents(project)
-        self.run = ""
-        self.seen: list[_Seen] = []
+    project: Path
+    model: str
+    notes: tuple[str, ...]
+    run: str = ""
+    seen: list[_Seen] = field(default_factory=list[_Seen])
+    first: Mapping[str, tuple[int, bytes]] = field(init=False)
 
-    def show(self, event: Event) -> None:
+    def __post_init__(self) -> None:
+        self.first = _contents(self.project)
+
+    def hear(self, event: Event) -> Event:
         from weakincentives.cli.view import CallEnded, RunStarted
 
         if isinstance(event, RunStarted):
             self.run = event.run
-            event = replace(event, model=self._model, notes=(*self._notes, *event.notes))
-        elif isinstance(event, CallEnded):
-            before, self._now = self._now, _contents(self._project)
-            self.seen.append(_Seen(event, before, self._now))
-        self._view.show(event)
-
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        return self._view.ask(question, answers)
-
-    def close(self) -> None:
-        self._view.close()
+            return replace(event, model=self.model, notes=(*self.notes, *event.notes))
+        if isinstance(event, CallEnded):
+            before = self.seen[-1].after if self.seen else self.first
+            self.seen.append(_Seen(event, before, _contents(self.project)))
+        return event
 
 
 # The report
@@ -208,12 +191,12 @@ class _Witness:
 class _Report:
     """Tells what happened, call by call, on standard output."""
 
-    def __init__(self, project: Path, witness: _Witness, box: Sandbox | None) -> None:
+    def __init__(self, witness: _Witness, box: Sandbox | None) -> None:
         from rich.console import Console
 
         from weakincentives.cli.view import Words, is_utf8
 
-        self._project = project
+        self._project = witness.project
         self._run = witness.run
         self._seen = witness.seen
         self._box = box
@@ -221,8 +204,6 @@ class _Report:
         self._console = Console(highlight=False, markup=False, emoji=False)
 
     def print(self) -> None:
-        from weakincentives.cli.workbench import open_workspace
-
         # What the library logs from here on is not about the run.
         logging.getLogger("weakincentives").addHandler(logging.NullHandler())
         self._line("\nWhat became of each call", "bold")
@@ -230,7 +211,7 @@ class _Report:
             for number, each in enumerate(self._seen, 1):
                 self._call(number, each)
                 if each.call.files:
-                    self._diff(files.diff(each.call.call))
+                    self._diff(files.diff(each.call.record.call_id))
         self._sum()
         self._next()
 
@@ -241,9 +222,9 @@ class _Report:
         self._line(Text.assemble((f"{number:>3} ", "dim"), first), cut=True)
         for reason in reasons:
             self._detail(reason.plain.strip())
-        if each.call.denied_by:
+        if denied_by := each.call.record.denied_by:
             what = "all it did was undone" if each.call.rolled_back else "nothing was run"
-            self._detail(f"denied by the policy {each.call.denied_by}: {what}")
+            self._detail(f"denied by the policy {denied_by}: {what}")
         if each.call.rolled_back and each.before == each.after:
             count = len(each.after)
             self._detail(f"compared: all {count} files are as they were, byte for byte", "green")
@@ -275,8 +256,7 @@ class _Report:
     def _diff(self, diff: str) -> None:
         for line in self._words.text(diff, lines=True).rstrip("\n").split("\n"):
             if not line.startswith("diff --git "):
-                style = next((s for mark, s in _DIFF_STYLES.items() if line.startswith(mark)), "")
-                self._detail(line, style)
+                self._detail(line, diff_style(line))
 
     def _sum(self) -> None:
         """Compare the project with what it was in the beginning."""
@@ -327,9 +307,6 @@ class _Report:
             self._console.print(line, style=style, no_wrap=cut, overflow=overflow if cut else None)
         else:  # a file or a pipe has no width
             self._console.print(line, style=style, soft_wrap=True)
-
-
-_DIFF_STYLES = {"+++": "bold", "---": "bold", "+": "green", "-": "red", "@": "cyan"}
 
 
 def _listed(names: Sequence[str]) -> str:

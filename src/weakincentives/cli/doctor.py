@@ -7,34 +7,39 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 import typer
 
-from weakincentives.cli.config import FILE_NAME, KEYS, Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.models import problem_with_file
-from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import (
+    FILE_NAME,
+    AsJson,
+    Misuse,
+    Workspace,
+    echo,
+    examples,
+    existing_directory,
+    say,
+)
+from weakincentives.cli.models import PROVIDERS, problem_with_file
+from weakincentives.text import harmless
+
+if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
 
 __all__ = ["Finding", "examine", "register", "was_killed"]
 
-_EXAMPLES = """
-Examples:
-
-  wink doctor
-
-  wink doctor -w ~/project --json
-
-  wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours
-
-Exit code 0: usable; 1: something that is configured cannot work. Values of variables are never
-shown. In the documentation: "Looking first".
-"""
+_EXAMPLES = examples(
+    "wink doctor",
+    "wink doctor -w ~/project --json",
+    "wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours",
+    more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
+    'variables are never shown. In the documentation: "Looking first".',
+)
 
 Level = Literal["ok", "better", "broken"]
 
@@ -70,7 +75,7 @@ def doctor(
 ) -> int:
     """Say what is installed, what would be used on a directory, and what to do for more."""
     if adopt:
-        return _adopt(load_settings(workspace).workspace)
+        return _adopt(existing_directory(workspace))
     findings: list[Finding] = []
     area = ""
     for each in examine(workspace):
@@ -90,11 +95,11 @@ def doctor(
 
 
 def _adopt(workspace: Path) -> int:
-    from weakincentives.cli.runs import runs_of
     from weakincentives.errors import SnapshotError
     from weakincentives.filesystem import adopt_store
     from weakincentives.filesystem.store import location_of
-    from weakincentives.runtime import OutcomeLedger, SavedSession
+    from weakincentives.runtime import OutcomeLedger, SavedSession, SavedSessionData
+    from weakincentives.runtime.calls import runs_of
 
     store = location_of(workspace)
     if not os.path.lexists(store):
@@ -102,7 +107,7 @@ def _adopt(workspace: Path) -> int:
     told = list(adopt_store(workspace))
     for run in runs_of(workspace):
         try:
-            run.read()
+            SavedSessionData.read(run.path)
         except SnapshotError:
             try:
                 if lost := SavedSession.adopt(run.path):
@@ -113,8 +118,8 @@ def _adopt(workspace: Path) -> int:
     if OutcomeLedger(outcomes).damage():
         told += OutcomeLedger.adopt(outcomes)
     for sentence in told:
-        typer.echo(f"wink: {sentence}", err=True)
-    typer.echo(f"{store} carries your seal now.")
+        say(sentence)
+    echo(f"{store} carries your seal now.")
     return 0
 
 
@@ -122,8 +127,6 @@ _COLOURS = {"ok": "green", "better": "yellow", "broken": "red"}
 
 
 def _show(finding: Finding) -> None:
-    from weakincentives.cli.view import harmless
-
     typer.secho(f"  {finding.level:<7}", fg=_COLOURS[finding.level], nl=False)
     echo(f" {harmless(finding.what)}")
     if finding.do:
@@ -145,15 +148,16 @@ def examine(workspace: Path) -> Iterator[Finding]:
         yield from _safely("Store", lambda: _store(chosen.workspace))
 
 
-def _safely(area: str, look: Callable[[], Iterable[tuple[Level, str, str]]]) -> Iterator[Finding]:
+def _safely(area: str, look: Callable[[], Found]) -> Iterator[Finding]:
     try:
-        for level, what, do in look():
-            yield Finding(area, level, what, do)
+        for found in look():
+            yield Finding(area, found[0], *found[1:])
     except Exception as error:  # to look must never be what fails
         yield Finding(area, "better", f"could not be looked at: {type(error).__name__}: {error}")
 
 
-Found = Iterator[tuple[Level, str, str]]
+Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
+"""How it is, what there is, and what to do about it."""
 
 
 def _python() -> Found:
@@ -162,11 +166,8 @@ def _python() -> Found:
     from weakincentives import __version__
 
     version = platform.python_version()
-    yield (
-        "ok",
-        f"wink {__version__} on Python {version}, {platform.system()} {platform.release()}",
-        "",
-    )
+    system = f"{platform.system()} {platform.release()}"
+    yield "ok", f"wink {__version__} on Python {version}, {system}"
     if sys.platform != "linux":
         yield (
             "better",
@@ -200,7 +201,7 @@ def _extras() -> Found:
             yield "better", f"{extra} is not installed; it gives {gives}", install
         else:
             found = ", ".join(f"{package} {version}" for package, version in versions.items())
-            yield "ok", f"{extra}: {found}", ""
+            yield "ok", f"{extra}: {found}"
             if extra == "local" and problem_with_file("local"):
                 yield (
                     "better",
@@ -230,7 +231,7 @@ def _programs() -> Found:
         if path is None:
             yield "better", f"{program} is not installed; it gives {gives}", install
         else:
-            yield "ok", f"{program}: {path}", ""
+            yield "ok", f"{program}: {path}"
     if sys.platform == "linux":
         works = _namespaces_work()
         yield (
@@ -258,20 +259,11 @@ def _namespaces_work() -> bool:
 
 # Models
 
-_NEEDS = {
-    "openai": ("openai", ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
-    "openai-responses": ("openai", ("OPENAI_API_KEY", "OPENAI_BASE_URL")),
-    "litellm": ("litellm", ()),
-    "claude": ("claude-agent-sdk", ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")),
-    "local": ("local", ()),
-    "scripted": ("cli", ()),
-}
-
 
 def _models(settings: Settings | None) -> Found:
     keys = sorted(name for name, value in os.environ.items() if value and _is_key(name))
     if keys:
-        yield "ok", f"keys are set in {', '.join(keys)}", ""
+        yield "ok", f"keys are set in {', '.join(keys)}"
     else:
         yield (
             "better",
@@ -286,14 +278,15 @@ def _models(settings: Settings | None) -> Found:
         )
         return
     kind = settings.model.partition(":")[0]
-    if kind not in _NEEDS:
-        kinds = ", ".join(_NEEDS)
+    if kind not in PROVIDERS:
+        kinds = ", ".join(PROVIDERS)
         yield "broken", f"the model {settings.model} is of no known kind", f"one of {kinds}"
         return
-    extra, variables = _NEEDS[kind]
-    missing = [package for package in _EXTRAS[extra][0] if _version(package) is None]
+    provider = PROVIDERS[kind]
+    variables = provider.variables
+    missing = [package for package in _EXTRAS[provider.extra][0] if _version(package) is None]
     if missing:
-        install = f"pip install 'wink-runtime[{extra}]'"
+        install = f"pip install 'wink-runtime[{provider.extra}]'"
         yield "broken", f"the model {settings.model} needs {', '.join(missing)}", install
     elif variables and not any(os.environ.get(name) for name in variables):
         needed = " or ".join(variables)
@@ -302,7 +295,7 @@ def _models(settings: Settings | None) -> Found:
     elif problem := problem_with_file(settings.model):
         yield "broken", f"the model {settings.model} cannot be used: {problem}", _MODEL_FILE
     else:
-        yield "ok", f"the model {settings.model} can be asked", ""
+        yield "ok", f"the model {settings.model} can be asked"
 
 
 _MODEL_FILE = "name a file that is there, such as --model local:FILE.gguf"
@@ -316,6 +309,8 @@ def _is_key(name: str) -> bool:
 
 
 def _workspace(workspace: Path, settings: list[Settings]) -> Found:
+    from weakincentives.cli.config import KEYS, load_settings
+
     try:
         found = load_settings(workspace)
     except Misuse as error:
@@ -323,23 +318,23 @@ def _workspace(workspace: Path, settings: list[Settings]) -> Found:
         yield "broken", str(error), keys if os.path.isdir(workspace) else ""
         return
     settings.append(found)
-    yield "ok", f"{found.workspace}", ""
+    yield "ok", f"{found.workspace}"
     if not os.access(found.workspace, os.W_OK | os.X_OK):
         yield "broken", "the directory cannot be written to", "choose another, or its permissions"
     file = found.workspace / FILE_NAME
     if not file.exists():
-        yield "ok", f"no {FILE_NAME}: the defaults hold", ""
+        yield "ok", f"no {FILE_NAME}: the defaults hold"
         return
     try:
-        from weakincentives.cli.tools import looked_at
         from weakincentives.cli.trust import trust_of
+        from weakincentives.cli.workbench import preview
 
         if missing := trust_of(found.workspace).missing(found):
             names = ", ".join(f"{each.name} ({each.state})" for each in missing)
             yield "broken", f"not approved: {names}", "review, then run: wink policy approve"
             return
-        with looked_at(found) as workbench:
-            yield "ok", f"{FILE_NAME} is valid; {len(workbench.tools)} tools are offered", ""
+        with preview(found) as workbench:
+            yield "ok", f"{FILE_NAME} is valid; {len(workbench.tools)} tools are offered"
     except Misuse as error:
         yield "broken", f"{FILE_NAME}: {error}", "correct it; `wink policy check` tries it again"
 
@@ -357,7 +352,7 @@ def _sandbox(settings: Settings | None) -> Found:
         )
         return
     if settings is not None and "shell" not in settings.suites:
-        yield "ok", "no commands are offered: the suite `shell` is not among the suites", ""
+        yield "ok", "no commands are offered: the suite `shell` is not among the suites"
         return
     try:
         sandbox = find_sandbox(cast("Any", choice))  # load_settings has checked it
@@ -369,16 +364,16 @@ def _sandbox(settings: Settings | None) -> Found:
             "install podman or bubblewrap, or allow user namespaces",
         )
         return
-    yield "ok", f"commands run in {sandbox.name}", ""
+    yield "ok", f"commands run in {sandbox.name}"
     for name, reason in sandbox.passed_over:
-        yield "better", f"{name} comes before it, and does not work here: {reason}", ""
+        yield "better", f"{name} comes before it, and does not work here: {reason}"
 
 
 def _engines(workspace: Path) -> Found:
     from weakincentives.filesystem.overlay import find_way
     from weakincentives.filesystem.store import location_of
 
-    yield "ok", "file tools: a journal; every change is written down before it is made", ""
+    yield "ok", "file tools: a journal; every change is written down before it is made"
     store = location_of(workspace)
     way = find_way(workspace, store if store.is_dir() else store.parent)
     if isinstance(way, str):
@@ -389,7 +384,7 @@ def _engines(workspace: Path) -> Found:
         )
     else:
         how = "in a user namespace" if way.owner else "mounted by root"
-        yield "ok", f"commands: an overlay {how}; what one changes is a layer of its own", ""
+        yield "ok", f"commands: an overlay {how}; what one changes is a layer of its own"
     yield from _inotify()
 
 
@@ -397,7 +392,7 @@ def _inotify() -> Found:
     try:
         limit = int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
     except (OSError, ValueError):
-        yield "ok", "other programs: a scan finds what they changed", ""
+        yield "ok", "other programs: a scan finds what they changed"
         return
     few = limit < 8192
     yield (
@@ -408,32 +403,31 @@ def _inotify() -> Found:
 
 
 def _store(workspace: Path) -> Found:
-    from weakincentives.cli.calls import Calls
-    from weakincentives.cli.runs import runs_of
     from weakincentives.errors import StateUnavailable, StoreRefused
     from weakincentives.filesystem.confined import files_below
     from weakincentives.filesystem.store import Note, location_of
     from weakincentives.runtime import OutcomeLedger
+    from weakincentives.runtime.calls import Calls
     from weakincentives.state import state_directory
 
     try:
-        yield "ok", f"your key and state are in {state_directory()}", ""
+        yield "ok", f"your key and state are in {state_directory()}"
         store = location_of(workspace)
         Note.read(store)
     except (StateUnavailable, StoreRefused) as error:
         yield "broken", str(error), "see docs/disk.md, Where things are kept"
         return
     if not store.is_dir():
-        yield "ok", f"nothing is kept yet; it will be in {store}", ""
+        yield "ok", f"nothing is kept yet; it will be in {store}"
         return
     size = sum(status.st_size for status in files_below(store))
-    runs = len(runs_of(workspace))
-    yield "ok", f"{store}: {_bytes(size)}, {runs} {'run' if runs == 1 else 'runs'}", ""
     calls = Calls(workspace)
+    runs = "1 run" if len(calls.runs) == 1 else f"{len(calls.runs)} runs"
+    yield "ok", f"{store}: {_bytes(size)}, {runs}"
     for sentence in calls.history.damaged():
         yield "better", sentence, "nothing: that call cannot be undone any more"
     ledger = OutcomeLedger(store / "outcomes.jsonl")
-    for sentence in (*calls.damaged_runs(), ledger.damage()):
+    for sentence in (*calls.damage(), ledger.damage()):
         if sentence:
             yield (
                 "better",
@@ -442,7 +436,7 @@ def _store(workspace: Path) -> Found:
             )
     owner = _lock_owner(store / "lock")
     if owner:
-        yield "ok", f"process {owner} works on the directory now; others have to wait for it", ""
+        yield "ok", f"process {owner} works on the directory now; others have to wait for it"
     elif was_killed(workspace):
         yield (
             "ok",

@@ -11,67 +11,55 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from weakincentives.cli.completion import complete_calls, complete_runs
-from weakincentives.cli.config import existing_directory
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.cli.output import echo
-from weakincentives.cli.runs import find_run
+from weakincentives.cli.common import (
+    AsJson,
+    Misuse,
+    Workspace,
+    complete_calls,
+    complete_runs,
+    echo,
+    examples,
+    existing_directory,
+    find_run,
+    open_workspace,
+    say,
+)
+from weakincentives.cli.doctor import was_killed
+from weakincentives.text import harmless
 
 if TYPE_CHECKING:
-    from weakincentives.cli.calls import Call, Calls
-    from weakincentives.cli.calls import Run as RunOnRecord
     from weakincentives.filesystem import FileChange
+    from weakincentives.runtime.calls import Call, Calls, Run
 
 __all__ = ["register"]
 
-_LOG_EXAMPLES = """
-Examples:
-
-  wink log                      # the last calls, with what each changed
-
-  wink log --run k3f -n 0       # all calls of one run
-
-  wink log --json | jq .tool
-
-Works while an agent does. In the documentation: "History and undo".
-"""
-_SHOW_EXAMPLES = """
-Examples:
-
-  wink show k3f/2               # the second call of the run that ends so
-
-  wink show 2                   # the second call of the last run
-
-In the documentation: "History and undo".
-"""
-_DIFF_EXAMPLES = """
-Examples:
-
-  wink diff                     # what the last call that changed files did
-
-  wink diff k3f/2
-
-  wink diff --run k3f | git apply --reverse
-
-In the documentation: "History and undo".
-"""
-_UNDO_EXAMPLES = """
-Examples:
-
-  wink undo                     # the last change; again: the one before
-
-  wink undo k3f/2               # just this call
-
-  wink undo --to k3f/2          # this call and everything after it
-
-  wink undo --run k3f --dry-run
-
-  wink undo undo_7              # take an undo back
-
-Only files are undone. What a session knows is not touched.
-In the documentation: "History and undo".
-"""
+_LOG_EXAMPLES = examples(
+    "wink log                      # the last calls, with what each changed",
+    "wink log --run k3f -n 0       # all calls of one run",
+    "wink log --json | jq .tool",
+    more='Works while an agent does. In the documentation: "History and undo".',
+)
+_SHOW_EXAMPLES = examples(
+    "wink show k3f/2               # the second call of the run that ends so",
+    "wink show 2                   # the second call of the last run",
+    more='In the documentation: "History and undo".',
+)
+_DIFF_EXAMPLES = examples(
+    "wink diff                     # what the last call that changed files did",
+    "wink diff k3f/2",
+    "wink diff --run k3f | git apply --reverse",
+    more='In the documentation: "History and undo".',
+)
+_UNDO_EXAMPLES = examples(
+    "wink undo                     # the last change; again: the one before",
+    "wink undo k3f/2               # just this call",
+    "wink undo --to k3f/2          # this call and everything after it",
+    "wink undo --run k3f --dry-run",
+    "wink undo undo_7              # take an undo back",
+    more="Only files are undone. What a session knows is not touched.\n"
+    'In the documentation: "History and undo".',
+)
+_CALL_HELP = "RUN/N, N of the last run, or the id of a call."
 
 RunOption = Annotated[
     str | None,
@@ -84,10 +72,7 @@ RunOption = Annotated[
 CallName = Annotated[
     str | None,
     typer.Argument(
-        metavar="CALL",
-        help="RUN/N, N of the last run, or the id of a call.",
-        autocompletion=complete_calls,
-        show_default=False,
+        metavar="CALL", help=_CALL_HELP, autocompletion=complete_calls, show_default=False
     ),
 ]
 
@@ -110,8 +95,8 @@ def log(
     calls = _calls(workspace)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
-    for sentence in calls.damage():
-        _say(sentence)
+    for sentence in (*calls.history.damaged(), *calls.damage()):
+        say(sentence)
     if as_json:
         for call in found:
             echo(json.dumps(_summary(call)))
@@ -123,42 +108,34 @@ def log(
 
 def show(
     call: Annotated[
-        str,
-        typer.Argument(
-            metavar="CALL",
-            help="RUN/N, N of the last run, or the id of a call.",
-            autocompletion=complete_calls,
-        ),
+        str, typer.Argument(metavar="CALL", help=_CALL_HELP, autocompletion=complete_calls)
     ],
     workspace: Workspace = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Show all that is known of one call: arguments, result, why it was denied, what it changed."""
-    found = _calls(workspace).find(call)
+    calls = _calls(workspace)
+    (found,) = calls.with_files([_find(calls, call)])
     if as_json:
         echo(json.dumps({**_summary(found), **_details(found)}))
-        return
-    _print(_detail_lines(found))
+    else:
+        _print(_detail_lines(found))
 
 
-def diff(
-    call: CallName = None,
-    workspace: Workspace = Path(),
-    run: RunOption = None,
-) -> int:
+def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = None) -> int:
     """Show what a call, or a run, did to files: a diff, which `git apply` takes."""
     calls = _calls(workspace)
     chosen = _chosen(calls, call, run)
     committed = [each.committed for each in chosen if each.committed is not None]
     if not committed:
-        _say(_nothing_changed(chosen, run))
+        say(_nothing_changed(chosen, run))
         return 1
     _print_diff(calls.history.diff(committed))
     later = [path for path, by in calls.history.changed_since(committed).items() if not by]
-    if later and _was_killed(calls):
-        _say(_KILLED)
+    if later and was_killed(calls.workspace):
+        say(_KILLED)
     elif later:
-        _say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
+        say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
     return 0
 
 
@@ -187,37 +164,59 @@ def undo(
     if sum(each is not None for each in (call, run, to)) > 1:
         raise Misuse("name one of CALL, --run and --to")
     calls = _calls(workspace)
-    killed = _was_killed(calls)
+    killed = was_killed(calls.workspace)
     if killed and not dry_run:
         calls = _recovered(calls)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run)
     found = [each for each in chosen if each.committed is not None]
     left = [each for each in found if to is not None or not each.is_undone]
     if not left:
-        _say(_nothing_to_undo(calls, chosen, found, run))
+        say(_nothing_to_undo(calls, chosen, found, run))
         return 1
     committed = [each.committed for each in left if each.committed is not None]
-    if killed and dry_run:  # what is in the way now may be the killed call's
-        _say(_KILLED)
-        _print_diff(calls.history.diff(committed, reverse=True))
-        return 0
-    in_the_way = calls.history.changed_since(committed)
-    if in_the_way and not force:
-        _refuse(calls, in_the_way, left)
-        return 1
+    if killed and dry_run:
+        say(_KILLED)  # what is in the way now may be the killed call's
+    elif not force and (in_the_way := calls.history.changed_since(committed)):
+        return _refuse(calls, in_the_way, left)
     if dry_run:
         _print_diff(calls.history.diff(committed, reverse=True))
         return 0
-    return _undone(calls, left, force=force)
+    return _undo(calls, left, force=force)
 
 
 # Which calls are meant
 
 
 def _calls(workspace: Path) -> Calls:
-    from weakincentives.cli.calls import Calls
+    from weakincentives.runtime.calls import Calls
 
     return Calls(existing_directory(workspace))
+
+
+def _find(calls: Calls, wanted: str) -> Call:
+    """Return the call that is meant: an id, RUN/N, or N of the last run; else raises Misuse."""
+    run, slash, number = wanted.rpartition("/")
+    if slash and number.isdecimal():
+        return _numbered(calls, find_run(calls.workspace, run), number)
+    if wanted.isdecimal() and calls.runs:
+        return _numbered(calls, calls.newest_runs[0], wanted)
+    found = calls.by_id(wanted)
+    if found is None:
+        raise Misuse(f"there is no call {wanted!r} in {calls.workspace}; `wink log` lists them")
+    return found
+
+
+def _numbered(calls: Calls, run: Run, number: str) -> Call:
+    from weakincentives.errors import SnapshotError
+
+    try:
+        found = calls.of_run(run)
+    except (OSError, SnapshotError) as error:
+        raise Misuse(f"the run {run.id} cannot be read: {error}") from error
+    for call in found:
+        if str(call.number) == number:
+            return call
+    raise Misuse(f"the run {run.id} has {len(found)} calls; there is no call {number}")
 
 
 def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
@@ -225,18 +224,15 @@ def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
     if call is not None and run is not None:
         raise Misuse("name a call or a run, not both")
     if call is not None:
-        return [calls.find(call)]
+        return [_find(calls, call)]
     if run is not None:
         return calls.latest(None, find_run(calls.workspace, run))
-    found = [
-        c for c in calls.changed() if not c.is_undone and c.committed and not c.committed.undoes
-    ]
-    return found[-1:]
+    return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
 
 
 def _from(calls: Calls, first: str) -> list[Call]:
     """Return a call with all that came after it, undone or not: it is gone back step by step."""
-    committed = calls.find(first).committed
+    committed = _find(calls, first).committed
     if committed is None:
         raise Misuse(f"{first} changed no files; `wink log` shows which calls did")
     return [
@@ -277,46 +273,36 @@ _KILLED = (
 )
 
 
-def _was_killed(calls: Calls) -> bool:
-    from weakincentives.cli.doctor import was_killed
-
-    return was_killed(calls.workspace)
-
-
 def _recovered(calls: Calls) -> Calls:
     """Roll back what a killed call left, and look again."""
-    from weakincentives.cli.workbench import open_workspace
-
     with open_workspace(calls.workspace) as files:
         left = files.recovered
-    _say("a call was killed before it ended; what it had changed was rolled back first")
+    say("a call was killed before it ended; what it had changed was rolled back first")
     for sentence in left:
-        _say(sentence)
+        say(sentence)
     return _calls(calls.workspace)
 
 
-def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
-    from weakincentives.cli.workbench import open_workspace
+def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     from weakincentives.errors import UndoRefused
     from weakincentives.filesystem import WorkspaceHistory
 
     with open_workspace(calls.workspace) as files:
         for sentence in files.recovered:
-            _say(sentence)
+            say(sentence)
         before = files.history()
         try:
             told = files.undo(*(each.call_id for each in chosen), force=force)
         except UndoRefused as error:  # it was changed at this very moment
-            _refuse(calls, error.paths, chosen)
-            return 1
+            return _refuse(calls, error.paths, chosen)
         except OSError as error:  # the disk is full, or cannot be written to
-            _say(f"nothing was undone: {error.strerror or error}")
+            say(f"nothing was undone: {error.strerror or error}")
             return 1
         is_changed = files.history() != before
     for sentence in told:
-        _say(sentence)
+        say(sentence)
     if not is_changed:
-        _say("nothing was undone")
+        say("nothing was undone")
         return 1
     # What it has come to; what was to be expected is not the same where something was left.
     done = next(WorkspaceHistory(calls.workspace).changes())
@@ -328,16 +314,17 @@ def _undone(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
     return 0
 
 
-def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> None:
+def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> int:
     """Say what is in the way, and the ways out."""
     names = calls.names()
-    _say("nothing was undone: these files have changed since:")
+    say("nothing was undone: these files have changed since:")
     for path, by in paths.items():
         who = ", ".join(names.get(each, each) for each in by) or "somebody else, outside of wink"
-        echo(f"  {_harmless(path)}: changed by {who}", err=True)
+        echo(f"  {harmless(path)}: changed by {who}", err=True)
     if any(paths.values()):
         echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
     echo("Use --force to replace them anyway; what they hold now stays in the history.", err=True)
+    return 1
 
 
 # What is shown
@@ -347,7 +334,7 @@ def _summary(call: Call) -> dict[str, object]:
     return {
         "call": call.name,
         "call_id": call.call_id,
-        "run": None if call.run is None else call.run.file.id,
+        "run": None if call.run is None else call.run.id,
         "time": call.time,
         "tool": call.tool,
         "arguments": call.arguments,
@@ -355,14 +342,14 @@ def _summary(call: Call) -> dict[str, object]:
         "nested_in": None if call.outer is None else call.outer.name,
         "files": [
             {"path": f.path, "origin": f.origin, "added": f.added, "removed": f.removed}
-            for f in call.files or ()
+            for f in call.files
         ],
-        "undoes": [] if call.committed is None else list(call.committed.undoes),
+        "undoes": list(call.undoes),
     }
 
 
 def _details(call: Call) -> dict[str, object]:
-    from weakincentives.cli.calls import plain
+    from weakincentives.runtime.calls import plain
 
     if call.record is None:
         return {}
@@ -392,73 +379,66 @@ _STYLES = {
     "rolled back": "red",
     "suspended": "yellow",
 }
+_SHOWN_DETAILS = {
+    "denied_by": "denied by",
+    "attempts": "attempts",
+    "notes": "notes",
+    "conflicts": "conflicts",
+    "rolled_back": "rolled back",
+    "not_rolled_back": "not undone",
+    "degraded": "degraded",
+}
 
 Line = Sequence[tuple[str, str]]
 """Pieces of text, each with its style."""
 
 
 def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line]:
-    from weakincentives.cli.view import summary_of
+    from weakincentives.cli.view import shortened, summary_of
 
     name = max((len(call.name) for call in calls), default=0)
     tool = max((len(_tool(call)) for call in calls), default=0)
-    run: object = None
+    run: Run | None = None
     for call in calls:
         if call.run is not run and call.run is not None:
-            yield from _run_lines(call.run)
+            moment = _local(call.run.data.began).strftime("%Y-%m-%d %H:%M")
+            title = shortened(call.run.title, 60)
+            yield [(call.run.id, "bold cyan"), (f"  {moment}  ", "dim"), (title, "italic")]
         run = call.run
         moment = _local(call.time).strftime("%H:%M:%S" if call.run else "%Y-%m-%d %H:%M:%S")
+        undoes = ", ".join(names.get(each, each) for each in call.undoes)
         yield [
             (f"{call.name:>{name}}  ", "bold"),
             (f"{moment}  ", "dim"),
             (f"{_tool(call):<{tool}}  ", ""),
             (f"{call.outcome:<11}  ", _STYLES[call.outcome]),
-            (summary_of(call.arguments, 50) or _taken_back(call, names), ""),
+            (summary_of(call.arguments, 50) or (undoes and f"of {undoes}"), ""),
         ]
-        for change in call.files or ():
-            yield [(" " * (name + 2), ""), *_changed(change)]
-        reason = _reason(call)
-        if reason:
-            yield [(" " * (name + 2) + reason, "dim")]
-
-
-def _run_lines(run: RunOnRecord) -> Iterable[Line]:
-    from weakincentives.cli.view import shortened
-
-    moment = _local(run.data.began).strftime("%Y-%m-%d %H:%M")
-    title = shortened(run.title, 60)
-    yield [(f"{run.file.id}", "bold cyan"), (f"  {moment}  ", "dim"), (title, "italic")]
+        indent = " " * (name + 2)
+        for change in call.files:
+            yield [(indent, ""), *_changed(change)]
+        if call.outcome in ("denied", "refused", "rolled back"):
+            yield [(f"{indent}  {shortened(_message(call), 90)}", "dim")]
 
 
 def _changed(change: FileChange) -> Line:
-    origin = f"{_harmless(change.origin)} -> " if change.origin else ""
+    origin = f"{harmless(change.origin)} -> " if change.origin else ""
     return [
-        (f"  {origin}{_harmless(change.path)} ", ""),
+        (f"  {origin}{harmless(change.path)} ", ""),
         (f"+{change.added}", "green" if change.added else "dim"),
         (" ", ""),
         (f"-{change.removed}", "red" if change.removed else "dim"),
     ]
 
 
-def _taken_back(call: Call, names: Mapping[str, str]) -> str:
-    undoes = () if call.committed is None else call.committed.undoes
-    return "of " + ", ".join(names.get(each, each) for each in undoes) if undoes else ""
-
-
 def _tool(call: Call) -> str:
-    if call.tool:
-        return _harmless(call.tool)
-    return "undo" if call.committed is not None and call.committed.undoes else "(no tool)"
+    return harmless(call.tool) or ("undo" if call.undoes else "(no tool)")
 
 
-def _reason(call: Call) -> str:
-    from weakincentives.cli.view import shortened
+def _message(call: Call) -> str:
+    from weakincentives.runtime.calls import plain
 
-    if call.outcome not in ("denied", "refused", "rolled back"):
-        return ""
-    from weakincentives.cli.calls import plain
-
-    return "  " + shortened(str(plain(call.result["message"])), 90)
+    return str(plain(call.result.get("message", "")))
 
 
 def _detail_lines(call: Call) -> Iterable[Line]:
@@ -467,36 +447,26 @@ def _detail_lines(call: Call) -> Iterable[Line]:
     took = f", took {details['duration']:.3f} s" if details else ""
     yield _field("call", f"{call.name}  ({call.call_id})")
     if call.run is not None:
-        yield _field("run", f"{call.run.file.id}  {_harmless(call.run.title)}")
+        yield _field("run", f"{call.run.id}  {harmless(call.run.title)}")
     yield _field("tool", _tool(call))
     yield _field("when", when + took)
     if call.outer is not None:
         yield _field("nested in", call.outer.name)
     yield [("outcome      ", "bold"), (call.outcome, _STYLES[call.outcome])]
-    for key, label in (
-        ("denied_by", "denied by"),
-        ("attempts", "attempts"),
-        ("notes", "notes"),
-        ("conflicts", "conflicts"),
-        ("rolled_back", "rolled back"),
-        ("not_rolled_back", "not undone"),
-        ("degraded", "degraded"),
-    ):
+    for key, label in _SHOWN_DETAILS.items():
         value = details.get(key)
         if value and value != 1:
             several = cast("list[object]", value) if isinstance(value, list) else [value]
-            words = ", ".join(map(str, several))
-            yield _field(label, _harmless(words))
-    if call.committed is not None and call.committed.undoes:
-        yield _field("undoes", ", ".join(call.committed.undoes))
+            yield _field(label, harmless(", ".join(map(str, several))))
+    if call.undoes:
+        yield _field("undoes", ", ".join(call.undoes))
     if call.arguments not in (None, {}):
         yield from _block("arguments", json.dumps(call.arguments, indent=2, ensure_ascii=False))
     if call.record is not None:
         yield from _block("what the model saw", call.shown)
     if call.files:
         yield [("files", "bold")]
-        for change in call.files:
-            yield [*_changed(change)]
+        yield from map(_changed, call.files)
         yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
     elif call.committed is None and call.outcome == "ok":
         yield _field("files", "none changed, or what it changed is not kept any more")
@@ -508,7 +478,7 @@ def _field(label: str, text: str) -> Line:
 
 def _block(label: str, text: str) -> Iterable[Line]:
     yield [(label, "bold")]
-    for line in _harmless(text, lines=True).split("\n"):
+    for line in harmless(text, lines=True).split("\n"):
         yield [(f"  {line}", "")]
 
 
@@ -522,22 +492,12 @@ def _print(lines: Iterable[Line]) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(
-            Text.assemble(*((_harmless(text, lines=True), style) for text, style in line))
-        )
-
-
-_DIFF_STYLES = (
-    ("diff --git", "bold"),
-    ("+++", "bold"),
-    ("---", "bold"),
-    ("@@", "cyan"),
-    ("+", "green"),
-    ("-", "red"),
-)
+        console.print(Text.assemble(*((harmless(text, lines=True), style) for text, style in line)))
 
 
 def _print_diff(changes: Iterable[FileChange]) -> None:
+    from weakincentives.cli.view import diff_style
+
     if not sys.stdout.isatty():
         # As it is, byte for byte: it may be a patch for somebody.
         text = "".join(change.text for change in changes)
@@ -545,21 +505,7 @@ def _print_diff(changes: Iterable[FileChange]) -> None:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
     lines = (line for change in changes for line in change.text.split("\n")[:-1])
-    _print([(_harmless(line, lines=True), _diff_style(line))] for line in lines)
-
-
-def _diff_style(line: str) -> str:
-    return next((style for start, style in _DIFF_STYLES if line.startswith(start)), "")
-
-
-def _say(text: str) -> None:
-    echo(f"wink: {_harmless(text)}", err=True)
-
-
-def _harmless(text: str, *, lines: bool = False) -> str:
-    from weakincentives.cli.view import harmless
-
-    return harmless(text, lines=lines)
+    _print([(line, diff_style(line))] for line in lines)
 
 
 def _local(moment: float) -> datetime:

@@ -11,8 +11,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from weakincentives.cli import demo, doctor, history, mcp, run, tools
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import Misuse, echo, say
 from weakincentives.errors import WinkError
 
 __all__ = ["app", "main"]
@@ -39,8 +38,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _wink(  # pyright: ignore[reportUnusedFunction]  # typer keeps it
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -81,7 +79,5 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _fail(message: str, code: int) -> NoReturn:
     if message:  # none where typer has shown the help already
-        from weakincentives.cli.view import harmless
-
-        echo(f"wink: {harmless(message)}", err=True)
+        say(message)
     sys.exit(code)

@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.completion import complete_suites
-from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import (
+    Misuse,
+    Workspace,
+    complete_suites,
+    examples,
+    open_workspace,
+    say,
+)
 from weakincentives.errors import SnapshotError
 
 if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
     from weakincentives.mcp import McpServer
     from weakincentives.runtime import SavedSession
 
 __all__ = ["register"]
 
 _KIND = "mcp"
-_EXAMPLE = """
-Examples:
-
-  wink mcp --workspace ~/project                      # for a client that starts it itself
-
-  wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it
-
-  wink mcp mypackage.tools:section                    # your own tools
-
-In the documentation: "Serving a workspace"; for the settings of a client: "Setting up a client".
-"""
+_EXAMPLE = examples(
+    "wink mcp --workspace ~/project                      # for a client that starts it itself",
+    "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
+    "wink mcp mypackage.tools:section                    # your own tools",
+    more='In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
+    'up a client".',
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -85,6 +85,7 @@ def _mcp(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what goes on.")] = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client: transactions, rules and undo included."""
+    from weakincentives.cli.config import load_settings
     from weakincentives.mcp.wire import claimed_wire
     from weakincentives.runtime import configure_logging
 
@@ -113,49 +114,40 @@ def _chosen_suites(specs: list[str] | None, suites: str | None) -> list[str] | N
 
 @contextmanager
 def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
-    from weakincentives.cli.workbench import open_workbench, open_workspace
+    from weakincentives.cli.workbench import open_workbench
     from weakincentives.mcp import McpServer
 
     with open_workspace(settings.workspace):
         pass  # one that is in use is told before a session is looked for
-    with (
-        _session(settings, fresh=fresh) as saved,
-        open_workbench(settings, saved.session) as workbench,
-    ):
+    saved = (None if fresh else _last_session(settings)) or _new_session(settings)
+    with saved, open_workbench(settings, saved.session) as workbench:
         yield McpServer(workbench.prompt, session=saved.session, time_limit=settings.time_limit)
 
 
 # The session, which goes on from one start to the next
 
 
-@contextmanager
-def _session(settings: Settings, *, fresh: bool) -> Generator[SavedSession]:
-    saved = (None if fresh else _last_session(settings)) or _new_session(settings)
-    with saved:
-        yield saved
-
-
 def _last_session(settings: Settings) -> SavedSession | None:
-    """Return the last session that served the same, if it can be taken up."""
-    from weakincentives.cli.runs import runs_of
+    """Return the last session that served the same, if it can be resumed."""
     from weakincentives.cli.workbench import load_types
     from weakincentives.runtime import SavedSession
+    from weakincentives.runtime.calls import runs_of
 
     load_types(settings)
     for run in reversed(runs_of(settings.workspace)):
         try:
-            if run.read().about == _about(settings):
+            if run.data.about == _about(settings):
                 return SavedSession.open(run.path)
         except SnapshotError as error:
-            echo(f"wink: a new session begins, because the last one: {error}", err=True)
+            say(f"a new session begins, because the last one: {error}")
             return None
     return None
 
 
 def _new_session(settings: Settings) -> SavedSession:
-    from weakincentives.cli.runs import new_run
     from weakincentives.filesystem.store import location_of
     from weakincentives.runtime import SavedSession, Session
+    from weakincentives.runtime.calls import new_run
 
     run = new_run(location_of(settings.workspace))
     return SavedSession.create(run.path, Session(session_id=run.id), about=_about(settings))
@@ -181,15 +173,14 @@ def _serve_http(
         with listen(host, port) as listening:
             place, number = listening.getsockname()[:2]
             shown = f"[{place}]" if ":" in place else place
-            echo(f"wink: {settings.workspace} at http://{shown}:{number}{PATH}", err=True)
+            say(f"{settings.workspace} at http://{shown}:{number}{PATH}")
             if not ip_address(place).is_loopback:
-                echo(
-                    "wink: other machines can reach it, and nothing is encrypted: put a proxy "
-                    "with TLS in front",
-                    err=True,
+                say(
+                    "other machines can reach it, and nothing is encrypted: put a proxy with TLS "
+                    "in front"
                 )
             if token is None:
-                echo(f"wink: Authorization: Bearer {secret}", err=True)
+                say(f"Authorization: Bearer {secret}")
             _until_told(lambda: serve(server, listening, secret))
     except OSError as error:
         reason = error.strerror or str(error)

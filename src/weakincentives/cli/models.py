@@ -10,40 +10,41 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from weakincentives.cli.misuse import Misuse
+from weakincentives.cli.common import Misuse
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 
 if TYPE_CHECKING:
     from weakincentives.adapters import Adapter
     from weakincentives.budget import TokenUsage
 
-__all__ = ["PROVIDERS", "OpenedModel", "Provider", "open_model", "problem_with_file"]
+__all__ = ["PROVIDERS", "OpenedModel", "Price", "Provider", "open_model", "problem_with_file"]
 
-Price = Callable[["TokenUsage"], "float | None"]
+Price: TypeAlias = Callable[["TokenUsage"], "float | None"]
+"""What so many tokens cost, in US dollars; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
     """A model that can be asked."""
 
-    name: str
     adapter: Adapter
-    price: Price | None = None
-    """What so many tokens cost, in US dollars; None where nobody here knows."""
+    price: Price | None
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """A kind of model: how it is written, and who makes its adapter."""
+    """A kind of model: how it is written, what it needs, and who makes its adapter."""
 
     form: str
-    needs: str
-    """What must be there to use it, in words."""
-    open: Callable[[str, int, ExitStack], tuple[Adapter, Price | None]]
+    open: Callable[[str, int, ExitStack], Adapter]
     """Of the rest of the name, how many turns the model had before, and what is closed at the
     end."""
+    extra: str
+    """What must be installed."""
+    variables: tuple[str, ...] = ()
+    """One of these must be set."""
     needs_name: bool = True
 
 
@@ -51,29 +52,29 @@ class Provider:
 def open_model(name: str | None, *, turns: int = 0) -> Generator[OpenedModel]:
     """Yield the model of this name; what is wrong with it, or missing for it, raises Misuse.
 
-    ``turns`` is how many the model had in a run that is taken up: a script goes on after them.
+    ``turns`` is how many the model had in a run that is resumed: a script goes on after them.
     """
+    forms = ", ".join(provider.form for provider in PROVIDERS.values())
     if name is None:
         raise Misuse(
-            "which model? Give --model, set WINK_MODEL, or put model = ... into wink.toml: "
-            f"{_forms()}"
+            f"which model? Give --model, set WINK_MODEL, or put model = ... into wink.toml: {forms}"
         )
     kind, _, rest = name.partition(":")
     provider = PROVIDERS.get(kind)
     if provider is None:
         near = get_close_matches(kind, PROVIDERS, n=1)
-        hint = f"did you mean {PROVIDERS[near[0]].form}?" if near else f"there are {_forms()}"
-        raise Misuse(f"there is no model {name!r}; {hint}")
+        known = f"did you mean {PROVIDERS[near[0]].form}?" if near else f"there are {forms}"
+        raise Misuse(f"there is no model {name!r}; {known}")
     if provider.needs_name and not rest:
         raise Misuse(f"the model {name!r} lacks a part; write {provider.form}")
     with ExitStack() as stack:
         try:
-            adapter, price = provider.open(rest, turns, stack)
+            adapter = provider.open(rest, turns, stack)
         except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
             # What a program can do besides is nothing that can be done here.
             problem = str(error).partition(" or give api_key=")[0]
             raise Misuse(f"the model {name!r} cannot be used: {problem}") from error
-        yield OpenedModel(name, adapter, price)
+        yield OpenedModel(adapter, _price_of(rest) if kind == "litellm" else None)
 
 
 def problem_with_file(name: str) -> str:
@@ -95,39 +96,37 @@ def _path_of(name: str) -> Path | None:
     return Path(name).expanduser() if name else None
 
 
-def _forms() -> str:
-    return ", ".join(provider.form for provider in PROVIDERS.values())
+def _price_of(model: str) -> Price:
+    def price(usage: TokenUsage) -> float | None:
+        litellm: Any = import_module("litellm")
+        tokens = {"prompt_tokens": usage.input_tokens, "completion_tokens": usage.output_tokens}
+        try:
+            return sum(litellm.cost_per_token(model=model, **tokens)) or None
+        except Exception:  # it knows prices of some models; which ones, only trying tells
+            return None
+
+    return price
 
 
 # The providers
 
 
-def _openai(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _openai(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import OpenAIAdapter
 
-    return OpenAIAdapter(name), None
+    return OpenAIAdapter(name)
 
 
-def _openai_responses(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _openai_responses(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import OpenAIAdapter
 
-    return OpenAIAdapter(name, api="responses"), None
+    return OpenAIAdapter(name, api="responses")
 
 
-def _litellm(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _litellm(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import LiteLLMAdapter
 
-    return LiteLLMAdapter(name), lambda usage: _litellm_price(name, usage)
-
-
-def _litellm_price(name: str, usage: TokenUsage) -> float | None:
-    litellm: Any = import_module("litellm")
-    tokens = {"prompt_tokens": usage.input_tokens, "completion_tokens": usage.output_tokens}
-    try:
-        price: float = sum(litellm.cost_per_token(model=name, **tokens))
-    except Exception:  # it knows prices of some models; which ones, only trying tells
-        return None
-    return price or None
+    return LiteLLMAdapter(name)
 
 
 _CLAUDE_KEYS = (
@@ -139,30 +138,29 @@ _CLAUDE_KEYS = (
 )
 
 
-def _claude(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _claude(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import ClaudeAgentSDKAdapter
 
     if find_spec("claude_agent_sdk") is None:
         raise MissingExtra("claude-agent-sdk", "claude-agent-sdk")
     if not any(os.environ.get(key) for key in _CLAUDE_KEYS):
         raise ProviderRejected("There is no key for Claude: set ANTHROPIC_API_KEY")
-    return ClaudeAgentSDKAdapter(model=name or None), None
+    return ClaudeAgentSDKAdapter(model=name or None)
 
 
-def _local(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _local(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import LocalAdapter, LocalModel
 
     served = stack.enter_context(LocalModel(_path_of(name)))
     # Small models repeat themselves without end when nothing keeps them from it.
-    return LocalAdapter(served, options={"frequency_penalty": 0.4}), None
+    return LocalAdapter(served, options={"frequency_penalty": 0.4})
 
 
-def _scripted(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price | None]:
+def _scripted(name: str, turns: int, stack: ExitStack) -> Adapter:
     from weakincentives.adapters import ScriptedAdapter
 
-    path = Path(name).expanduser()
     try:
-        return ScriptedAdapter.from_file(path, skip=turns), None
+        return ScriptedAdapter.from_file(Path(name).expanduser(), skip=turns)
     except FileNotFoundError:
         raise Misuse(f"there is no script {name}; write scripted:FILE") from None
     except OSError as error:
@@ -171,14 +169,16 @@ def _scripted(name: str, turns: int, stack: ExitStack) -> tuple[Adapter, Price |
         raise Misuse(f"the script {name} is wrong: {error}") from error
 
 
+_OPENAI = ("OPENAI_API_KEY", "OPENAI_BASE_URL")
+
 PROVIDERS = {
-    "openai": Provider("openai:NAME", "OPENAI_API_KEY, or OPENAI_BASE_URL", _openai),
-    "openai-responses": Provider(
-        "openai-responses:NAME", "OPENAI_API_KEY, or OPENAI_BASE_URL", _openai_responses
+    "openai": Provider("openai:NAME", _openai, "openai", _OPENAI),
+    "openai-responses": Provider("openai-responses:NAME", _openai_responses, "openai", _OPENAI),
+    "litellm": Provider("litellm:PROVIDER/NAME", _litellm, "litellm"),
+    "claude": Provider(
+        "claude[:NAME]", _claude, "claude-agent-sdk", _CLAUDE_KEYS[:2], needs_name=False
     ),
-    "litellm": Provider("litellm:PROVIDER/NAME", "the provider's key", _litellm),
-    "claude": Provider("claude[:NAME]", "ANTHROPIC_API_KEY", _claude, needs_name=False),
-    "local": Provider("local[:FILE.gguf]", "a model in a file", _local, needs_name=False),
-    "scripted": Provider("scripted:FILE", "a script", _scripted),
+    "local": Provider("local[:FILE.gguf]", _local, "local", needs_name=False),
+    "scripted": Provider("scripted:FILE", _scripted, "cli"),
 }
 """Every kind of model, by the first part of its name."""

@@ -1,16 +1,77 @@
-"""What a person is asked about a call: all of it, in a form that stands for one call only."""
+"""Asking a person about a call: all of it, in a form that stands for one call only."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.text import visible
 
-__all__ = ["Question", "question"]
+if TYPE_CHECKING:
+    from weakincentives.cli.view import View
+
+__all__ = ["Approver", "Question", "question"]
+
+
+class Approver:
+    """Asks the person at the terminal."""
+
+    def __init__(self, view: View, *, yes: bool) -> None:
+        self._view = view
+        self._yes = yes
+        self._always: set[str] = set()
+
+    def ask(self, request: ApprovalRequest) -> Approval:
+        if self._yes:
+            return Approval(True, by="--yes")
+        if request.tool_name in self._always:
+            return Approval(True, by=_person(), reason="always")
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return Approval(False, reason="nobody is at the terminal to be asked")
+        try:
+            said = self._said(request)
+        except EOFError:
+            return Approval(False, reason="the question was not answered")
+        if said == "a":
+            self._always.add(request.tool_name)
+        return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
+
+    def _said(self, request: ApprovalRequest) -> str:
+        """Return the person's answer; where not everything was shown, they may ask for it."""
+        head = f"{request.tool_name} wants to run; {_REACHES[request.reach]}."
+        answers = {"y": "yes", "n": "no", "a": "always"}
+        width, height = os.get_terminal_size(sys.stderr.fileno())
+        asked = question(head, request.arguments, width=width, height=height)
+        more = {"v": "view all"} if asked.hidden else {}
+        said = self._view.ask(asked.lines, answers | more)
+        if said != "v":
+            return said
+        asked = question(head, request.arguments, width=width, height=None)
+        return self._view.ask(asked.lines, answers)
+
+
+_REACHES = {
+    "read": "it changes nothing",
+    "reversible": "what it does can be undone",
+    "compensable": "it reaches outside of the directory, and takes that back when it fails",
+    "irreversible": "it reaches outside of the directory, and that cannot be undone",
+    None: "what it does outside of the directory cannot be undone",
+}
+
+
+def _person() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "the person at the terminal"
+
 
 _GUTTER, _WRAPPED = "    | ", "    : "
 """What stands before each line of a value, and before the rest of one that is too wide.

@@ -2,70 +2,64 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 import typer
 
-from weakincentives.cli.completion import complete_models, complete_runs, complete_tools
-from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import (
+    AsJson,
+    Misuse,
+    Workspace,
+    complete_models,
+    complete_runs,
+    complete_tools,
+    examples,
+    existing_directory,
+    find_run,
+    open_workspace,
+    say,
+)
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError, WinkError
 
 if TYPE_CHECKING:
-    from weakincentives.cli.models import OpenedModel
-    from weakincentives.cli.report import Report
-    from weakincentives.cli.runs import RunFile
-    from weakincentives.cli.view import RunResult, View
+    from weakincentives.cli.config import Settings
+    from weakincentives.cli.models import OpenedModel, Price
+    from weakincentives.cli.view import ChangedFile, Event, RunResult, View
     from weakincentives.cli.workbench import Workbench
     from weakincentives.filesystem import HostFilesystem
-    from weakincentives.prompt import Tool
-    from weakincentives.prompt.approval import Approval, ApprovalRequest
-    from weakincentives.runtime import SavedSession, SavedSessionData
+    from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
+    from weakincentives.runtime import SavedSession, Session, ToolInvoked
+    from weakincentives.runtime.calls import Run
 
-__all__ = ["register", "run_task"]
-
-T = TypeVar("T")
+__all__ = ["AgentRun", "register"]
 
 KIND = "run"
 """What the files of runs say they are of, among those of other commands."""
 
-_RUN_EXAMPLES = """
-Examples:
-
-  wink run "fix the failing test" --model openai:gpt-5-mini
-
-  wink run "rename User to Account" -w ~/project --dry-run    # shows the diff, keeps nothing
-
-  wink run "update the docs" --policy protect=src --ask shell_execute
-
-  echo "tidy up" | wink run - --model local --json
-
-Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.
-In the documentation: "The commands".
-"""
-_RESUME_EXAMPLES = """
-Examples:
-
-  wink resume                              # the last run that did not come to its end
-
-  wink resume 20261116-0630                # this one; the beginning of its name is enough
-
-  wink resume 20261116-0630 "and now the docs, too"
-
-In the documentation: "The commands".
-"""
+_RUN_EXAMPLES = examples(
+    'wink run "fix the failing test" --model openai:gpt-5-mini',
+    'wink run "rename User to Account" -w ~/project --dry-run    # shows the diff, keeps nothing',
+    'wink run "update the docs" --policy protect=src --ask shell_execute',
+    'echo "tidy up" | wink run - --model local --json',
+    more="Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.\n"
+    'In the documentation: "The commands".',
+)
+_RESUME_EXAMPLES = examples(
+    "wink resume                              # the last run that did not come to its end",
+    "wink resume 20261116-0630                # this one; the beginning of its name is enough",
+    'wink resume 20261116-0630 "and now the docs, too"',
+    more='In the documentation: "The commands".',
+)
 
 Model = Annotated[
     str | None,
@@ -128,6 +122,8 @@ def run(
     quiet: Quiet = False,
 ) -> int:
     """Let an agent work on a directory. Every call it makes is kept as a whole, or undone."""
+    from weakincentives.cli.config import load_settings
+
     task = sys.stdin.read() if task == "-" else task
     if not task.strip():
         raise Misuse('what is to be done? The task is empty: wink run "..."')
@@ -140,7 +136,7 @@ def run(
         sandbox=sandbox,
         ask=ask or None,
     )
-    order = _Order(
+    return AgentRun(
         settings=load_settings(workspace, **flags),
         flags=flags,
         message=task,
@@ -148,8 +144,7 @@ def run(
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
-    )
-    return _perform(order)
+    ).perform()
 
 
 def resume(
@@ -179,24 +174,23 @@ def resume(
     """Go on with a run: one that was interrupted, stopped, killed, or that ended."""
     if run_id is not None and message is None and " " in run_id:
         run_id, message = None, run_id  # wink resume "and the docs, too"
-    directory = load_settings(workspace).workspace
-    earlier = _run_to_resume(directory, run_id, message)
+    from weakincentives.cli.config import load_settings
+
+    earlier = _run_to_resume(existing_directory(workspace), run_id, message)
     flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
-    more = _given(
+    # Rules add up: what held for the run goes on to hold.
+    rules = [_anywhere(each) for each in policy or ()]
+    stored = [each for each in flags.get("policy", ()) if each not in rules]
+    flags |= _given(
         model=_anywhere(model),
+        policy=[*flags.get("policy", ()), *rules] or None,
         max_turns=max_turns,
         max_tokens=max_tokens,
         time_limit=time_limit,
         sandbox=sandbox,
+        ask=[*flags.get("ask", ()), *(ask or ())] or None,
     )
-    # Rules add up: what held for the run goes on to hold.
-    rules_now = [_anywhere(each) for each in policy or ()]
-    stored = [each for each in flags.get("policy", ()) if each not in rules_now]
-    for name, rules in (("policy", rules_now), ("ask", ask)):
-        if rules:
-            more[name] = [*flags.get(name, ()), *rules]
-    flags |= more
-    order = _Order(
+    return AgentRun(
         settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
         message=message,
@@ -204,8 +198,7 @@ def resume(
         as_json=as_json,
         quiet=quiet,
         earlier=earlier,
-    )
-    return _perform(order)
+    ).perform()
 
 
 def _given(**flags: object) -> dict[str, Any]:
@@ -224,96 +217,43 @@ def _anywhere(named: str | None) -> str | None:
     return named
 
 
-# Which run to take up
+# Which run to resume
 
 
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """A run that is taken up."""
-
-    run: RunFile
-    data: SavedSessionData
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the model came to its end, and nobody has spoken to it since."""
-        from weakincentives.runtime import PromptExecuted
-        from weakincentives.runtime.conversation import Message
-
-        executed, said = self._last(PromptExecuted), self._last(Message)
-        is_over = executed is not None and executed.stop_reason in _ENDS
-        return is_over and said is not None and said.role == "model"
-
-    @property
-    def turns(self) -> int:
-        """How often the model has spoken."""
-        from weakincentives.runtime.conversation import Message
-        from weakincentives.runtime.session import type_name
-        from weakincentives.serde import thaw
-
-        said: list[Message] = [thaw(each) for each in self.data.log.get(type_name(Message), ())]
-        return sum(1 for each in said if each.role == "model" and each.depth == 0)
-
-    def _last(self, kind: type[T]) -> T | None:
-        from weakincentives.runtime.session import type_name
-        from weakincentives.serde import thaw
-
-        values = self.data.log.get(type_name(kind))
-        return thaw(values[-1]) if values else None
-
-
-_ENDS = ("end_turn", "max_tokens", "refusal")
-
-
-def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> _Earlier:
+def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
     """Return the run that is meant: the named one, else the last that can go on."""
-    from weakincentives.cli.runs import find_run, runs_of
+    from weakincentives.runtime import SavedSessionData
+    from weakincentives.runtime.calls import runs_of
 
-    runs = reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]
-    ended: _Earlier | None = None
-    for each in runs:
-        if run_id is not None or b"\n" in each.path.read_bytes():  # else it was killed at once
-            _check_readable(each)
-        earlier = _earlier(each)
-        if earlier is None:
+    ended: Run | None = None
+    for run in reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]:
+        try:
+            SavedSessionData.read(run.path)  # to its end: nothing goes on from a damaged one
+        except (OSError, SnapshotError) as error:
+            if run_id is None and b"\n" not in run.path.read_bytes():
+                continue  # it was killed at once
+            raise Misuse(f"{run.id} cannot be resumed: {error}") from error
+        about = run.data.about
+        if about.get("kind") != KIND or about.get("dry_run"):
             continue
-        if message is not None or not earlier.has_ended:
-            return earlier
-        ended = ended or earlier
+        if message is not None or not run.has_ended:
+            return run
+        ended = ended or run
     if ended is not None:
         raise Misuse(
-            f'{ended.run.id} came to its end; say what to do next: wink resume {ended.run.id} "..."'
+            f'{ended.id} came to its end; say what to do next: wink resume {ended.id} "..."'
         )
     if run_id is not None:
         raise Misuse(f"{run_id} cannot be resumed: it is a dry run, or not of `wink run`")
     raise Misuse(f'there is no run in {directory} to resume; begin one: wink run "..."')
 
 
-def _check_readable(run: RunFile) -> None:
-    """Say why a run that somebody named cannot go on, if its file is damaged or not ours."""
-    try:
-        run.read()
-    except (OSError, SnapshotError) as error:
-        raise Misuse(f"{run.id} cannot be resumed: {error}") from error
-
-
-def _earlier(run: RunFile) -> _Earlier | None:
-    """Return what a run's file holds; None for one that cannot go on."""
-    try:
-        data = run.read()
-    except (OSError, SnapshotError):
-        return None
-    about = data.about
-    can_go_on = about.get("kind") == KIND and not about.get("dry_run")
-    return _Earlier(run, data) if can_go_on else None
-
-
 # From the first turn to the end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Order:
-    """What the person wants."""
+@dataclass(frozen=True, kw_only=True)
+class AgentRun:
+    """A run that the person asks for: a new one, or one that goes on."""
 
     settings: Settings
     flags: Mapping[str, Any]
@@ -322,7 +262,9 @@ class _Order:
     dry_run: bool = False
     as_json: bool = False
     quiet: bool = False
-    earlier: _Earlier | None = None
+    earlier: Run | None = None
+    watch: Callable[[Event], Event] | None = None
+    """Hears of every event before it is shown, and may say more."""
 
     @property
     def task(self) -> str:
@@ -330,67 +272,136 @@ class _Order:
         task = None if self.earlier is None else self.earlier.data.about.get("task")
         return "\n\n".join(str(each) for each in (task, self.message) if each)
 
+    def perform(self) -> int:
+        """Run the agent and return the exit code."""
+        from weakincentives.cli.workbench import admit_code
 
-def run_task(task: str, workspace: Path, *, watch: Callable[[View], View], **flags: object) -> int:
-    """Run a task as `wink run` does; ``watch`` makes, of the view, one that hears of it, too."""
-    given = _given(**flags)
-    order = _Order(settings=load_settings(workspace, **given), flags=given, message=task)
-    return _perform(order, watch)
+        admit_code(self.settings)
+        with _stopping() as stop:
+            try:
+                outcome = self._performed(stop)
+            except KeyboardInterrupt:  # before there was anything to go on with
+                say("interrupted")
+                outcome = "interrupted"
+        return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
 
+    def _performed(self, stop: _Stop) -> str:
+        """Run the agent, show what came of it, and return how it ended."""
+        from weakincentives.cli.models import open_model
+        from weakincentives.cli.view import open_view
 
-def _perform(order: _Order, watch: Callable[[View], View] = lambda view: view) -> int:
-    """Run the agent and return the exit code."""
-    from weakincentives.cli.workbench import admit_code
+        settings = self.settings
+        turns = 0 if self.earlier is None else self.earlier.turns
+        with (
+            open_model(settings.model, turns=turns) as model,
+            open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
+            self._saved() as saved,
+            _trial(files) if self.dry_run else nullcontext(files) as work,
+            open_view(as_json=self.as_json, quiet=self.quiet) as view,
+        ):
+            report = _Report(self, view, model.price)
+            result = self._agent(model, work, saved, report, stop)
+            if self.dry_run:
+                result = replace(result, diff="".join(each.text for each in work.diff_here()))
+            report.show(result)
+        return result.outcome
 
-    admit_code(order.settings)
-    with _stopping() as stop:
+    @contextmanager
+    def _saved(self) -> Generator[SavedSession | None]:
+        """Yield the session of the run that goes on, if one does."""
+        from weakincentives.cli.workbench import load_types
+        from weakincentives.runtime import SavedSession
+
+        if self.earlier is None:
+            yield None
+            return
+        load_types(self.settings)
         try:
-            outcome = _performed(order, watch, stop)
-        except KeyboardInterrupt:  # before there was anything to go on with
-            echo("wink: interrupted", err=True)
-            outcome = "interrupted"
-    return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
+            saved = SavedSession.open(self.earlier.path)
+        except SessionInUse as error:
+            raise Misuse(f"{self.earlier.id} is under way in another process") from error
+        with saved:
+            yield saved
 
+    def _agent(
+        self,
+        model: OpenedModel,
+        files: HostFilesystem,
+        saved: SavedSession | None,
+        report: _Report,
+        stop: _Stop,
+    ) -> RunResult:
+        """Let the model work, and return how that ended."""
+        from weakincentives.cli.question import Approver
+        from weakincentives.cli.workbench import open_workbench
+        from weakincentives.runtime import Session
 
-def _performed(order: _Order, watch: Callable[[View], View], stop: _Stop) -> str:
-    """Run the agent, show what came of it, and return how it ended."""
-    from weakincentives.cli.models import open_model
-    from weakincentives.cli.view import open_view
-    from weakincentives.cli.workbench import open_workspace
+        session = Session() if saved is None else saved.session
+        if saved is not None:
+            saved.take_back_unrecorded(files)
+        ask = Approver(report.view, yes=self.yes).ask
+        policies = [report, *([_OnlyWhatCanBeUndone()] if self.dry_run else [])]
+        with (
+            open_workbench(
+                self.settings, session, ask=ask, files=files, policies=policies
+            ) as workbench,
+            # Begun once nothing can be wrong any more with what was asked for.
+            self._begun(workbench) if saved is None else nullcontext(saved) as kept,
+            _logged_to(kept.path.with_suffix(".log")),
+        ):
+            try:
+                try:
+                    report.begin(kept.path.stem, workbench)
+                    return report.result("done", text=self._evaluate(model, workbench, report))
+                except WinkError as error:
+                    return report.result("failed", error=str(error))
+                finally:
+                    stop.is_over = True
+            except KeyboardInterrupt:
+                return report.result("interrupted")
 
-    settings, earlier = order.settings, order.earlier
-    turns = 0 if earlier is None else earlier.turns
-    with (
-        open_model(settings.model, turns=turns) as model,
-        open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
-        _taken_up(order) as saved,
-        _trial(files) if order.dry_run else nullcontext(files) as work,
-        open_view(as_json=order.as_json, quiet=order.quiet) as opened,
-    ):
-        view = watch(opened)
-        result = _agent(order, model, work, saved, view, stop)
-        if order.dry_run:
-            result = replace(result, diff="".join(each.text for each in work.diff_here()))
-        view.show(result)
-    return result.outcome
+    def _begun(self, workbench: Workbench) -> SavedSession:
+        """Keep the session of a run that begins in a file of the workspace."""
+        from weakincentives.runtime import SavedSession
+        from weakincentives.runtime.calls import new_run
 
+        about = {
+            "kind": KIND,
+            "task": self.message,
+            "model": self.settings.model,
+            "dry_run": self.dry_run,
+            "flags": dict(self.flags),
+        }
+        run = new_run(workbench.filesystem.store)
+        return SavedSession.create(run.path, workbench.session, about=about)
 
-@contextmanager
-def _taken_up(order: _Order) -> Generator[SavedSession | None]:
-    """Yield the session of the run that is taken up, if one is."""
-    from weakincentives.cli.workbench import load_types
-    from weakincentives.runtime import SavedSession
+    def _evaluate(self, model: OpenedModel, workbench: Workbench, report: _Report) -> str:
+        from weakincentives.adapters import Message, RunConfig
+        from weakincentives.budget import Budget
+        from weakincentives.runtime import ToolInvoked
 
-    if order.earlier is None:
-        yield None
-        return
-    load_types(order.settings)
-    try:
-        saved = SavedSession.open(order.earlier.run.path)
-    except SessionInUse as error:
-        raise Misuse(f"{order.earlier.run.id} is under way in another process") from error
-    with saved:
-        yield saved
+        settings, session = self.settings, workbench.session
+        most = settings.max_tokens
+        config = RunConfig(
+            max_turns=settings.max_turns,
+            time_limit=settings.time_limit,
+            budget=None if most is None else Budget(max_total_tokens=most),
+            completion=workbench.completion,
+        )
+        has_begun = session[Message].latest() is not None
+        ignore = session.dispatcher.subscribe(ToolInvoked, report.call_ended)
+        try:
+            response = model.adapter.evaluate(
+                workbench.prompt,
+                session,
+                message=self.message if has_begun else self.task,
+                resume=has_begun,
+                config=config,
+                on_event=report.show,
+            )
+        finally:
+            ignore()
+        return response.text
 
 
 @contextmanager
@@ -421,94 +432,150 @@ def _logged_to(path: Path) -> Generator[None]:
             logging.getLogger().removeHandler(handler)
 
 
-def _agent(
-    order: _Order,
-    model: OpenedModel,
-    files: HostFilesystem,
-    saved: SavedSession | None,
-    view: View,
-    stop: _Stop,
-) -> RunResult:
-    """Let the model work, and return how that ended."""
-    from weakincentives.cli.report import Report
-    from weakincentives.cli.workbench import open_workbench
-    from weakincentives.runtime import Session
-
-    session = Session() if saved is None else saved.session
-    if saved is not None:
-        saved.take_back_unrecorded(files)
-    report = Report(
-        view,
-        task=order.message or order.task,
-        dry_run=order.dry_run,
-        resumed=order.earlier is not None,
-        price=model.price,
-    )
-    approver = _Approver(view, yes=order.yes)
-    policies = [report, *([_OnlyWhatCanBeUndone()] if order.dry_run else [])]
-    with (
-        open_workbench(
-            order.settings, session, ask=approver.ask, files=files, policies=policies
-        ) as workbench,
-        # Begun once nothing can be wrong any more with what was asked for.
-        _begun(order, workbench) if saved is None else nullcontext(saved) as kept,
-        _logged_to(kept.path.with_suffix(".log")),
-    ):
-        try:
-            try:
-                report.begin(kept.path.stem, workbench)
-                return report.result("done", text=_evaluate(order, model, workbench, report))
-            except WinkError as error:
-                return report.result("failed", error=str(error))
-            finally:
-                stop.is_over = True
-        except KeyboardInterrupt:
-            return report.result("interrupted")
+# What is told of it
 
 
-def _begun(order: _Order, workbench: Workbench) -> SavedSession:
-    """Keep the session of a run that begins in a file of the workspace."""
-    from weakincentives.cli.runs import new_run
-    from weakincentives.runtime import SavedSession
+class _Report:
+    """Shows a run as it goes; also a policy, to see what each call changes."""
 
-    about = {
-        "kind": KIND,
-        "task": order.message,
-        "model": order.settings.model,
-        "dry_run": order.dry_run,
-        "flags": dict(order.flags),
-    }
-    run = new_run(workbench.filesystem.store)
-    return SavedSession.create(run.path, workbench.session, about=about)
+    name = "report"
 
+    def __init__(self, run: AgentRun, view: View, price: Price | None) -> None:
+        self.view = view
+        self._run = run
+        self._price = price
+        self._id = ""
+        self._session: Session | None = None
+        self._readers: set[str] = set()
+        """Tools that change nothing, so that nothing of theirs is rolled back."""
+        self._changed: dict[str, tuple[ChangedFile, ...]] = {}
+        """What calls have changed, by id, while it is not known whether that is kept."""
 
-def _evaluate(order: _Order, model: OpenedModel, workbench: Workbench, report: Report) -> str:
-    from weakincentives.adapters import Message, RunConfig
-    from weakincentives.budget import Budget
-    from weakincentives.runtime import ToolInvoked
+    def show(self, event: Event) -> None:
+        self.view.show(event if self._run.watch is None else self._run.watch(event))
 
-    settings, session = order.settings, workbench.session
-    most = settings.max_tokens
-    config = RunConfig(
-        max_turns=settings.max_turns,
-        time_limit=settings.time_limit,
-        budget=None if most is None else Budget(max_total_tokens=most),
-        completion=workbench.completion,
-    )
-    has_begun = session[Message].latest() is not None
-    ignore = session.dispatcher.subscribe(ToolInvoked, report.call_ended)
-    try:
-        response = model.adapter.evaluate(
-            workbench.prompt,
-            session,
-            message=order.message if has_begun else order.task,
-            resume=has_begun,
-            config=config,
-            on_event=report.hear,
+    def begin(self, run_id: str, workbench: Workbench) -> None:
+        """Show that a run begins, and on what."""
+        from weakincentives.cli.view import RunStarted
+
+        self._id, self._session = run_id, workbench.session
+        self._readers = {tool.name for tool in workbench.tools if tool.reach == "read"}
+        settings = workbench.settings
+        notes = workbench.filesystem.recovered
+        if settings.sandbox == "none" and workbench.shell is not None:
+            notes = (*notes, "Commands run without a sandbox: they can do all that you can.")
+        self.show(
+            RunStarted(
+                run=run_id,
+                workspace=str(settings.workspace),
+                model=str(settings.model),
+                task=self._run.message or self._run.task,
+                commands=workbench.sandbox,
+                dry_run=self._run.dry_run,
+                resumed=self._run.earlier is not None,
+                notes=notes,
+            )
         )
-    finally:
-        ignore()
-    return response.text
+
+    def call_ended(self, record: ToolInvoked) -> None:
+        """Show how a call of the model's has ended; those nested in it are its own affair."""
+        from weakincentives.cli.view import CallEnded
+        from weakincentives.contrib.tools import Plan
+
+        progress = self.view.progress
+        if record.call_id not in progress.under_way:
+            return
+        call, _ = progress.under_way[record.call_id]
+        changed = self._changed.pop(record.call_id, ())
+        self.show(
+            CallEnded(
+                record=record,
+                arguments=call.params,
+                rolled_back=record.ran
+                and not record.success
+                and record.tool_name not in self._readers,
+                files=changed if record.success else (),
+            )
+        )
+        assert self._session is not None
+        plan = self._session[Plan].latest()
+        if plan is not None and plan != progress.plan:
+            self.show(plan)
+
+    def check(
+        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
+    ) -> PolicyDecision:
+        from weakincentives.prompt import PolicyDecision
+
+        return PolicyDecision.allow()
+
+    def on_result(
+        self, tool: Tool[Any, Any], params: object, result: ToolResult[Any], *, context: ToolContext
+    ) -> None:
+        """Note what a call changes, seen from inside of it."""
+        if tool.reach != "read":
+            self._changed[context.call_id] = _changes(cast("HostFilesystem", context.filesystem))
+
+    def result(
+        self, outcome: Literal["done", "failed", "interrupted"], *, text: str = "", error: str = ""
+    ) -> RunResult:
+        """Return how the run ended, to be shown last."""
+        from weakincentives.cli.view import RunResult
+
+        progress, dry_run = self.view.progress, self._run.dry_run
+        return RunResult(
+            run=self._id,
+            outcome=outcome,
+            text=text,
+            error=error,
+            turns=progress.turn,
+            calls=progress.calls,
+            rolled_back=progress.rolled_back,
+            denied=progress.denied,
+            files=tuple(progress.files[path] for path in sorted(progress.files)),
+            input_tokens=progress.usage.input_tokens,
+            output_tokens=progress.usage.output_tokens,
+            cost_usd=None if self._price is None else self._price(progress.usage),
+            seconds=SYSTEM_CLOCK.monotonic() - progress.began,
+            dry_run=dry_run,
+            resume=None if outcome == "done" or dry_run else self._resume_with(),
+        )
+
+    def _resume_with(self) -> str | None:
+        if not self._id:  # it was stopped before it began
+            return None
+        workspace = self._run.settings.workspace
+        where = "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
+        return f"wink resume {self._id}{where}"
+
+
+_MAX_COUNTED = 100
+"""Files whose lines are counted; of more, only the names are told."""
+
+
+def _changes(files: HostFilesystem) -> tuple[ChangedFile, ...]:
+    """Return what a call has changed so far, with how many lines came and went."""
+    from weakincentives.cli.view import ChangedFile
+
+    paths = files.changed_here()
+    if len(paths) > _MAX_COUNTED:
+        return tuple(map(ChangedFile, paths))
+    return tuple(ChangedFile(each.path, each.added, each.removed) for each in files.diff_here())
+
+
+class _OnlyWhatCanBeUndone:
+    """Refuses, in a dry run, what would stay."""
+
+    name = "dry_run"
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return tool.reach not in ("read", "reversible")
+
+    def check(self, tool_name: str, params: object, context: object) -> str | None:
+        return (
+            f"This is a dry run, and what '{tool_name}' does outside of the workspace could not be "
+            "undone. Go on as far as you can without it"
+        )
 
 
 # Stopping
@@ -583,78 +650,3 @@ def _end_at_once(stop: _Stop) -> NoReturn:
         os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
     os.write(2, b"\nwink: ended at once; the call under way is undone by the next wink command\n")
     os._exit(stop.exit_code)
-
-
-# Asking
-
-
-class _Approver:
-    """Asks the person at the terminal."""
-
-    def __init__(self, view: View, *, yes: bool) -> None:
-        self._view = view
-        self._yes = yes
-        self._always: set[str] = set()
-
-    def ask(self, request: ApprovalRequest) -> Approval:
-        from weakincentives.prompt import Approval
-
-        if self._yes:
-            return Approval(True, by="--yes")
-        if request.tool_name in self._always:
-            return Approval(True, by=_person(), reason="always")
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            return Approval(False, reason="nobody is at the terminal to be asked")
-        try:
-            said = self._said(request)
-        except EOFError:
-            return Approval(False, reason="the question was not answered")
-        if said == "a":
-            self._always.add(request.tool_name)
-        return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
-
-    def _said(self, request: ApprovalRequest) -> str:
-        """Return the person's answer; where not everything was shown, they may ask for it."""
-        from weakincentives.cli.question import question
-
-        head = f"{request.tool_name} wants to run; {_REACHES[request.reach]}."
-        answers = {"y": "yes", "n": "no", "a": "always"}
-        width, height = os.get_terminal_size(sys.stderr.fileno())
-        asked = question(head, request.arguments, width=width, height=height)
-        more = {"v": "view all"} if asked.hidden else {}
-        said = self._view.ask(asked.lines, answers | more)
-        if said != "v":
-            return said
-        asked = question(head, request.arguments, width=width, height=None)
-        return self._view.ask(asked.lines, answers)
-
-
-_REACHES = {
-    "read": "it changes nothing",
-    "reversible": "what it does can be undone",
-    "compensable": "it reaches outside of the directory, and takes that back when it fails",
-    "irreversible": "it reaches outside of the directory, and that cannot be undone",
-    None: "what it does outside of the directory cannot be undone",
-}
-
-
-def _person() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "the person at the terminal"
-
-
-class _OnlyWhatCanBeUndone:
-    """Refuses, in a dry run, what would stay."""
-
-    name = "dry_run"
-
-    def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        return tool.reach not in ("read", "reversible")
-
-    def check(self, tool_name: str, params: object, context: object) -> str | None:
-        return (
-            f"This is a dry run, and what '{tool_name}' does outside of the workspace could not be "
-            "undone. Go on as far as you can without it"
-        )

@@ -3,62 +3,54 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weakincentives.cli.completion import complete_runs, complete_tools
-from weakincentives.cli.config import Settings, load_settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.options import AsJson, Workspace
-from weakincentives.cli.output import echo
+from weakincentives.cli.common import (
+    FILE_NAME,
+    AsJson,
+    Misuse,
+    Workspace,
+    complete_runs,
+    complete_tools,
+    echo,
+    examples,
+    find_run,
+    hint,
+)
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
+    from weakincentives.cli.config import Settings
     from weakincentives.cli.workbench import Workbench
-    from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import Tool
     from weakincentives.prompt.policies import AttachedPolicy
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
-__all__ = ["looked_at", "register"]
+__all__ = ["register"]
 
-_TOOLS_EXAMPLES = """
-Examples:
+_TOOLS_EXAMPLES = examples(
+    "wink tools                    # all of them, with how far each reaches",
+    "wink tools edit_file          # its parameters, examples and policies",
+    "wink tools --json | jq .name",
+    more='Which there are is set in wink.toml. In the documentation: "The commands", "Policies".',
+)
+_APPROVE_EXAMPLES = examples(
+    "wink policy approve                # shows what wink.toml names, and asks",
+    "wink policy approve --yes -w DIR   # in a script that you have written",
+)
 
-  wink tools                    # all of them, with how far each reaches
-
-  wink tools edit_file          # its parameters, examples and policies
-
-  wink tools --json | jq .name
-
-Which there are is set in wink.toml. In the documentation: "The commands", "Policies".
-"""
-_APPROVE_EXAMPLES = """
-Examples:
-
-  wink policy approve                # shows what wink.toml names, and asks
-
-  wink policy approve --yes -w DIR   # in a script that you have written
-"""
-
-_CHECK_EXAMPLES = """
-Examples:
-
-  wink policy check                  # is wink.toml right? what is in force?
-
-  wink policy check write_file '{"path": ".env", "content": ""}'
-
-  wink policy check edit_file '{"path": "a.py", ...}' --run k3f
-
-Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.
-In the documentation: "Policies".
-"""
+_CHECK_EXAMPLES = examples(
+    "wink policy check                  # is wink.toml right? what is in force?",
+    'wink policy check write_file \'{"path": ".env", "content": ""}\'',
+    'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
+    more="Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.\n"
+    'In the documentation: "Policies".',
+)
 
 Policy = Annotated[
     list[str] | None,
@@ -89,8 +81,11 @@ def tools(
     as_json: AsJson = False,
 ) -> None:
     """Show the tools that an agent gets on a directory, with the settings that hold there."""
-    with looked_at(load_settings(workspace)) as workbench:
-        offers = _offers(workbench)
+    from weakincentives.cli.config import load_settings
+    from weakincentives.cli.workbench import preview
+
+    with preview(load_settings(workspace)) as workbench:
+        offers = workbench.offers
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
         if as_json:
             for offer in chosen:
@@ -112,8 +107,7 @@ def check(
         ),
     ] = None,
     arguments: Annotated[
-        str,
-        typer.Argument(metavar="ARGUMENTS", help="Its arguments, as JSON.", show_default=False),
+        str, typer.Argument(metavar="ARGUMENTS", help="Its arguments, as JSON.", show_default=False)
     ] = "{}",
     workspace: Workspace = Path(),
     policy: Policy = None,
@@ -127,10 +121,13 @@ def check(
     ] = None,
 ) -> int:
     """Say whether a call would be admitted now, and which policy denies it. Nothing is run."""
+    from weakincentives.cli.config import load_settings
+    from weakincentives.cli.workbench import preview
+
     settings = load_settings(workspace, policy=policy)
     session = None if run is None else _session_of(settings, run)
-    with looked_at(settings, session) as workbench:
-        offers = _offers(workbench)
+    with preview(settings, session) as workbench:
+        offers = workbench.offers
         if tool is None:
             _list_policies(settings, offers.values())
             return 0
@@ -157,91 +154,45 @@ def approve(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Approve without a question.")] = False,
 ) -> int:
     """Approve the settings and the code of a directory that run outside of every sandbox."""
-    from weakincentives.cli.trust import trust_of
-    from weakincentives.cli.view import harmless
-    from weakincentives.cli.workbench import APPROVE, is_interactive
+    from weakincentives.cli.config import load_settings
+    from weakincentives.cli.trust import APPROVE, is_interactive, trust_of
 
     settings = load_settings(workspace)
     trust = trust_of(settings.workspace)
     found = trust.missing(settings, files or ())
     if not found:
-        typer.echo("There is nothing to approve.")
+        echo("There is nothing to approve.")
         return 0
     for each in found:
-        typer.echo(f"{harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})")
+        echo(str(each))
     if not yes and not is_interactive():
         raise Misuse("there is no terminal to ask at; review these files, then add --yes")
     if not yes and not typer.confirm(APPROVE):
         return 1
     trust.approve(found)
-    typer.echo("Approved until they change.")
+    echo("Approved until they change.")
     return 0
 
 
 # What there is
 
 
-@contextmanager
-def looked_at(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
-    """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
-    from weakincentives.cli.workbench import open_workbench
-
-    with (
-        _files(settings) as files,
-        open_workbench(settings, session, files=files) as workbench,
-    ):
-        yield workbench
-
-
-@contextmanager
-def _files(settings: Settings) -> Generator[HostFilesystem]:
-    import tempfile
-
-    from weakincentives.cli.workbench import open_workspace
-    from weakincentives.filesystem import HostFilesystem
-
-    with tempfile.TemporaryDirectory(prefix="wink-") as store:
-        workspace = settings.workspace
-        if Path(store).resolve().is_relative_to(workspace):
-            with open_workspace(workspace, unprotected=settings.policy.unprotect) as files:
-                yield files
-        else:
-            # With a store of its own it needs no lock; it is only looked at.
-            with HostFilesystem(workspace, store=store) as files:
-                yield files
-
-
-def _offers(workbench: Workbench) -> dict[str, Offer]:
-    """Return all tools with the policies that govern each; closed sections are opened for it."""
-    from weakincentives.prompt.policies import attach
-    from weakincentives.prompt.prompt import Offer
-
-    template = workbench.prompt.template
-    return {
-        tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
-        for section in workbench.sections
-        for tool in section.tools
-    }
-
-
 def _named(offers: Mapping[str, Offer], name: str) -> Offer:
     if name in offers:
         return offers[name]
-    near = get_close_matches(name, offers, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else "`wink tools` lists them"
-    raise Misuse(f"there is no tool {name!r} with these settings; {hint}")
+    near = hint(name, offers, "`wink tools` lists them", cutoff=0.5)
+    raise Misuse(f"there is no tool {name!r} with these settings; {near}")
 
 
 def _session_of(settings: Settings, run: str) -> Session:
-    from weakincentives.cli.runs import find_run
     from weakincentives.cli.workbench import load_types
     from weakincentives.errors import SnapshotError
-    from weakincentives.runtime import Session
+    from weakincentives.runtime import SavedSessionData, Session
 
     found = find_run(settings.workspace, run)
     try:
         load_types(settings)
-        return Session.from_snapshot(found.read().snapshot())
+        return Session.from_snapshot(SavedSessionData.read(found.path).snapshot())
     except (OSError, SnapshotError) as error:
         raise Misuse(f"the run {found.id} cannot be read: {error}") from error
 
@@ -341,8 +292,6 @@ def _indented(value: object) -> str:
 
 
 def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
-    from weakincentives.cli.config import FILE_NAME
-
     file = settings.workspace / FILE_NAME
     echo(f"{file}: {'valid' if file.exists() else 'there is none; the defaults hold'}")
     watched: dict[str, list[str]] = {}

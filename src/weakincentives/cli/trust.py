@@ -13,26 +13,28 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weakincentives.cli.config import FILE_NAME
-from weakincentives.cli.misuse import Misuse
+import typer
+
+from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
 from weakincentives.ours import our_code, our_environment
 from weakincentives.state import Seals, state_directory
+from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
 
-__all__ = ["Found", "NotApproved", "Trust", "digest_of", "file_of", "trust_of"]
+__all__ = ["APPROVE", "Found", "NotApproved", "Trust", "file_of", "is_interactive", "trust_of"]
 
-Ask = Callable[[Sequence["Found"]], bool]
+APPROVE = "Do you approve these files as they are now?"
 
 
 class NotApproved(ImportError):
@@ -46,6 +48,24 @@ class Found(NamedTuple):
     digest: str
     state: str
     """``new``, or ``changed`` since it was approved."""
+
+    def __str__(self) -> str:
+        return f"{harmless(self.name)}  ({self.state}, sha256 {self.digest[:16]})"
+
+
+def is_interactive() -> bool:
+    """Tell whether somebody is at a terminal who can be asked."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _person_approves(found: Sequence[Found]) -> bool:
+    """Show what would run in `wink` itself, and ask; nobody at a terminal approves nothing."""
+    if not is_interactive():
+        return False
+    echo("These files decide what runs outside the sandbox. Review them first:", err=True)
+    for each in found:
+        echo(f"  {each}", err=True)
+    return typer.confirm(APPROVE, err=True)
 
 
 @cache
@@ -61,8 +81,8 @@ class Trust:
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
-        self.ask: Ask | None = None
-        """Asked about a file that is met while code is loaded; without it, there is nobody."""
+        self._approves: Callable[[Sequence[Found]], bool] = lambda found: False
+        """Decides about files that are met while code is loaded."""
         self._ours = (*our_code(), *our_environment())
 
     # What is approved
@@ -94,33 +114,29 @@ class Trust:
 
     # What is asked for
 
-    def needed(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
-        """Return all that the settings would load without the user having named it just now."""
+    def missing(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
+        """Return what the settings would load without the user having named it just now, and some
+        more files, as far as it is not approved as it is now.
+        """
         named = [each for each in settings.specs if each not in settings.given]
-        stored = [each for each in named if each not in settings.specs_of_file]
-        found = (
-            [self._found(FILE_NAME, _read(self.workspace / FILE_NAME))]
-            if settings.needs_file
-            else []
-        )
-        found += [self._found(f"--policy {each}", b"") for each in stored]
+        loaded: list[tuple[str, bytes]] = []
+        if settings.needs_file:
+            loaded.append((FILE_NAME, _read(self.workspace / FILE_NAME)))
+        loaded += [
+            (f"--policy {each}", b"") for each in named if each not in settings.specs_of_file
+        ]
         files = [file for each in named for file in self._files_of(each)]
         files += [Path(os.path.abspath(each)) for each in more]
-        return found + [
-            self._found(self.name(path), data) for path, data in _loaded_by(files, self)
-        ]
+        loaded += [(self.name(path), data) for path, data in _loaded_by(files, self)]
+        found = (self._unapproved(name, data) for name, data in loaded)
+        return [each for each in found if each is not None]
 
-    def missing(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
-        """Return what of it, and of some more files, is not approved as it is now."""
-        needed, approved = self.needed(settings, more), self.approved()
-        return [each for each in needed if approved.get(each.name) != each.digest]
-
-    def admit(self, settings: Settings, ask: Ask | None) -> None:
+    def admit(self, settings: Settings) -> None:
         """Have the user approve what is not approved; raise Misuse if that does not happen."""
         found = self.missing(settings)
         if not found:
             return
-        if ask is not None and ask(found):
+        if _person_approves(found):
             self.approve(found)
             return
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
@@ -137,9 +153,12 @@ class Trust:
             raise Misuse(f"{spec}: there is no file {file}")
         return [file]
 
-    def _found(self, name: str, data: bytes) -> Found:
-        known = self.approved().get(name)
-        return Found(name, digest_of(data), "new" if known is None else "changed")
+    def _unapproved(self, name: str, data: bytes) -> Found | None:
+        """Return what something is; None if it is approved as it is."""
+        digest, known = hashlib.sha256(data).hexdigest(), self.approved().get(name)
+        if digest == known:
+            return None
+        return Found(name, digest, "new" if known is None else "changed")
 
     # Loading
 
@@ -152,9 +171,9 @@ class Trust:
     def source(self, path: str) -> bytes:
         """Return the bytes of a file, which are as approved; else raise NotApproved."""
         data = Path(path).read_bytes()
-        found = self._found(self.name(path), data)
-        if self.approved().get(found.name) != found.digest:
-            if self.ask is None or not self.ask([found]):
+        found = self._unapproved(self.name(path), data)
+        if found is not None:
+            if not self._approves([found]):
                 raise NotApproved(
                     f"{found.name} is not approved ({found.state}). Review it, then run: wink"
                     f" policy approve {found.name} -w {self.workspace}"
@@ -169,14 +188,33 @@ class Trust:
                 return not any(Path(each).is_relative_to(ours) for ours in self._ours)
         return False
 
-    @contextmanager
-    def asking(self, ask: Ask | None) -> Generator[None]:
-        """Ask about files that are met in the block."""
-        before, self.ask = self.ask, ask
+    def load(self, key: str, spec: str, settings: Settings) -> object:
+        """Return the object that ``module:object`` or ``file.py:object`` names."""
+        place, colon, name = spec.rpartition(":")
+        if not colon or not place or not name:
+            raise Misuse(f"{key}: {spec!r} is not module:object or file.py:object")
+        file = file_of(spec, self.workspace)
+        if file is not None and not file.is_file():
+            raise Misuse(f"{key}: there is no file {file}")
+        is_given = spec in settings.given  # who named it just now has decided
+        if is_given:
+            self.approve(filter(None, [self._unapproved(f"--policy {spec}", b"")]))
+        before = self._approves
+        self._approves = (lambda found: True) if is_given else _person_approves
         try:
-            yield
+            found: object = import_module(place) if file is None else self.module(file)
+        except (Exception, SystemExit) as error:  # a program that is no module ends itself
+            reason = f"{type(error).__name__}: {error}"
+            raise Misuse(f"{key}: {place} cannot be loaded: {reason}") from error
         finally:
-            self.ask = before
+            self._approves = before
+        for part in name.split("."):
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                near = hint(part, [each for each in dir(found) if each[0] != "_"])
+                raise Misuse(f"{key}: {place} has no {name}{near and f'; {near}'}") from None
+        return found
 
     def module(self, file: Path) -> ModuleType:
         """Return the module that a file is: loaded once, under a name of its own.
@@ -202,10 +240,6 @@ def file_of(spec: str, workspace: Path) -> Path | None:
     """Return the file of ``file.py:object``, which is meant from the workspace on."""
     place = spec.rpartition(":")[0]
     return (workspace / Path(place).expanduser()).resolve() if place.endswith(".py") else None
-
-
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _read(path: Path) -> bytes:

@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from weakincentives.cli.config import FILE_NAME, PolicySettings, Settings
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.trust import Found, Trust, digest_of, file_of, trust_of
+from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
+from weakincentives.cli.trust import file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
     PromptValidationError,
     SandboxUnavailable,
-    WorkspaceLocked,
 )
+from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.prompt import (
+    Approval,
+    ApprovalPolicy,
+    MarkdownSection,
+    Prompt,
+    PromptTemplate,
+    ProtectedPathsPolicy,
+    QuotaPolicy,
+    RateLimitPolicy,
+    ReadBeforeWritePolicy,
+    Section,
+    SequentialDependencyPolicy,
+    Tool,
+)
+from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.policies import attach
+from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.tool import Reach
+from weakincentives.runtime import Session, ToolRegistry
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from weakincentives.cli.config import PolicySettings, Settings
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
-    from weakincentives.filesystem import HostFilesystem
-    from weakincentives.prompt import Prompt, Section, Tool
-    from weakincentives.prompt.approval import Approval, ApprovalRequest, Ask
     from weakincentives.prompt.completion import TaskCompletionChecker
-    from weakincentives.prompt.tool import Reach
-    from weakincentives.runtime import Session
 
-__all__ = [
-    "APPROVE",
-    "Workbench",
-    "admit_code",
-    "is_interactive",
-    "load_types",
-    "open_workbench",
-    "open_workspace",
-    "suite_tools",
-]
+__all__ = ["Workbench", "admit_code", "load_types", "open_workbench", "suite_tools"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,32 @@ class Workbench:
     def sections(self) -> tuple[Section[Any], ...]:
         return tuple(_with_children(self.prompt.template.sections))
 
+    @property
+    def offers(self) -> dict[str, Offer]:
+        """Every tool with the policies that govern it, as if all sections were open."""
+        template = self.prompt.template
+        return {
+            tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
+            for section in self.sections
+            for tool in section.tools
+        }
+
+
+@contextmanager
+def preview(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
+    """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
+    workspace, unprotected = settings.workspace, settings.policy.unprotect
+    with tempfile.TemporaryDirectory(prefix="wink-") as store:
+        is_outside = not Path(store).resolve().is_relative_to(workspace)
+        with (
+            # With a store of its own it needs no lock; it is only looked at.
+            HostFilesystem(workspace, store=store)
+            if is_outside
+            else open_workspace(workspace, unprotected=unprotected) as files,
+            open_workbench(settings, session, files=files) as workbench,
+        ):
+            yield workbench
+
 
 @contextmanager
 def open_workbench(
@@ -96,9 +125,6 @@ def open_workbench(
         files: The workspace, where it is open already; else it is opened here, and closed.
         policies: More rules for all tools.
     """
-    from weakincentives.prompt import Prompt, PromptTemplate
-    from weakincentives.runtime import Session
-
     session = Session() if session is None else session
     admit_code(settings)
     opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
@@ -111,7 +137,7 @@ def open_workbench(
                 name="Workbench",
                 sections=sections,
                 policies=[*policies, *_policies(settings, ask or _nobody)],
-                resources=_resources(files),
+                resources={Filesystem: files},
             )
             prompt = Prompt(template)
         except PromptValidationError as error:
@@ -129,33 +155,6 @@ def open_workbench(
             yield workbench
 
 
-@contextmanager
-def open_workspace(
-    directory: Path, *, unprotected: Sequence[str] = ()
-) -> Generator[HostFilesystem]:
-    """Open a directory until the end of the block; one that is in use raises Misuse."""
-    from weakincentives.filesystem import HostFilesystem
-
-    try:
-        files = HostFilesystem(directory, unprotected=unprotected)
-    except WorkspaceLocked as error:
-        who = "another process" if error.pid is None else f"process {error.pid}"
-        raise Misuse(
-            f"{directory} is in use by {who}: one agent at a time works on a directory. "
-            "Wait until that has ended, or end it"
-        ) from error
-    except NotImplementedError as error:
-        raise Misuse(str(error)) from error
-    with files:
-        yield files
-
-
-def _resources(files: HostFilesystem) -> dict[type[Any], Any]:
-    from weakincentives.filesystem import Filesystem
-
-    return {Filesystem: files}
-
-
 # What is offered
 
 
@@ -163,7 +162,6 @@ def _sections(
     settings: Settings, session: Session, files: HostFilesystem
 ) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
     from weakincentives.contrib.tools import PlanningToolsSection, WorkspaceDigestSection
-    from weakincentives.prompt import MarkdownSection
 
     sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
     planning = shell = None
@@ -217,9 +215,6 @@ def _python(*, beside_shell: bool) -> Section[Any]:
 
 def _as_sections(spec: str, found: object, session: Session) -> list[Section[Any]]:
     """Return what was named in any of the forms that can be offered, as sections."""
-    from weakincentives.prompt import MarkdownSection, Section, Tool
-    from weakincentives.runtime import ToolRegistry
-
     title = spec.rpartition(":")[2].replace("_", " ").capitalize()
     if not isinstance(found, Tool) and callable(found):
         return _as_sections(spec, _made(spec, found, session), session)
@@ -272,21 +267,11 @@ they ask for: all of it, and nothing beside it.
 
 
 def _section_policies(policy: PolicySettings) -> tuple[object, ...]:
-    from weakincentives.prompt import ReadBeforeWritePolicy
-
     return (ReadBeforeWritePolicy(),) if policy.read_before_write else ()
 
 
 def _policies(settings: Settings, ask: Ask) -> list[object]:
     """Return the rules for all tools; a person is asked last, about what the others allow."""
-    from weakincentives.prompt import (
-        ApprovalPolicy,
-        ProtectedPathsPolicy,
-        QuotaPolicy,
-        RateLimitPolicy,
-        SequentialDependencyPolicy,
-    )
-
     rules = settings.policy
     try:
         policies: list[object] = [ProtectedPathsPolicy(_protected(settings))]
@@ -358,21 +343,17 @@ def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
 
 
 def _nobody(request: ApprovalRequest) -> Approval:
-    from weakincentives.prompt import Approval
-
     return Approval(False, reason="nobody is here to be asked")
 
 
 def _reaches() -> Mapping[str, Reach | None]:
     """Return the reaches by how they are written; None is that of tools which state none."""
-    from weakincentives.prompt.tool import Reach
-
     stated: tuple[Reach, ...] = get_args(Reach)
     return {**{str(reach): reach for reach in stated}, "unstated": None}
 
 
 def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
-    """Refuse a rule about a tool that there is not: it would hold for nothing, and nobody knew."""
+    """Refuse a rule about an unknown tool: it would silently never apply."""
     rules = settings.policy
     known = suite_tools() | {tool.name for tool in offered}
     named = {
@@ -388,9 +369,8 @@ def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
                 continue
             if key == "policy.deny" and any(fnmatchcase(tool, name) for tool in known):
                 continue
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
-            raise Misuse(f"{key}: there is no tool {name!r}; {hint}")
+            near = hint(name, known, f"there are {', '.join(sorted(known))}", cutoff=0.5)
+            raise Misuse(f"{key}: there is no tool {name!r}; {near}")
 
 
 def suite_tools() -> set[str]:
@@ -410,31 +390,11 @@ def admit_code(settings: Settings) -> None:
 
     Raises Misuse where it is not approved as it is now, and nobody is here to be asked.
     """
-    trust_of(settings.workspace).admit(settings, _asked if is_interactive() else None)
-
-
-APPROVE = "Do you approve these files as they are now?"
-
-
-def is_interactive() -> bool:
-    """Tell whether somebody is at a terminal who can be asked."""
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
-
-
-def _asked(found: Sequence[Found]) -> bool:
-    """Show what would run in `wink` itself, and ask."""
-    import typer
-
-    from weakincentives.cli.view import harmless
-
-    typer.echo("These files decide what runs outside the sandbox. Review them first:", err=True)
-    for each in found:
-        typer.echo(f"  {harmless(each.name)}  ({each.state}, sha256 {each.digest[:16]})", err=True)
-    return typer.confirm(APPROVE, err=True)
+    trust_of(settings.workspace).admit(settings)
 
 
 def load_types(settings: Settings) -> None:
-    """Load what defines the values that a session may hold: one that is taken up needs them."""
+    """Load what defines the values that a session may hold: one that is resumed needs them."""
     admit_code(settings)
     for name in ("asteval", "digest", "planning", "podman", "file_values", "files"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
@@ -445,35 +405,4 @@ def load_types(settings: Settings) -> None:
 
 
 def _loaded(key: str, spec: str, settings: Settings) -> object:
-    """Return the object that ``module:object`` or ``file.py:object`` names."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise Misuse(f"{key}: {spec!r} is not module:object or file.py:object")
-    trust = trust_of(settings.workspace)
-    file = file_of(spec, settings.workspace)
-    if file is not None and not file.is_file():
-        raise Misuse(f"{key}: there is no file {file}")
-    try:
-        with trust.asking(_approving(spec, settings, trust)):
-            module = importlib.import_module(place) if file is None else trust.module(file)
-    except (Exception, SystemExit) as error:  # a program that is no module ends itself
-        raise Misuse(f"{key}: {place} cannot be loaded: {type(error).__name__}: {error}") from error
-    found: object = module
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise Misuse(f"{key}: {place} has no {name}{hint}") from None
-    return found
-
-
-def _approving(
-    spec: str, settings: Settings, trust: Trust
-) -> Callable[[Sequence[Found]], bool] | None:
-    """Return who decides about what a spec loads: whoever named it just now has decided."""
-    if spec not in settings.given:
-        return _asked if is_interactive() else None
-    trust.approve([Found(f"--policy {spec}", digest_of(b""), "new")])
-    return lambda found: True
+    return trust_of(settings.workspace).load(key, spec, settings)

@@ -16,12 +16,13 @@ from typing import Any
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
-from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.filesystem import Committed, Filesystem, HostFilesystem
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.saved import not_undone
 from weakincentives.runtime.session import Session, Snapshot
 from weakincentives.slices import SlicePolicy, slice_policy
 
@@ -229,7 +230,7 @@ class UndoTools:
             return ToolResult.error("Name a call or a checkpoint, not both")
         on_disk = _changed_on_disk(context)
         reaches = _reaches(context)
-        chosen = self._chosen(params, on_disk, reaches, context.session)
+        chosen = self._chosen(params, on_disk, reaches, context)
         if not chosen.undone:
             return ToolResult.error("Nothing has changed since: there is nothing to undo")
         ids = tuple(record.call_id for record in chosen.undone)
@@ -248,12 +249,12 @@ class UndoTools:
         params: UndoParams,
         on_disk: Mapping[str, object],
         reaches: Mapping[str, Reach | None],
-        session: Session,
+        context: ToolContext,
     ) -> _Chosen:
         """Return what is to be undone, or say why nothing can be."""
         later: list[ToolInvoked] = []
         checkpoints: dict[str, None] = {}
-        for record in _standing(session):
+        for record in _standing(context):
             value = record.result.value
             if isinstance(value, Checkpoint):
                 if value.name == params.checkpoint:
@@ -344,7 +345,7 @@ class UndoTools:
             return ToolResult.ok(History((), diff))
         on_disk = _changed_on_disk(context)
         calls: list[CallSummary] = []
-        undone: set[str] = set()
+        undone = _undone_on_disk(context)
         for record in islice(context.session[ToolInvoked].newest_first(), max(params.limit, 1)):
             calls.append(_summary(record, on_disk, undone))
             if isinstance(record.result.value, Undone):
@@ -362,14 +363,15 @@ def _reaches(context: ToolContext) -> dict[str, Reach | None]:
     return {name: offer.tool.reach for name, offer in rendered.offers.items()}
 
 
-def _standing(session: Session) -> Iterator[ToolInvoked]:
+def _standing(context: ToolContext) -> Iterator[ToolInvoked]:
     """Yield the calls that succeeded and were not undone, the newest first."""
     undone: set[str] = set()  # those that are still to come
-    for record in session[ToolInvoked].newest_first():
+    undone_on_disk = _undone_on_disk(context)
+    for record in context.session[ToolInvoked].newest_first():
         value = record.result.value
         if record.call_id in undone:
             undone.remove(record.call_id)
-        elif not (record.success and record.ran):
+        elif not (record.success and record.ran) or record.call_id in undone_on_disk:
             continue
         elif isinstance(value, Undone):
             undone.update(value.calls)
@@ -408,11 +410,20 @@ def _host_files(context: ToolContext) -> HostFilesystem | None:
     return files if isinstance(files, HostFilesystem) else None
 
 
+def _history_of(context: ToolContext) -> Sequence[Committed]:
+    files = _host_files(context)
+    return () if files is None else files.history()
+
+
 def _changed_on_disk(context: ToolContext) -> dict[str, tuple[str, ...]]:
     """Return the paths that calls have changed on disk, by call, the oldest first."""
-    files = _host_files(context)
-    history = () if files is None else files.history()
-    return {each.call_id: each.paths for each in history}
+    return {each.call_id: each.paths for each in _history_of(context)}
+
+
+def _undone_on_disk(context: ToolContext) -> set[str]:
+    """Return the calls whose changes to files are undone now: `wink undo` can do that, too."""
+    history = _history_of(context)
+    return {each.call_id for each in history} - not_undone(history)
 
 
 def _undo_files(calls: list[str], context: ToolContext) -> list[str]:
@@ -423,7 +434,7 @@ def _undo_files(calls: list[str], context: ToolContext) -> list[str]:
     try:
         return list(files.undo(*calls))
     except UndoRefused as error:
-        standing = {record.call_id for record in _standing(context.session)}
+        standing = {record.call_id for record in _standing(context)}
         ours = {record.call_id for record in context.session[ToolInvoked]}
         told: list[str] = []
         for path, others in sorted(error.paths.items()):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
 
-__all__ = ["SavedSession", "SavedSessionData"]
+__all__ = ["SavedSession", "SavedSessionData", "not_undone"]
 
 _logger = get_logger(__name__)
 
@@ -54,7 +54,7 @@ _UNKNOWN = (
 )
 
 
-def _not_undone(history: Sequence[Committed]) -> set[str]:
+def not_undone(history: Sequence[Committed]) -> set[str]:
     """Return the calls whose changes are in place: of a call that was undone and made again too."""
     live: set[str] = set()
     undone: set[str] = set()
@@ -225,7 +225,7 @@ class SavedSession:
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
         on_record = {r.call_id for r in self.session[ToolInvoked].all() if not r.suspended}
         asked = [call for said in self.session[Message].all() for call in said.tool_calls]
-        live = _not_undone(files.history())
+        live = not_undone(files.history())
         undone: list[str] = []
         for call in reversed(asked):  # the newest first: later changes may lie on earlier ones
             found = None if call.id in on_record else ledger.find(call.id)

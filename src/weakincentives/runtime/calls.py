@@ -1,39 +1,66 @@
-"""The calls of a workspace: what runs have on record, joined with what the directory can undo."""
+"""The calls of a workspace: what its runs have on record, joined with what the directory can undo.
+
+This only looks, and so works while an agent does. Values stay as the file has them: to show a call,
+none of the types that it used needs to be loaded.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from weakincentives.cli.misuse import Misuse
-from weakincentives.cli.runs import RunFile, find_run, runs_of
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
+from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
+from weakincentives.filesystem.store import Note, location_of
+from weakincentives.runtime.saved import SavedSessionData, not_undone
 
-if TYPE_CHECKING:
-    from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
-    from weakincentives.runtime import SavedSessionData
-
-__all__ = ["Call", "Calls", "Run", "plain"]
+__all__ = ["Call", "Calls", "Run", "new_run", "plain", "runs_of"]
 
 _RECORDS = "weakincentives.runtime.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
 _ENDS = "weakincentives.runtime.events:PromptExecuted"
+_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+_SUFFIX = ".jsonl"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True)
 class Run:
-    """A run, as far as it is on record."""
+    """A run, and the file that has its session."""
 
-    file: RunFile
-    data: SavedSessionData
+    path: Path
+
+    @property
+    def id(self) -> str:
+        return self.path.stem
+
+    @property
+    def mark(self) -> str:
+        """The letters at the end of the id: a name that is short enough to type."""
+        return self.id.rpartition("-")[2]
+
+    @property
+    def saved_at(self) -> float:
+        """When something was last added, in unix seconds; 0 for one that is gone."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @cached_property
+    def data(self) -> SavedSessionData:
+        """What is on record, as far as that can be read; raises SnapshotError if nothing can."""
+        return SavedSessionData.read(self.path, partly=True)
 
     @property
     def is_dry(self) -> bool:
@@ -46,17 +73,20 @@ class Run:
         return str(about.get("task") or about.get("title") or about.get("kind") or "")
 
     @property
-    def ending(self) -> str:
-        """Why its last conversation ended; empty while it goes on, or where it was broken off."""
-        ends = self.data.log.get(_ENDS, [])
-        said = self.data.log.get(_MESSAGES, [])
-        if not ends or (said and _fields(said[-1]).get("role") != "model"):
-            return ""
-        return str(_fields(ends[-1]).get("stop_reason", ""))
+    def has_ended(self) -> bool:
+        """Whether the model has finished, and nobody has spoken to it since."""
+        ends, messages = self._log(_ENDS), self._log(_MESSAGES)
+        is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
+        return is_over and bool(messages) and messages[-1].get("role") == "model"
+
+    @property
+    def turns(self) -> int:
+        """How often the model has spoken."""
+        messages = self._log(_MESSAGES)
+        return sum(each.get("role") == "model" and not each.get("depth") for each in messages)
 
     def calls(self) -> list[Call]:
         """Return its calls, oldest first."""
-        records = map(_fields, self.data.log.get(_RECORDS, []))
         calls = [
             Call(
                 call_id=str(record["call_id"]),
@@ -66,7 +96,7 @@ class Run:
                 number=number,
                 record=record,
             )
-            for number, record in enumerate(records, 1)
+            for number, record in enumerate(self._log(_RECORDS), 1)
             if "call_id" in record
         ]
         later: dict[str, Call] = {}
@@ -78,10 +108,39 @@ class Run:
 
     def answer_to(self, call_id: str) -> str | None:
         """Return what the model was answered to a call, where a model asked for it."""
-        for message in map(_fields, self.data.log.get(_MESSAGES, [])):
+        for message in self._log(_MESSAGES):
             if message.get("role") == "tool" and message.get("call_id") == call_id:
                 return str(plain(message["text"]))
         return None
+
+    def _log(self, kind: str) -> list[Mapping[str, Any]]:
+        return [_fields(value) for value in self.data.log.get(kind, ())]
+
+
+def new_run(store: Path) -> Run:
+    """Return a name and place for a run that begins now; ``store`` is ``HostFilesystem.store``."""
+    moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
+    mark = "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(3))
+    return Run(_folder(store) / f"{moment}-{mark}{_SUFFIX}")
+
+
+def runs_of(workspace: Path) -> tuple[Run, ...]:
+    """Return the runs of a workspace, oldest first. Opens nothing, so others may be at work.
+
+    Raises:
+        StoreRefused: It is not certain that this user wrote the store they are in.
+    """
+    store = location_of(workspace)
+    Note.read(store)
+    try:
+        names = sorted(os.listdir(_folder(store)))
+    except OSError:
+        return ()
+    return tuple(Run(_folder(store) / name) for name in names if name.endswith(_SUFFIX))
+
+
+def _folder(store: Path) -> Path:
+    return store / "runs"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,13 +161,18 @@ class Call:
     committed: Committed | None = None
     """What the directory can undo of it."""
     is_undone: bool = False
-    files: tuple[FileChange, ...] | None = None
-    """What it changed; None where that is not known."""
+    files: tuple[FileChange, ...] = ()
+    """What it changed, as far as that is known."""
 
     @property
     def name(self) -> str:
         """How a person can call it."""
-        return self.call_id if self.run is None else f"{self.run.file.mark}/{self.number}"
+        return self.call_id if self.run is None else f"{self.run.mark}/{self.number}"
+
+    @property
+    def undoes(self) -> tuple[str, ...]:
+        """The ids of the calls that it undid."""
+        return () if self.committed is None else tuple(self.committed.undoes)
 
     @property
     def result(self) -> Mapping[str, Any]:
@@ -124,7 +188,7 @@ class Call:
         if self.is_undone:
             return "undone"
         if self.committed is not None:
-            return "undo" if self.committed.undoes else "committed"
+            return "undo" if self.undoes else "committed"
         if self.record is None or self.record["success"]:
             # What it did became part of the call it is nested in.
             if self.outer is not None and self.outer.outcome not in ("ok", "committed"):
@@ -146,13 +210,11 @@ class Call:
 
 
 class Calls:
-    """The calls of a workspace. Looks only, and so works while an agent does."""
+    """The calls of a workspace."""
 
     def __init__(self, workspace: Path) -> None:
-        from weakincentives.filesystem import WorkspaceHistory
-
         self.workspace = workspace
-        self.history: WorkspaceHistory = WorkspaceHistory(workspace)
+        self.history = WorkspaceHistory(workspace)
 
     @cached_property
     def committed(self) -> dict[str, Committed]:
@@ -161,108 +223,66 @@ class Calls:
 
     @cached_property
     def undone(self) -> set[str]:
-        """The calls that were taken back, and are so still."""
-        found: set[str] = set()
-        for each in reversed(self.committed.values()):
-            if each.call_id not in found:  # an undo that was undone itself does not count
-                found.update(each.undoes)
-        return found
+        """The calls that were undone, and are so still."""
+        return self.committed.keys() - not_undone(self.history.calls())
 
-    def latest(self, count: int | None, run: RunFile | None = None) -> list[Call]:
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of the workspace, each read at most once."""
+        return runs_of(self.workspace)
+
+    @property
+    def newest_runs(self) -> list[Run]:
+        """The runs by when they were last at work: one can be resumed after a later one."""
+        return sorted(self.runs, key=lambda run: run.saved_at, reverse=True)
+
+    def of_run(self, run: Run) -> list[Call]:
+        """Return the calls of a run, oldest first; raises SnapshotError if it cannot be read."""
+        return self._joined(run.calls())
+
+    def latest(self, count: int | None, run: Run | None = None) -> list[Call]:
         """Return the newest calls, oldest first, with what they changed; all where None."""
         found: list[Call] = []
-        for each in self._newest_first() if run is None else [run]:
+        for each in self.newest_runs if run is None else [run]:
             newest = sorted(call.time for call in found)[-count:] if count else []
             if newest and len(newest) == count and newest[0] >= each.saved_at:
                 break
-            found += [call for read in _read([each]) for call in self._joined(read.calls())]
+            found += self._joined(_readable_calls([each]))
         if run is None:
             found += self._without_a_run(found)
         found.sort(key=lambda call: (call.time, call.number))
-        found = found[-count:] if count else found
-        self._fill_in(found)
-        return found
+        return self.with_files(found[-count:] if count else found)
 
-    def _newest_first(self) -> list[RunFile]:
-        """Return the runs by when they were last at work: one can be taken up after a later one."""
-        return sorted(runs_of(self.workspace), key=lambda run: run.saved_at, reverse=True)
+    def changed(self) -> list[Call]:
+        """Return the calls that changed files and can be undone, oldest first."""
+        records = {call.call_id: call for call in _readable_calls(self.runs)}
+        return self._joined(
+            records.get(call_id) or _unrecorded(each) for call_id, each in self.committed.items()
+        )
 
-    def find(self, wanted: str) -> Call:
-        """Return the call that is meant: an id, RUN/N, or N of the last run; else raises Misuse."""
-        run, slash, number = wanted.rpartition("/")
-        if slash and number.isdecimal():
-            return self._numbered(find_run(self.workspace, run), number)
-        runs = self._newest_first()
-        if wanted.isdecimal() and runs:
-            return self._numbered(runs[0], wanted)
-        for each in _read(runs):
-            for call in self._joined(each.calls()):
-                if call.call_id == wanted:
-                    self._fill_in([call])
-                    return call
-        if wanted in self.committed:
-            call = self._of(self.committed[wanted])
-            self._fill_in([call])
-            return call
-        raise Misuse(f"there is no call {wanted!r} in {self.workspace}; `wink log` lists them")
-
-    def damage(self) -> Iterator[str]:
-        """Yield a sentence for each record that cannot be read; what is shown is the rest."""
-        yield from self.history.damaged()
-        yield from self.damaged_runs()
-
-    def damaged_runs(self) -> Iterator[str]:
-        """Yield a sentence for each run whose file cannot be read to its end."""
-        for run in runs_of(self.workspace):
-            try:
-                if damage := run.read(partly=True).damage:
-                    yield f"{damage}: what follows in it is not shown"
-            except (OSError, SnapshotError) as error:
-                if run.saved_size:
-                    yield str(error)
+    def by_id(self, call_id: str) -> Call | None:
+        """Return the call with this id, if there is one."""
+        for call in self._joined(_readable_calls(self.newest_runs)):
+            if call.call_id == call_id:
+                return call
+        committed = self.committed.get(call_id)
+        return None if committed is None else self._joined([_unrecorded(committed)])[0]
 
     def names(self) -> dict[str, str]:
         """Return how a person can call each of the calls that changed files, by id."""
         return {call.call_id: call.name for call in self.changed()}
 
-    def changed(self) -> list[Call]:
-        """Return the calls that changed files and can be undone, oldest first."""
-        records = {
-            call.call_id: call for run in _read(runs_of(self.workspace)) for call in run.calls()
-        }
-        found = [records.get(call_id) or self._of(each) for call_id, each in self.committed.items()]
-        return self._joined(found)
+    def damage(self) -> Iterator[str]:
+        """Yield a sentence for each run whose file cannot be read to its end."""
+        for run in self.runs:
+            try:
+                if run.data.damage:
+                    yield f"{run.data.damage}: what follows in it is not shown"
+            except (OSError, SnapshotError) as error:
+                if run.path.exists() and run.path.stat().st_size:  # else it has only begun
+                    yield str(error)
 
-    def _numbered(self, run: RunFile, number: str) -> Call:
-        try:
-            calls = self._joined(Run(run, run.read(partly=True)).calls())
-        except (OSError, SnapshotError) as error:
-            raise Misuse(f"the run {run.id} cannot be read: {error}") from error
-        for call in calls:
-            if str(call.number) == number:
-                self._fill_in([call])
-                return call
-        raise Misuse(f"the run {run.id} has {len(calls)} calls; there is no call {number}")
-
-    def _joined(self, calls: list[Call]) -> list[Call]:
-        for call in calls:
-            call.committed = self.committed.get(call.call_id)
-            call.is_undone = call.call_id in self.undone
-        return calls
-
-    def _of(self, committed: Committed) -> Call:
-        call = Call(call_id=committed.call_id, tool=committed.tool, time=committed.time)
-        return self._joined([call])[0]
-
-    def _without_a_run(self, calls: list[Call]) -> Iterator[Call]:
-        """Yield what was done by others: programs that keep no run, people who undid something."""
-        known = {call.call_id for call in calls}
-        oldest = min((call.time for call in calls), default=0.0)
-        for call_id, committed in self.committed.items():
-            if call_id not in known and committed.time >= oldest:
-                yield self._of(committed)
-
-    def _fill_in(self, calls: Iterable[Call]) -> None:
+    def with_files(self, calls: list[Call]) -> list[Call]:
         """Find out what calls changed, from the newest on, as far back as is needed."""
         wanted = {call.call_id: call for call in calls if call.committed is not None}
         for changes in self.history.changes() if wanted else ():
@@ -271,14 +291,39 @@ class Calls:
                 call.files = changes.files
             if not wanted:
                 break
+        return calls
+
+    def _joined(self, calls: Iterable[Call]) -> list[Call]:
+        calls = list(calls)
+        for call in calls:
+            call.committed = self.committed.get(call.call_id)
+            call.is_undone = call.call_id in self.undone
+        return calls
+
+    def _without_a_run(self, calls: list[Call]) -> list[Call]:
+        """Return what was done by others: programs that keep no run, people who undid something."""
+        known = {call.call_id for call in calls}
+        oldest = min((call.time for call in calls), default=0.0)
+        return self._joined(
+            _unrecorded(each)
+            for each in self.committed.values()
+            if each.call_id not in known and each.time >= oldest
+        )
 
 
-def _read(runs: Iterable[RunFile]) -> Iterator[Run]:
+def _unrecorded(committed: Committed) -> Call:
+    return Call(call_id=committed.call_id, tool=committed.tool, time=committed.time)
+
+
+def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:
     for run in runs:
         try:
-            yield Run(run, run.read(partly=True))
+            yield from run.calls()
         except (OSError, SnapshotError):
             continue  # it has only begun, or is none of ours
+
+
+# Frozen values
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
