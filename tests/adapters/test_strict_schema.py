@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire import strict_problems
 
-from weakincentives.adapters.strict_schema import strict_schema, without_nulls
+from weakincentives.adapters.schema import strict_schema, without_nulls
 from weakincentives.serde import dump, parse, schema
 
 

@@ -6,7 +6,7 @@ from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
     from weakincentives.adapters.base import Adapter
-    from weakincentives.adapters.claude_agent_sdk import ClaudeAgentSDKAdapter
+    from weakincentives.adapters.claude import ClaudeAgentSDKAdapter
     from weakincentives.adapters.litellm import LiteLLMAdapter
     from weakincentives.adapters.local import LocalAdapter, LocalModel
     from weakincentives.adapters.openai import OpenAIAdapter
@@ -65,7 +65,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
         __name__,
         {
             "base": ["Adapter"],
-            "claude_agent_sdk": ["ClaudeAgentSDKAdapter"],
+            "claude": ["ClaudeAgentSDKAdapter"],
             "litellm": ["LiteLLMAdapter"],
             "local": ["LocalAdapter", "LocalModel"],
             "openai": ["OpenAIAdapter"],

@@ -13,10 +13,9 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from weakincentives.adapters.base import Adapter
-from weakincentives.adapters.chat_format import WANTED_BACK, ChatPieces, chat_body, read_chat
 from weakincentives.adapters.failures import Provider
-from weakincentives.adapters.forms import Forms, OutputForm, in_whole_characters
-from weakincentives.adapters.per_loop import PerLoop
+from weakincentives.adapters.openai import WANTED_BACK, PerLoop, chat_body, chat_turn
+from weakincentives.adapters.schema import Forms, OutputForm, in_whole_characters
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 
@@ -80,27 +79,16 @@ class LiteLLMAdapter(Adapter):
                 body[name] = copy.deepcopy(body[name])
         if forms.request.timeout is not None:
             body["timeout"] = forms.request.timeout
-        if forms.request.on_text is None:
-            answer = await self._litellm.acompletion(**body)
-            return read_chat(forms, _with_refusal(_plain(answer)))
-        return await self._streamed(forms, body)
+        create = self._litellm.acompletion
+        return await chat_turn(self._provider, forms, create, body, _plain, self._completed)
 
-    async def _streamed(self, forms: Forms, body: dict[str, Any]) -> ModelTurn:
-        on_text = forms.request.on_text
-        assert on_text is not None
-        counted = {"stream_options": {"include_usage": True}, **body}
-        pieces, chunks = ChatPieces(), list[Any]()
-        async for chunk in await self._litellm.acompletion(**counted, stream=True):
-            chunks.append(chunk)
-            on_text(pieces.add(_plain(chunk)))
-        if not pieces.is_finished:
-            raise self._provider.unfinished()
-        whole = pieces.completion()
-        # How the rest of a message comes in pieces depends on the provider: LiteLLM knows.
-        built = _plain(self._litellm.stream_chunk_builder(chunks))["choices"][0]["message"]
-        message = whole["choices"][0]["message"]
-        message.update({name: built.get(name) for name in WANTED_BACK})
-        return read_chat(forms, _with_refusal(whole))
+    def _completed(self, whole: dict[str, Any], chunks: list[Any]) -> dict[str, Any]:
+        if chunks:
+            # How the rest of a message comes in pieces depends on the provider: LiteLLM knows.
+            built = _plain(self._litellm.stream_chunk_builder(chunks))["choices"][0]["message"]
+            rest = {name: built.get(name) for name in WANTED_BACK}
+            whole["choices"][0]["message"].update(rest)
+        return _with_refusal(whole)
 
 
 def _plain(answer: Any) -> dict[str, Any]:

@@ -20,15 +20,13 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 from weakincentives.adapters.failures import Provider
-from weakincentives.adapters.forms import Form, Forms, arguments_of
 from weakincentives.adapters.local_server import SETTINGS
-from weakincentives.adapters.openai import OpenAIAdapter
-from weakincentives.adapters.per_loop import PerLoop
+from weakincentives.adapters.openai import OpenAIAdapter, PerLoop
+from weakincentives.adapters.schema import Form, Forms, arguments_of
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.ours import source_of
 from weakincentives.runtime.conversation import Message, ModelTurn
@@ -121,12 +119,7 @@ class LocalModel:
     def __enter__(self) -> LocalModel:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _settings(self) -> str:

@@ -1,36 +1,60 @@
-"""OpenAI's models, and every server that speaks the same format, over OpenAI's own client."""
+"""OpenAI's models, and every server that speaks the same format, over OpenAI's own client.
+
+The chat completions format is also what LiteLLM speaks to every other provider.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary, finalize
 
 from weakincentives.adapters.base import Adapter
-from weakincentives.adapters.chat_format import ChatPieces, chat_body, read_chat
 from weakincentives.adapters.failures import Provider
-from weakincentives.adapters.forms import Forms, OutputForm, in_whole_characters
-from weakincentives.adapters.per_loop import PerLoop
-from weakincentives.adapters.responses_format import (
-    Failure,
-    ResponseEvent,
-    read_response,
-    responses_body,
+from weakincentives.adapters.schema import (
+    Form,
+    Forms,
+    OutputForm,
+    arguments_of,
+    in_whole_characters,
+    tokens,
 )
-from weakincentives.errors import MissingExtra, ProviderRejected
-from weakincentives.runtime.conversation import ModelRequest, ModelTurn
+from weakincentives.call import ToolCall
+from weakincentives.errors import MissingExtra, ParseError, ProviderRejected
+from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 from weakincentives.serde import parse
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["OpenAIAdapter"]
+__all__ = ["WANTED_BACK", "OpenAIAdapter", "PerLoop", "chat_body", "chat_turn"]
+
+T = TypeVar("T")
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _TEXT_EVENTS = frozenset({"response.output_text.delta", "response.refusal.delta"})
 _LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_STOP_REASONS: Mapping[str | None, StopReason] = {
+    "length": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "content_filter": "refusal",
+}
+WANTED_BACK = (
+    "reasoning_content",
+    "reasoning",
+    "reasoning_details",
+    "thinking_blocks",
+    "extra_content",
+    "provider_specific_fields",
+)
+"""What providers put beside a message or a call, and want to see again with it."""
 
 
 class OpenAIAdapter(Adapter):
@@ -103,36 +127,17 @@ class OpenAIAdapter(Adapter):
     async def __aenter__(self) -> OpenAIAdapter:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    # Chat completions
 
     async def _chat(self, client: AsyncOpenAI, forms: Forms) -> ModelTurn:
         body = chat_body(forms, self._options) | self._to_send(forms)
         create = cast("Any", client.chat.completions.create)
-        on_text = forms.request.on_text
-        if on_text is None:
-            return read_chat(forms, _plain(await create(**body)))
-        counted = {"stream_options": {"include_usage": True}, **body}
-        pieces = ChatPieces()
-        async with await create(**counted, stream=True) as stream:
-            async for chunk in stream:
-                on_text(pieces.add(_plain(chunk)))
-        if not pieces.is_finished:
-            raise self._provider.unfinished()
-        return read_chat(forms, pieces.completion())
+        return await chat_turn(self._provider, forms, create, body, _plain)
 
     def _to_send(self, forms: Forms) -> dict[str, Any]:
         timeout = forms.request.timeout
         return {"model": self.model, **({} if timeout is None else {"timeout": timeout})}
-
-    # Responses
 
     async def _responses(self, client: AsyncOpenAI, forms: Forms) -> ModelTurn:
         import openai
@@ -147,7 +152,7 @@ class OpenAIAdapter(Adapter):
         return await self._respond(client, forms)
 
     async def _respond(self, client: AsyncOpenAI, forms: Forms) -> ModelTurn:
-        body = responses_body(forms, self._options) | self._to_send(forms)
+        body = _responses_body(forms, self._options) | self._to_send(forms)
         if self._asks_for_reasoning and not body["store"]:
             body["include"] = [*body.get("include", ()), _ENCRYPTED]
         create = cast("Any", client.responses.create)
@@ -155,9 +160,9 @@ class OpenAIAdapter(Adapter):
             data = _plain(await create(**body))
         else:
             data = await self._streamed(await create(**body, stream=True), forms.request.on_text)
-        answer = read_response(forms, data)
-        if isinstance(answer, Failure):
-            raise self._failed(answer)
+        answer = _read_response(forms, data)
+        if isinstance(answer, _Failure):
+            raise self._provider.failed(answer.code, answer.message or "")
         return answer
 
     async def _streamed(self, stream: Any, on_text: Callable[[str], None]) -> object:
@@ -165,19 +170,16 @@ class OpenAIAdapter(Adapter):
         whole: object = None
         async with stream:
             async for each in stream:
-                event = parse(ResponseEvent, _plain(each), extra="ignore")
+                event = _read(_Event, _plain(each))
                 if event.type in _TEXT_EVENTS:
                     on_text(str(event.delta))
                 elif event.type == "error":
-                    raise self._failed(event)
+                    raise self._provider.failed(event.code, event.message or "")
                 elif event.type in _LAST_EVENTS:
                     whole = event.response
         if whole is None:
             raise self._provider.unfinished()
         return whole
-
-    def _failed(self, failure: Failure) -> Exception:
-        return self._provider.failed(failure.code, failure.message or "")
 
 
 def _key(given: str | None, base_url: str | None) -> str:
@@ -205,3 +207,420 @@ def _plain(answer: Any) -> object:
     if isinstance(answer, openai.BaseModel):
         return in_whole_characters(answer.to_dict(mode="json", warnings=False))
     return answer
+
+
+# The chat completions format
+
+
+def chat_body(forms: Forms, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request; the options may offer tools that the provider runs."""
+    system = {"role": "system", "content": forms.system}
+    messages = [system, *map(_chat_message, forms.request.messages)]
+    body = {**options, "messages": in_whole_characters(messages)}
+    tools = [*options.get("tools", ()), *map(_chat_function, forms.tools.values())]
+    if tools:
+        body["tools"] = tools
+    if forms.answer is not None:
+        form = {"name": forms.answer.name, "schema": forms.answer.schema}
+        strict = {"strict": forms.answer.is_strict}
+        body["response_format"] = {"type": "json_schema", "json_schema": form | strict}
+    return body
+
+
+def _chat_function(form: Form) -> dict[str, Any]:
+    function = {"name": form.name, "description": form.description, "parameters": form.schema}
+    # Only said where it is so: some servers do not know it.
+    return {"type": "function", "function": function | ({"strict": True} if form.is_strict else {})}
+
+
+def _chat_message(message: Message) -> dict[str, Any]:
+    if message.role == "user":
+        return {"role": "user", "content": message.text}
+    if message.role == "tool":
+        return {"role": "tool", "tool_call_id": message.call_id, "content": message.text}
+    kept: Any = _wire_of(message, "chat") or {"chat": {}, "calls": []}
+    made: dict[str, Any] = {"role": "assistant", "content": message.text, **kept["chat"]}
+    if message.tool_calls:
+        made["content"] = message.text or None
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments_of(call)},
+                **(kept["calls"][n] if n < len(kept["calls"]) else {}),
+            }
+            for n, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _wire_of(message: Message, api: str) -> Any:
+    """Return what the provider wants back; another adapter's message has nothing of the kind."""
+    wire: Any = message.wire
+    is_ours = isinstance(wire, Mapping) and api in cast("Mapping[str, Any]", wire)
+    return wire if is_ours else None
+
+
+async def chat_turn(
+    provider: Provider,
+    forms: Forms,
+    create: Callable[..., Awaitable[Any]],
+    body: Mapping[str, Any],
+    plain: Callable[[Any], Any],
+    completed: Callable[[dict[str, Any], list[Any]], dict[str, Any]] = lambda data, chunks: data,
+) -> ModelTurn:
+    """Ask for a turn, in pieces where somebody listens.
+
+    ``plain`` makes a dict of what the library returns. ``completed`` gets the whole answer, and the
+    pieces that it came in, and may add to it.
+    """
+    on_text = forms.request.on_text
+    if on_text is None:
+        return _read_chat(forms, completed(plain(await create(**body)), []))
+    counted = {"stream_options": {"include_usage": True}, **body}
+    stream = await create(**counted, stream=True)
+    pieces, chunks = _ChatPieces(), list[Any]()
+    try:
+        async for chunk in stream:
+            chunks.append(chunk)
+            on_text(pieces.add(plain(chunk)))
+    finally:
+        await (getattr(stream, "aclose", None) or stream.close)()
+    if pieces.finish_reason is None:
+        raise provider.unfinished()
+    return _read_chat(forms, completed(pieces.completion(), chunks))
+
+
+@dataclass(frozen=True)
+class _Function:
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: _Function | None = None
+    id: str | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class _Said:
+    content: str | None = None
+    refusal: str | None = None
+    tool_calls: tuple[_Call, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    message: _Said | None = None
+    delta: _Said | None = None
+    """A piece of the message, in a stream."""
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Usage:
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class _Completion:
+    choices: tuple[_Choice, ...] = ()
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+def _read_chat(forms: Forms, data: Any) -> ModelTurn:
+    """Return an answer as a turn, or raise a ParseError that says what is wrong with it."""
+    completion = _read(_Completion, data)
+    choice = completion.choices[0] if completion.choices else _Choice()
+    answer, usage = choice.message or _Said(), completion.usage or _Usage()
+    made = [(each.function or _Function(), each.id) for each in answer.tool_calls or ()]
+    if choice.message is None or any(function.name is None for function, _ in made):
+        expected = "Required field. Expected a message, with the name of each function it calls"
+        raise ParseError("The answer is not complete", {"choices": expected})
+    calls = tuple(forms.call(str(each.name), each.arguments, id_) for each, id_ in made)
+    reason = _STOP_REASONS.get(choice.finish_reason, "tool_use" if calls else "end_turn")
+    text = answer.content or ""
+    return ModelTurn(
+        text=answer.refusal or (text if calls else forms.final_text(text)),
+        tool_calls=calls,
+        stop_reason="refusal" if answer.refusal else reason,
+        usage=tokens(usage.prompt_tokens, usage.completion_tokens),
+        model=completion.model or "",
+        wire=_chat_wire(data["choices"][0]["message"]),
+    )
+
+
+def _chat_wire(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    beside = _beside(message)
+    beside_calls = [_beside(call) for call in message.get("tool_calls") or ()]
+    return {"chat": beside, "calls": beside_calls} if beside or any(beside_calls) else None
+
+
+def _beside(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in WANTED_BACK if _says_something(given.get(name))}
+
+
+def _says_something(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_says_something, cast("Mapping[str, Any]", value).values()))
+    return bool(value)
+
+
+@dataclass(slots=True)
+class _ChatPieces:
+    """Puts the pieces of an answer together, as if it had come at once."""
+
+    finish_reason: str | None = None
+    _message: dict[str, Any] = field(default_factory=dict[str, Any])
+    _calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _about: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def add(self, data: Any) -> str:
+        """Take a piece; return the text in it, or raise a ParseError for one that is none."""
+        chunk = _read(_Completion, data)
+        self._about |= {name: data[name] for name in ("model", "usage") if data.get(name)}
+        if not chunk.choices:  # about the request, or its cost
+            return ""
+        choice = chunk.choices[0]
+        if choice.finish_reason:  # some servers send an empty one with every piece
+            self.finish_reason = choice.finish_reason
+        if choice.delta is None:
+            return ""
+        raw = data["choices"][0]["delta"]
+        _merge(self._message, raw, {"content", "refusal", *WANTED_BACK})
+        for n, piece in enumerate(choice.delta.tool_calls or ()):
+            self._add_call(piece, raw["tool_calls"][n])
+        return choice.delta.content or choice.delta.refusal or ""
+
+    def _add_call(self, piece: _Call, raw: Mapping[str, Any]) -> None:
+        # Some servers count every call as the first, or do not count: then a new id begins one.
+        same = [call for call in self._calls if call["index"] == piece.index]
+        if not same or (piece.id and piece.id != same[-1]["id"]):
+            empty = {"name": "", "arguments": ""}
+            self._calls.append({"index": piece.index, "id": piece.id, "function": empty})
+            same = self._calls
+        call, function = same[-1], piece.function or _Function()
+        _merge(call, raw, set(WANTED_BACK))
+        arguments = function.arguments or ""
+        call["function"]["name"] = call["function"]["name"] or function.name or ""
+        call["function"]["arguments"] += (
+            arguments if isinstance(arguments, str) else json.dumps(arguments)
+        )
+
+    def completion(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        message = {**self._message, "tool_calls": self._calls}
+        choice = {"message": message, "finish_reason": self.finish_reason}
+        return {**self._about, "choices": [choice]}
+
+
+def _merge(whole: dict[str, Any], piece: Mapping[str, Any], names: set[str]) -> None:
+    """Add a piece: texts and lists go on, anything else is replaced."""
+    for name in names & piece.keys():
+        old, new = whole.get(name), piece[name]
+        if isinstance(old, str | list) and type(new) is type(cast("object", old)):
+            whole[name] = cast("Any", old) + new
+        elif new is not None:
+            whole[name] = new
+
+
+# The format of the responses API
+
+
+def _responses_body(forms: Forms, options: Mapping[str, Any]) -> dict[str, Any]:
+    items = [item for message in forms.request.messages for item in _items(message)]
+    body = {"store": False, **options}
+    body |= {"instructions": forms.system, "input": in_whole_characters(items)}
+    tools = [*options.get("tools", ()), *map(_function, forms.tools.values())]
+    if tools:
+        body["tools"] = tools
+    if forms.answer is not None:
+        form = {"type": "json_schema", "name": forms.answer.name, "schema": forms.answer.schema}
+        strict = {"strict": forms.answer.is_strict}
+        body["text"] = {**options.get("text", {}), "format": form | strict}
+    return body
+
+
+def _function(form: Form) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": form.name,
+        "description": form.description,
+        "parameters": form.schema,
+        "strict": form.is_strict,
+    }
+
+
+def _items(message: Message) -> Iterator[dict[str, Any]]:
+    if message.role == "user":
+        yield {"role": "user", "content": message.text}
+    elif message.role == "tool":
+        yield {"type": "function_call_output", "call_id": message.call_id, "output": message.text}
+    elif (wire := _wire_of(message, "responses")) is not None:
+        # As they came, reasoning included; calls under our ids.
+        calls = iter(message.tool_calls)
+        for item in wire["responses"]:
+            yield {**item, **_call(next(calls))} if item["type"] == "function_call" else item
+    else:
+        if message.text or not message.tool_calls:
+            yield {"role": "assistant", "content": message.text}
+        yield from map(_call, message.tool_calls)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = arguments_of(call)
+    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments}
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a provider says of a failure, in an answer or in a stream."""
+
+    code: str | int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True)
+class _Event(_Failure):
+    """One event of a stream; only some say something to us."""
+
+    type: str = ""
+    delta: Any = None
+    response: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Incomplete:
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Response:
+    output: tuple[dict[str, Any], ...]
+    status: str | None = None
+    error: _Failure | None = None
+    incomplete_details: _Incomplete | None = None
+    model: str | None = None
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True)
+class _FunctionCall:
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    content: tuple[_Part, ...]
+
+
+def _read_response(forms: Forms, data: Any) -> ModelTurn | _Failure:
+    """Return an answer as a turn, or what the provider says of its failure.
+
+    What does not fit the format raises a ParseError.
+    """
+    response = _read(_Response, data)
+    if response.status in {"failed", "cancelled"}:
+        return response.error or _Failure(message=response.status)
+    items = [item for item in response.output if "type" in item]
+    made = [_read(_FunctionCall, each) for each in items if each["type"] == "function_call"]
+    calls = tuple(forms.call(each.name, each.arguments, each.call_id) for each in made)
+    said = [_read(_Parts, item) for item in items if item["type"] == "message"]
+    parts = [part for each in said for part in each.content]
+    text = "".join(part.text or "" for part in parts)
+    refusal = "".join(part.refusal or "" for part in parts)
+    incomplete, usage = response.incomplete_details or _Incomplete(), response.usage or _Usage()
+    reason = _STOP_REASONS.get(incomplete.reason, "tool_use" if calls else "end_turn")
+    return ModelTurn(
+        text=refusal or (text if calls else forms.final_text(text)),
+        tool_calls=calls,
+        stop_reason="refusal" if refusal else reason,
+        usage=tokens(usage.input_tokens, usage.output_tokens),
+        model=response.model or "",
+        wire={"responses": items},
+    )
+
+
+def _read(kind: type[T], data: object) -> T:
+    return parse(kind, data, extra="ignore")
+
+
+# Clients
+
+_Open: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[T, AsyncGenerator[T, None]]]
+
+
+class PerLoop(Generic[T]):
+    """One thing for each event loop; closed when the loop ends, or when this is dropped."""
+
+    def __init__(self, make: Callable[[], T], close: Callable[[T], Awaitable[object]]) -> None:
+        self._make = make
+        self._close = close
+        self._lock = threading.Lock()
+        self._open: _Open[T] = WeakKeyDictionary()
+        # It holds what is open, too: sockets that are dropped with this would not be closed first.
+        finalize(self, _close_all, self._open).atexit = False
+
+    async def here(self) -> T:
+        """Return that of the running loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            found = self._open.get(loop)
+        if found is not None:
+            return found[0]
+        keeper = _closed_with_the_loop(self._make(), self._close)
+        made = await anext(keeper)
+        with self._lock:
+            for ended in [each for each in self._open if each.is_closed()]:
+                del self._open[ended]
+            self._open[loop] = made, keeper
+        return made
+
+    async def close_here(self) -> None:
+        """Close that of the running loop, if there is one."""
+        with self._lock:
+            found = self._open.pop(asyncio.get_running_loop(), None)
+        if found is not None:
+            await found[1].aclose()
+
+
+async def _closed_with_the_loop(
+    made: T, close: Callable[[T], Awaitable[object]]
+) -> AsyncGenerator[T, None]:
+    """Keep something open until its loop ends.
+
+    Nobody is told when a loop ends; but it closes the generators that are still open in it.
+    """
+    try:
+        yield made
+    finally:
+        await close(made)
+
+
+def _close_all(open_in: _Open[T]) -> None:
+    for loop, (_, keeper) in list(open_in.items()):
+        with suppress(RuntimeError):  # the loop has ended, and closed it
+            loop.call_soon_threadsafe(_close_soon, loop, keeper)
+
+
+def _close_soon(loop: asyncio.AbstractEventLoop, keeper: AsyncGenerator[T, None]) -> None:
+    loop.create_task(_finish(keeper))
+
+
+async def _finish(keeper: AsyncGenerator[T, None]) -> None:
+    await keeper.aclose()

@@ -56,7 +56,7 @@ def record(adapter: Adapter, path: str | Path) -> Adapter:
     Each line is written whole and at once: what a run that was killed has left can be replayed.
     One run at a time; several in a row go into one file.
     """
-    return _RecordingAdapter(adapter, Path(path))
+    return _RecordingAdapter(adapter, _File(Path(path), adapter.name))
 
 
 def replay(path: str | Path, *, strict: bool = False) -> ReplayAdapter:
@@ -95,64 +95,50 @@ class Divergence:
 
 
 class _RecordingAdapter(Adapter):
-    """Passes on what another adapter answers, and writes it down."""
+    """Passes on what another adapter answers, or one run of it, and writes it down."""
 
-    def __init__(self, adapter: Adapter, path: Path) -> None:
-        self.name = adapter.name
-        self.needs_loop = adapter.needs_loop
-        self.provider_tools = adapter.provider_tools
-        self._adapter = adapter
-        self._recording = _Recording(path, adapter.name)
+    def __init__(self, asked: Model, file: _File) -> None:
+        self.name = asked.name
+        self.model = getattr(asked, "model", None)
+        """What telemetry names."""
+        self.needs_loop = asked.needs_loop
+        self.provider_tools = asked.provider_tools
+        self._asked = asked
+        self._file = file
 
     def begin_run(self) -> Model:
-        return _RecordedRun(self._adapter.begin_run(), self._recording)
+        return _RecordingAdapter(cast("Adapter", self._asked).begin_run(), self._file)
+
+    async def end_run(self) -> None:
+        await self._asked.end_run()
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
-        return await self._recording.complete(self._adapter, request)
+        file = self._file
+        file.watch = _watching(file.watch, request, file.on_calls)
+        asked = file.watch.asked(request)
+        try:
+            turn = await self._asked.complete(request)
+        except ProviderError as error:
+            file.write({"asked": asked, "error": _error_to_json(error)})
+            raise
+        file.write({"asked": asked, "turn": asdict(turn)})
+        return turn
 
 
-class _RecordedRun:
-    """What is asked in one run of an adapter that is recorded."""
-
-    def __init__(self, model: Model, recording: _Recording) -> None:
-        self.name = model.name
-        self.model = getattr(model, "model", None)
-        """What telemetry names."""
-        self.needs_loop = model.needs_loop
-        self.provider_tools = model.provider_tools
-        self.end_run = model.end_run
-        self._model = model
-        self._recording = recording
-
-    async def complete(self, request: ModelRequest) -> ModelTurn:
-        return await self._recording.complete(self._model, request)
-
-
-class _Recording:
-    """The file, and what is written to it."""
+class _File:
+    """Where a recording is written to, and the run that it is about."""
 
     def __init__(self, path: Path, adapter: str) -> None:
         self._path = path
-        self._watch: _Watch | None = None
+        self.watch: _Watch | None = None
         # Never over what is there, which may be another recording; and only the owner may read it.
         path.touch(mode=0o600, exist_ok=False)
-        self._write({"wink_recording": 1, "adapter": adapter})
+        self.write({"wink_recording": 1, "adapter": adapter})
 
-    async def complete(self, model: Model, request: ModelRequest) -> ModelTurn:
-        self._watch = _watching(self._watch, request, self._on_calls)
-        asked = self._watch.asked(request)
-        try:
-            turn = await model.complete(request)
-        except ProviderError as error:
-            self._write({"asked": asked, "error": _error_to_json(error)})
-            raise
-        self._write({"asked": asked, "turn": asdict(turn)})
-        return turn
+    def on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
+        self.write({"calls": [*calls], "seen": seen})
 
-    def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
-        self._write({"calls": [*calls], "seen": seen})
-
-    def _write(self, line: Mapping[str, object]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, default=dump) + "\n"
         # Appended in one write: a kill can only cost the end of the last line.
         with self._path.open("ab", buffering=0) as file:
@@ -307,7 +293,9 @@ class _Watch:
     def asked(self, request: ModelRequest) -> Seen:
         """Return what a request says that the one before did not."""
         self._conversation = request.messages[-1].conversation
-        seen = {f"message {n}": _steady_text(text) for n, text in enumerate(_said(request), 1)}
+        new = takewhile(lambda message: message.role != "model", reversed(request.messages))
+        said = [message.text for message in new if message.role == "user"][::-1]
+        seen = {f"message {n}": _steady_text(text) for n, text in enumerate(said, 1)}
         return {**seen, **self._offered(request.prompt), **self._changes()}
 
     def _offered(self, rendered: RenderedPrompt) -> Seen:
@@ -353,20 +341,11 @@ class _Watch:
             if text:
                 name = f"slice {kind.__qualname__}"
                 seen[name] = _short(seen.get(name, "") + text)
-        return {**seen, **self._changed_files()}
-
-    def _changed_files(self) -> Seen:
-        files = self._files
-        if files is None:
-            return {}
-        before, self._before = self._before, files.snapshot()
-        return {f"file {path}": _content(files, path) for path in files.changed_since(before)}
-
-
-def _said(request: ModelRequest) -> list[str]:
-    """Return what the user said since the model's last turn."""
-    new = takewhile(lambda message: message.role != "model", reversed(request.messages))
-    return [message.text for message in new if message.role == "user"][::-1]
+        if (files := self._files) is not None:
+            earlier, self._before = self._before, files.snapshot()
+            changed = files.changed_since(earlier)
+            seen |= {f"file {path}": _content(files, path) for path in changed}
+        return seen
 
 
 def _numbers(session: Session, conversation: str) -> dict[str, int]:
@@ -494,7 +473,7 @@ def _turn_from_json(data: dict[str, Any]) -> ModelTurn:
     return ModelTurn(**data)
 
 
-_ERRORS: dict[str, type[ProviderError]] = {
+_ERRORS = {
     kind.__name__: kind
     for kind in (
         ProviderError, ProviderThrottled, ProviderUnavailable, ProviderRejected, MalformedResponse,
@@ -504,14 +483,9 @@ _ERRORS: dict[str, type[ProviderError]] = {
 
 def _error_to_json(error: ProviderError) -> dict[str, Any]:
     kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
-    return {
-        "kind": kind,
-        "message": str(error),
-        "code": error.code,
-        "retry_after": error.retry_after,
-    }
+    about = {"code": error.code, "retry_after": error.retry_after}
+    return {"kind": kind, "message": str(error), **about}
 
 
 def _error_from_json(data: dict[str, Any]) -> ProviderError:
-    kind = _ERRORS[data["kind"]]
-    return kind(data["message"], code=data["code"], retry_after=data["retry_after"])
+    return _ERRORS[data.pop("kind")](data.pop("message"), **data)

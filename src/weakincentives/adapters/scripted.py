@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall
-from weakincentives.errors import MissingExtra, ProviderError, ProviderRejected
+from weakincentives.errors import MissingExtra, ParseError, ProviderError, ProviderRejected
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
+from weakincentives.serde import parse
 
 __all__ = ["ScriptedAdapter", "Turn", "calls", "says"]
 
@@ -112,10 +114,14 @@ def _read(path: Path) -> list[Turn]:
         raise ValueError(f"{path.name}: cannot be read: {error}") from error
     if not isinstance(turns, list):
         raise ValueError(f"{path.name}: a script is a list of turns")
-    return [
-        _turn(f"{path.name}, turn {n}", each)
-        for n, each in enumerate(cast("list[object]", turns), 1)
-    ]
+    made: list[Turn] = []
+    for n, each in enumerate(cast("list[object]", turns), 1):
+        try:
+            made.append(each if isinstance(each, str) else _turn(parse(_FileTurn, each)))
+        except ParseError as error:
+            expected = "a turn is a text, or has say, call and usage"
+            raise ParseError(f"{path.name}, turn {n}: {expected}", error.details) from error
+    return made
 
 
 def _from_yaml(text: str) -> object:
@@ -129,51 +135,21 @@ def _from_yaml(text: str) -> object:
         raise ValueError(str(error)) from error
 
 
-def _turn(where: str, turn: object) -> ModelTurn:
-    if isinstance(turn, str):
-        return says(turn)
-    fields = _mapping(f"{where}: a turn is a text or a mapping", turn)
-    unknown = sorted(set(fields) - {"say", "call", "usage"})
-    if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; a turn has say, call and usage")
-    text, wanted = fields.get("say", ""), fields.get("call", [])
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: say is a text, got {text!r}")
-    if not isinstance(wanted, list):
-        raise ValueError(f"{where}: call is a list of calls, got {wanted!r}")
-    made = tuple(_file_call(where, each) for each in cast("list[object]", wanted))
-    return ModelTurn(
-        text=text,
-        tool_calls=made,
-        stop_reason="tool_use" if made else "end_turn",
-        usage=_usage(where, fields.get("usage", {})),
-    )
+@dataclass(frozen=True)
+class _FileTurn:
+    say: str = ""
+    call: tuple[str | dict[str, dict[str, Any] | None], ...] = ()
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
-def _file_call(where: str, wanted: object) -> ToolCall:
-    if isinstance(wanted, str):
-        return ToolCall(wanted)
-    expected = f"{where}: a call is a tool's name, or {{name: parameters}}"
-    call = _mapping(expected, wanted)
-    if len(call) != 1:
-        raise ValueError(f"{expected}; got {wanted!r}")
-    ((name, params),) = call.items()
-    return ToolCall(name, {} if params is None else _mapping(expected, params))
-
-
-def _usage(where: str, usage: object) -> TokenUsage:
-    try:
-        return TokenUsage(**_mapping(f"{where}: usage has input_tokens and output_tokens", usage))
-    except TypeError as error:
-        raise ValueError(
-            f"{where}: usage has input_tokens and output_tokens; got {usage!r}"
-        ) from error
-
-
-def _mapping(expected: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{expected}; got {value!r}")
-    for key in cast("dict[object, Any]", value):
-        if not isinstance(key, str):  # YAML has keys that JSON has not
-            raise ValueError(f"{expected}; got the key {key!r}")
-    return cast("dict[str, Any]", value)
+def _turn(turn: _FileTurn) -> ModelTurn:
+    wanted: list[Wanted] = []
+    for n, each in enumerate(turn.call):
+        call = {each: None} if isinstance(each, str) else each
+        if len(call) != 1:
+            text = f"Expected a tool's name, or {{name: parameters}}; got {each!r}"
+            raise ParseError("Not one call", {f"call.{n}": text})
+        wanted += [(name, params or {}) for name, params in call.items()]
+    if not wanted:
+        return says(turn.say, usage=turn.usage)
+    return calls(*wanted, text=turn.say, usage=turn.usage)

@@ -24,8 +24,14 @@ from weakincentives.testing.contexts import (
 )
 
 if TYPE_CHECKING:
-    from weakincentives.testing.cases import adapter_cases
-    from weakincentives.testing.conformance import AdapterCase, Asked, MakeAdapter, Played, Served
+    from weakincentives.testing.conformance import (
+        AdapterCase,
+        Asked,
+        MakeAdapter,
+        Played,
+        Served,
+        adapter_cases,
+    )
     from weakincentives.testing.history import Anomaly, History
 
 __all__ = [
@@ -45,11 +51,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
+    _CASES = ["AdapterCase", "Asked", "MakeAdapter", "Played", "Served", "adapter_cases"]
     __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "cases": ["adapter_cases"],
-            "conformance": ["AdapterCase", "Asked", "MakeAdapter", "Played", "Served"],
-            "history": ["Anomaly", "History"],
-        },
+        __name__, {"conformance": _CASES, "history": ["Anomaly", "History"]}
     )

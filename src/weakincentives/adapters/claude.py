@@ -19,6 +19,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -236,6 +237,7 @@ class _Program:
         if request.output_type is not None:
             system = f"{system}\n\n{output_instructions(request.output_type)}"
         home = str(adapter.home or self._temporary("home"))
+        is_root = hasattr(os, "geteuid") and os.geteuid() == 0
         hooks: dict[Any, list[HookMatcher]] = {
             event: [HookMatcher(hooks=[hook], timeout=_LONG, on_failure="block")]
             for event, hook in (
@@ -269,7 +271,7 @@ class _Program:
                 "ENABLE_TOOL_SEARCH": "false",
                 "MCP_TOOL_TIMEOUT": str(_LONG * 1000),
                 "MAX_MCP_OUTPUT_TOKENS": str(_MUCH),
-                **({"IS_SANDBOX": "1"} if _is_root() else {}),
+                **({"IS_SANDBOX": "1"} if is_root else {}),
                 **adapter.env,
                 _MARK: self._mark,
             },
@@ -336,8 +338,7 @@ class _Program:
         try:
             async for message in client.receive_messages():
                 if isinstance(message, StreamEvent) and message.parent_tool_use_id is None:
-                    done = turn.add(message.event, self._heard)
-                    if done:
+                    if turn.add(message.event, self._heard):
                         self._take(turn)
                         turn = _TurnBuilder()
                 elif isinstance(message, UserMessage):
@@ -348,7 +349,8 @@ class _Program:
                     if failure is None and message.is_error:
                         failure = _failed_result(message)
                     if failure is not None or turn.is_begun:
-                        await self._turns.put(failure or _cut_off())
+                        why = "the provider broke off in the middle of its answer"
+                        await self._turns.put(failure or ProviderUnavailable(why))
                     turn, failure = _TurnBuilder(), None
         except Exception as error:
             self._lost(f"the Claude program failed: {error}")
@@ -367,10 +369,10 @@ class _Program:
     def _take(self, turn: _TurnBuilder) -> None:
         """Hand a turn to the run, with its calls under ids of our own."""
         calls: list[ToolCall] = []
-        for use in turn.uses:
-            call = self._call(use.id)
-            name, params = use.name.removeprefix(_PREFIX), use.params()
-            if name == use.name:
+        for use in turn.uses.values():
+            call = self._call(use["id"])
+            name, params = use["name"].removeprefix(_PREFIX), _arguments(use["json"])
+            if name == use["name"]:
                 name, params = name.lower(), self._with_path(params)
             calls.append(ToolCall(name, params, call.call_id))
         while not self._words.empty():  # a model that was cut off goes on without being told why
@@ -581,36 +583,17 @@ def _give(future: asyncio.Future[Any], value: object) -> None:
 # A turn, from the provider's stream
 
 
-class _Use:
-    """A tool use as it comes in."""
-
-    def __init__(self, block: Mapping[str, Any]) -> None:
-        self.id: str = block["id"]
-        self.name: str = block["name"]
-        self._json = ""
-
-    def add(self, piece: str) -> None:
-        self._json += piece
-
-    def params(self) -> object:
-        """Return the arguments; as text where they are not JSON: the pipeline refuses them."""
-        try:
-            return json.loads(self._json or "{}")
-        except ValueError:
-            return self._json
-
-
 class _TurnBuilder:
     """Puts a turn together from the events of its stream."""
 
     def __init__(self) -> None:
         self.is_begun = False
         self.text = ""
-        self.uses: list[_Use] = []
+        self.uses: dict[int, dict[str, Any]] = {}
+        """Tool uses by the place of their block; ``json`` has the arguments as far as they came."""
         self.stop_reason: str | None = None
         self.usage = TokenUsage()
         self.model = ""
-        self._by_index: dict[int, _Use] = {}
 
     def add(self, event: Mapping[str, Any], heard: Callable[[str], None]) -> bool:
         """Take one event; returns whether the turn is whole."""
@@ -620,19 +603,26 @@ class _TurnBuilder:
                 self.model = event["message"]["model"]
                 self.usage = _usage(event["message"].get("usage") or {}, 0)
             case "content_block_start" if event["content_block"]["type"] == "tool_use":
-                use = self._by_index[event["index"]] = _Use(event["content_block"])
-                self.uses.append(use)
+                self.uses[event["index"]] = {**event["content_block"], "json": ""}
             case "content_block_delta" if event["delta"]["type"] == "text_delta":
                 self.text += event["delta"]["text"]
                 heard(event["delta"]["text"])
             case "content_block_delta" if event["delta"]["type"] == "input_json_delta":
-                self._by_index[event["index"]].add(event["delta"]["partial_json"])
+                self.uses[event["index"]]["json"] += event["delta"]["partial_json"]
             case "message_delta":
                 self.stop_reason = event["delta"].get("stop_reason")
                 self.usage = _usage(event.get("usage") or {}, self.usage.input_tokens)
             case _:
                 pass
         return event["type"] == "message_stop"
+
+
+def _arguments(text: str) -> object:
+    """Return the arguments; as text where they are not JSON: the pipeline refuses them."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return text
 
 
 def _usage(usage: Any, input_tokens: int) -> TokenUsage:
@@ -647,28 +637,23 @@ def _usage(usage: Any, input_tokens: int) -> TokenUsage:
 
 
 def _failure(kind: str, text: str) -> ProviderError:
-    text = without_secrets(text)
-    if kind == "rate_limit":
-        return ProviderThrottled(text)
     if kind in ("authentication_failed", "billing_error", "invalid_request"):
-        return ProviderRejected(text)
-    return ProviderUnavailable(text)
+        return _by_status(400, text)
+    return _by_status(429 if kind == "rate_limit" else None, text)
 
 
 def _failed_result(message: Any) -> PromptEvaluationError:
     if message.subtype == "error_max_budget_usd":
         return BudgetExceededError(f"Used {message.total_cost_usd} dollars, more than allowed")
-    text = without_secrets("; ".join(message.errors or ()) or message.result or message.subtype)
-    status = message.api_error_status
+    text = "; ".join(message.errors or ()) or message.result or message.subtype
+    return _by_status(message.api_error_status, text)
+
+
+def _by_status(status: int | None, text: str) -> ProviderError:
     if status == 429:
-        return ProviderThrottled(text)
-    if status is not None and 400 <= status < 500:
-        return ProviderRejected(text)
-    return ProviderUnavailable(text)
-
-
-def _cut_off() -> ProviderError:
-    return ProviderUnavailable("the provider broke off in the middle of its answer")
+        return ProviderThrottled(without_secrets(text))
+    is_ours = status is not None and 400 <= status < 500
+    return (ProviderRejected if is_ours else ProviderUnavailable)(without_secrets(text))
 
 
 def _text_of(content: object) -> str:
@@ -692,12 +677,8 @@ def _blocks(content: object) -> list[Any]:
 
 
 def _since_the_model_spoke(messages: Sequence[Message]) -> list[Message]:
-    news: list[Message] = []
-    for message in reversed(messages):
-        if message.role == "model":
-            break
-        news.append(message)
-    return news[::-1]
+    news = takewhile(lambda message: message.role != "model", reversed(messages))
+    return list(news)[::-1]
 
 
 def _as_prompt(messages: Sequence[Message]) -> str:
@@ -706,25 +687,14 @@ def _as_prompt(messages: Sequence[Message]) -> str:
         return messages[0].text
     lines = ["This conversation goes on. What was said so far:"]
     for message in messages:
-        match message.role:
-            case "tool":
-                lines.append(f"[tool answered] {message.text}")
-            case "model":
-                wanted = [
-                    f"{c.name}({json.dumps(c.params, default=str)})" for c in message.tool_calls
-                ]
-                called = f" [called {', '.join(wanted)}]" if wanted else ""
-                lines.append(f"[you] {message.text}{called}")
-            case "user":
-                lines.append(f"[user] {message.text}")
+        who = {"tool": "tool answered", "model": "you", "user": "user"}[message.role]
+        wanted = [f"{c.name}({json.dumps(c.params, default=str)})" for c in message.tool_calls]
+        called = f" [called {', '.join(wanted)}]" if wanted else ""
+        lines.append(f"[{who}] {message.text}{called}")
     return "\n\n".join([*lines, "Go on from there."])
 
 
 # The process
-
-
-def _is_root() -> bool:
-    return hasattr(os, "geteuid") and os.geteuid() == 0
 
 
 def _kill_marked(mark: str) -> None:
