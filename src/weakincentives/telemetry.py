@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanKind, Tracer, TracerProvider
 
     from weakincentives.call import ToolCall
-    from weakincentives.prompt.prompt import Offer
     from weakincentives.prompt.tool import ToolContext
-    from weakincentives.runtime.session import Session
+    from weakincentives.runtime.progress import Progress
     from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Telemetry", "instrument"]
@@ -166,39 +165,34 @@ class Telemetry:
 
     async def tool_call(
         self,
-        run: Callable[..., Coroutine[Any, Any, T]],
-        call: ToolCall,
-        offers: Mapping[str, Offer],
-        context: ToolContext,
-        session: Session,
-        parent: Transaction | None,
-        recorded: Sequence[object],
-        *others: Any,
+        run: Callable[[Progress], Coroutine[Any, Any, T]],
+        progress: Progress,
     ) -> T:
         """Run one call; what it came to is read from its record."""
         from opentelemetry.context import get_current
 
-        offer = offers.get(call.name)
+        call = progress.call
+        offer = progress.offers.get(call.name)
         tool = None if offer is None else offer.tool
         attributes = {
             "gen_ai.tool.name": str(call.name),
             "gen_ai.tool.call.id": call.id,
             "gen_ai.tool.type": "function",
             "gen_ai.tool.description": "" if tool is None else tool.description,
-            "gen_ai.conversation.id": session.session_id,
+            "gen_ai.conversation.id": progress.base.session_id,
             "wink.reach": None if tool is None else tool.reach,
         }
-        around = self._around(parent)
+        around = self._around(progress.parent)
         with self._span("execute_tool", str(call.name), attributes, context=around) as span:
             self._inside[call.id] = get_current()
             try:
-                return await run(call, offers, context, session, parent, recorded, *others)
+                return await run(progress)
             except BaseException as error:
                 self._note_error(span, error)
                 raise
             finally:
                 self._inside.pop(call.id, None)
-                record = _record_of(call, recorded)
+                record = _record_of(call, progress.recorded)
                 if record is not None and span.is_recording():
                     self._note_record(span, record, bool(offer and offer.policies))
 

@@ -95,6 +95,7 @@ from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store
+from weakincentives.gate import Gate
 from weakincentives.interrupts import undisturbed
 
 __all__ = ["HostFilesystem"]
@@ -165,7 +166,7 @@ class _Workspace:
             self, _close, self.store, self.tree, self.external, self.commands
         )
         self.lock = threading.RLock()
-        self.gate = threading.Lock()
+        self.gate = Gate()
         self.history = History(self.store, limit=limit, clock=clock)
         self.places: weakref.WeakSet[_Place] = weakref.WeakSet()
         # Not a method of this object: one that is forgotten is to let go of its lock at once.
@@ -461,7 +462,7 @@ class HostFilesystem:
         return self._workspace.reserved
 
     @property
-    def gate(self) -> threading.Lock:
+    def gate(self) -> Gate:
         """Held by the call that works in place; others wait for it."""
         return self._workspace.gate
 

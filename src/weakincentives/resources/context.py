@@ -25,6 +25,7 @@ from weakincentives.errors import (
     UnboundResource,
     VisibilityExpansionRequired,
 )
+from weakincentives.gate import Gate
 from weakincentives.resources.registry import (
     Binding,
     Ready,
@@ -272,7 +273,7 @@ class ResourceContext(_Lifetime):
                 self._keep(binding, binding.provider.value, is_new=False)
 
         # The participants, and what calls need to know of them: found once for many calls.
-        self._sorted: tuple[Any, _InPlace, tuple[threading.Lock, ...]] = ((), (), ())
+        self._sorted: tuple[Any, _InPlace, tuple[Gate, ...]] = ((), (), ())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Which thread makes what, and what a thread waits for.
@@ -287,7 +288,7 @@ class ResourceContext(_Lifetime):
         return self._sorted[1]
 
     @property
-    def gates(self) -> tuple[threading.Lock, ...]:
+    def gates(self) -> tuple[Gate, ...]:
         """The locks of resources that one call at a time can work on, whatever its session."""
         if self._sorted[0] is not self._participants:
             self._sort()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from weakincentives.errors import (
     SnapshotExpired,
     ViewClosed,
 )
+from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.runtime.events import Dispatcher, PromptRendered
 from weakincentives.slices import (
@@ -212,7 +212,7 @@ class _Wiring:
         self.rendered: RenderedPrompt | None = None
         self.lock = RLock()
         # Held by the call under way: calls on one session run one after the other.
-        self.gate = threading.Lock()
+        self.gate = Gate()
 
     def policy(self, slice_type: type) -> SlicePolicy:
         return self.policies.get(slice_type) or declared_policy(slice_type)
@@ -597,7 +597,7 @@ class Session:
         return self._lock
 
     @property
-    def gate(self) -> threading.Lock | None:
+    def gate(self) -> Gate | None:
         """The lock that a call holds while it is under way; None for a view, which has its turn."""
         return None if self._base is not None else self._wiring.gate
 
@@ -647,10 +647,15 @@ class Session:
 
     def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
         """Return a pure function of a slice, as ``session[T].select`` does."""
-        target = current_view(self)
+        # As in read_slice: a call that is being admitted reads the session itself.
+        transaction = transaction_under_way.get()
+        if transaction is None or transaction.session is self:
+            target = self
+        else:
+            target = transaction.view(self)
         if target.tracks_reads:
             return target._observed(slice_type, query)
-        return query(target.read_slice(slice_type))
+        return query(_slice_in(target._root, slice_type))
 
     def _observed(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
         """Answer, and note that this view depends on the answer."""
@@ -910,7 +915,7 @@ class Session:
 
     def settle(
         self,
-        view: Session,
+        view: Session | None,
         *,
         keep: bool,
         record: object = None,
@@ -918,36 +923,39 @@ class Session:
     ) -> None:
         """End a view: keep all it did, or only what it logged; add a record in the same step.
 
+        A call that was refused has no view: only its record is added.
+
         A record of what is not kept only reaches LOG slices, too. Reducers that fail then are
         left out and logged: what cannot be undone must not fail.
         """
         with self._lock:
             if self._sealed is not None:
                 raise ViewClosed(self._sealed)
-            root, outcome, restorable = self._root, view._root, self._restorable
-            if keep and view._restorable is not None:
-                with view._lock:  # snapshots of an ended view are of no use, but not refused
-                    restorable = (restorable or _Restorable()).merged(view._restorable)
-            if keep and root is view._forked_from:
-                # Nothing else happened since the fork: the view's slices are the outcome.
-                events = root.events
-                if self._base is not None:
-                    events = _appended(events, view._events_since(None))
-                if outcome is not root or events is not root.events:
-                    root = _Root(outcome.state, outcome.log, events)
-            elif keep:
-                root = self._replayed(root, view)
-            else:
+            root, restorable = self._root, self._restorable
+            if view is not None and keep:
+                if view._restorable is not None:
+                    with view._lock:  # snapshots of an ended view are of no use, but not refused
+                        restorable = (restorable or _Restorable()).merged(view._restorable)
+                if root is view._forked_from:
+                    # Nothing else happened since the fork: the view's slices are the outcome.
+                    outcome, events = view._root, root.events
+                    if self._base is not None:
+                        events = _appended(events, view._events_since(None))
+                    if outcome is not root or events is not root.events:
+                        root = _Root(outcome.state, outcome.log, events)
+                else:
+                    root = self._replayed(root, view)
+            elif view is not None:
                 root = self._forgotten(root, view._events_since(None))
             if record is not None:
                 root = self._applied(root, record) if keep else self._forgotten(root, [record])
             # The commit point. One statement, so that an interrupt finds all or nothing done.
-            if transaction is None:
+            if transaction is not None:
+                self._root, self._restorable, transaction.settled = root, restorable, True
+            elif view is not None:
                 self._root, self._restorable, view._root, view._forked_from, view._restorable = (
                     root, restorable, _Root(root.state, root.log), root, None
                 )  # fmt: skip
-            else:
-                self._root, self._restorable, transaction.settled = root, restorable, True
 
     def seal(self, reason: str) -> None:
         """Refuse every write through this view from now on."""
