@@ -57,7 +57,7 @@ def test_the_public_surface_is_listed_sorted_and_complete(name: str):
         alias.asname or alias.name
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
         if isinstance(node, ast.ImportFrom)
-        and str(node.module).startswith("weakincentives")
+        and (node.level or str(node.module).startswith("weakincentives"))
         and node.module != "weakincentives.lazy"
         for alias in node.names
     }
