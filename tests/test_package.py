@@ -30,12 +30,11 @@ PACKAGES = [
 
 # From top to bottom: a module imports only from its own layer or those above it.
 LAYERS = [
-    ["errors", "interrupts", "lazy", "locks", "text"],
+    ["errors", "lazy", "locks", "text"],
     ["clock"],
     ["retry"],
     ["call"],
-    ["logs", "deadlines", "budget", "dbc", "regex", "slices", "state"],
-    ["ours"],
+    ["logs", "deadlines", "budget", "dbc", "slices", "state"],
     ["serde"],
     ["filesystem"],
     ["resources"],

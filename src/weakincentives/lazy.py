@@ -16,8 +16,6 @@ import sys
 from importlib import import_module
 from typing import Any, cast
 
-__all__ = ["load_lazily"]
-
 
 def load_lazily(package: str, *at_once: str) -> None:
     """Give a package ``__all__``, and a ``__getattr__`` that imports a listed name on first use.

@@ -30,8 +30,8 @@ from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter
 from weakincentives.adapters.per_loop import PerLoop
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
-from weakincentives.ours import source_of
 from weakincentives.runtime.conversation import Message, ModelTurn
+from weakincentives.state import source_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

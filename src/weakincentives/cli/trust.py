@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weakincentives.cli.config import FILE_NAME
 from weakincentives.cli.misuse import Misuse
-from weakincentives.ours import our_code, our_environment
-from weakincentives.state import Seals, state_directory
+from weakincentives.state import Seals, our_code, our_environment, state_directory
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings

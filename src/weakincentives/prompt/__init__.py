@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import apply_effects as apply_effects
     from weakincentives.prompt.contracts import validate_preconditions as validate_preconditions
     from weakincentives.prompt.decorator import tool as tool
-    from weakincentives.prompt.decorator import tool as tool
     from weakincentives.prompt.feedback import After as After
     from weakincentives.prompt.feedback import CallCountFeedback as CallCountFeedback
     from weakincentives.prompt.feedback import DeadlineFeedback as DeadlineFeedback

@@ -20,8 +20,6 @@ from weakincentives.text import visible
 if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
 
-__all__ = ["Approval", "ApprovalPolicy", "ApprovalRequest"]
-
 _logger = get_logger(__name__)
 
 

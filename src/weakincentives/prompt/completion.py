@@ -16,17 +16,6 @@ from weakincentives.logs import get_logger
 if TYPE_CHECKING:
     from weakincentives.prompt.tool import ToolContext
 
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "CompletionResult",
-    "Custom",
-    "FilesExist",
-    "PlanDone",
-    "TaskCompletionChecker",
-    "check_completion",
-]
-
 P = TypeVar("P")
 
 _logger = get_logger(__name__)

@@ -22,24 +22,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.memory import MemoryManager
 
-__all__ = [
-    "CascadeEffect",
-    "CustomPrecondition",
-    "DependencyPrecondition",
-    "Effect",
-    "MemoryEffect",
-    "NotificationEffect",
-    "PermissionPrecondition",
-    "Precondition",
-    "PreconditionCheck",
-    "PreconditionResult",
-    "ResourcePrecondition",
-    "StateChangeEffect",
-    "StatePrecondition",
-    "apply_effects",
-    "validate_preconditions",
-]
-
 _logger = get_logger(__name__)
 
 MemoryScope = Literal["working", "short-term", "long-term", "short_term", "long_term"]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect, Precondition
     from weakincentives.retry import RetryPolicy
 
-__all__ = ["tool"]
-
 _ARGS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARG = re.compile(r"^(\w+)(?: *\(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE)
 

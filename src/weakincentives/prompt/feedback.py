@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.events import ToolInvoked
 
-__all__ = [
-    "After",
-    "CallCountFeedback",
-    "DeadlineFeedback",
-    "DeadlineNear",
-    "EveryCalls",
-    "Feedback",
-    "FeedbackMoment",
-    "FeedbackProvider",
-    "FeedbackState",
-    "FeedbackTrigger",
-    "NoProgress",
-    "collect_feedback",
-    "with_feedback",
-]
-
 R = TypeVar("R")
 
 _logger = get_logger(__name__)

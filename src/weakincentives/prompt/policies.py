@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.session import Session
 
-__all__ = [
-    "PolicyDecision",
-    "PolicyState",
-    "ProtectedPathsPolicy",
-    "QuotaPolicy",
-    "RateLimitPolicy",
-    "ReadBeforeWritePolicy",
-    "SequentialDependencyPolicy",
-    "ToolPolicy",
-]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

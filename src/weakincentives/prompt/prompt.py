@@ -26,8 +26,6 @@ from weakincentives.prompt.visibility import (
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.serde import dump
 
-__all__ = ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"]
-
 T = TypeVar("T")
 
 if TYPE_CHECKING:

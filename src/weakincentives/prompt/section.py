@@ -30,8 +30,6 @@ from weakincentives.prompt.typed import TypedConstructor
 from weakincentives.prompt.visibility import SectionVisibility
 from weakincentives.resources import ResourceRegistry
 
-__all__ = ["MarkdownSection", "Section", "SectionOptions"]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 

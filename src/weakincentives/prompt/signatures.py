@@ -9,17 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "UNKNOWN",
-    "can_be",
-    "hints_of",
-    "innermost",
-    "is_async",
-    "is_union",
-    "misfit",
-    "show",
-]
-
 UNKNOWN: Any = object()
 """Stands for a type that is not written down, or cannot be resolved."""
 

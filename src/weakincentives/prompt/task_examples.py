@@ -15,8 +15,6 @@ from weakincentives.serde import dump
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = ["TaskExample", "TaskExamplesSection", "TaskStep"]
-
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.memory import MemoryManager
     from weakincentives.runtime.session import Session
 
-__all__ = ["Reach", "Tool", "ToolContext", "ToolExample", "ToolHandler", "Writes"]
-
 P = TypeVar("P")
 R = TypeVar("R")
 V = TypeVar("V")

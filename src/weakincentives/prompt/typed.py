@@ -5,8 +5,6 @@ from __future__ import annotations
 import types
 from typing import Any, cast
 
-__all__ = ["TypedConstructor"]
-
 
 class _TypedAlias(types.GenericAlias):
     """``Tool[A, B]``: an ordinary alias, but calling it hands the arguments on."""

@@ -21,8 +21,6 @@ from weakincentives.slices import Reducer, Slice, upsert_by
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = ["SectionVisibility", "VisibilityState", "expand", "set_visibility"]
-
 
 class SectionVisibility(Enum):
     """How much of a section the model is shown."""

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from weakincentives.interrupts import undisturbed
+from weakincentives.locks import undisturbed
 
 __all__ = ["ends_within", "in_thread", "run_blocking"]
 

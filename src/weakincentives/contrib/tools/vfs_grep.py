@@ -21,7 +21,7 @@ from weakincentives.contrib.tools.vfs_values import listed, size_of
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
-from weakincentives.regex import linear_matcher
+from weakincentives.text import linear_matcher
 
 __all__ = ["Search", "may_match", "pattern_matcher", "required_text"]
 
