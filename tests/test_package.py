@@ -102,6 +102,23 @@ def test_importing_the_package_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_defining_a_tool_of_plain_types_loads_nothing_heavy():
+    """What checks arguments is built when the first ones come, or the schema is asked for."""
+    program = (
+        "import sys, weakincentives as wink\n"
+        "@wink.tool\n"
+        "def greet(names: list[str], loudly: bool = False) -> str:\n"
+        "    'Greet.'\n"
+        "    return ', '.join(names)\n"
+        "before = 'pydantic' in sys.modules\n"
+        "print(before, greet(names=['a', 'b']).value, greet(names='a').success)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == ("False a, b False\n", "")
+
+
 def test_the_example_of_a_turn_sells_no_more_than_there_is():
     shown = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "turn.py")],

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.completion import PlanDone as PlanDone
     from weakincentives.prompt.completion import TaskCompletionChecker as TaskCompletionChecker
     from weakincentives.prompt.completion import check_completion as check_completion
+    from weakincentives.prompt.context import ToolContext as ToolContext
     from weakincentives.prompt.contracts import CascadeEffect as CascadeEffect
     from weakincentives.prompt.contracts import CustomPrecondition as CustomPrecondition
     from weakincentives.prompt.contracts import DependencyPrecondition as DependencyPrecondition
@@ -72,25 +73,24 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import RenderedPrompt as RenderedPrompt
     from weakincentives.prompt.section import MarkdownSection as MarkdownSection
     from weakincentives.prompt.section import Section as Section
+    from weakincentives.prompt.section import SectionVisibility as SectionVisibility
+    from weakincentives.prompt.section import TaskExample as TaskExample
+    from weakincentives.prompt.section import TaskExamplesSection as TaskExamplesSection
+    from weakincentives.prompt.section import TaskStep as TaskStep
+    from weakincentives.prompt.section import VisibilityState as VisibilityState
+    from weakincentives.prompt.section import expand as expand
+    from weakincentives.prompt.section import set_visibility as set_visibility
     from weakincentives.prompt.structured_output import output_instructions as output_instructions
     from weakincentives.prompt.structured_output import output_schema as output_schema
     from weakincentives.prompt.structured_output import (
         parse_structured_output as parse_structured_output,
     )
-    from weakincentives.prompt.task_examples import TaskExample as TaskExample
-    from weakincentives.prompt.task_examples import TaskExamplesSection as TaskExamplesSection
-    from weakincentives.prompt.task_examples import TaskStep as TaskStep
     from weakincentives.prompt.tool import Reach as Reach
     from weakincentives.prompt.tool import Tool as Tool
-    from weakincentives.prompt.tool import ToolContext as ToolContext
     from weakincentives.prompt.tool import ToolExample as ToolExample
     from weakincentives.prompt.tool import ToolHandler as ToolHandler
     from weakincentives.prompt.tool import Writes as Writes
     from weakincentives.prompt.tool_result import ToolError as ToolError
     from weakincentives.prompt.tool_result import ToolMetadata as ToolMetadata
     from weakincentives.prompt.tool_result import ToolResult as ToolResult
-    from weakincentives.prompt.visibility import SectionVisibility as SectionVisibility
-    from weakincentives.prompt.visibility import VisibilityState as VisibilityState
-    from weakincentives.prompt.visibility import expand as expand
-    from weakincentives.prompt.visibility import set_visibility as set_visibility
     from weakincentives.runtime.registry import ToolRegistry as ToolRegistry

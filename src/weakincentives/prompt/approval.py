@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision
 from weakincentives.prompt.signatures import is_async
-from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.serde import dump
 from weakincentives.text import visible
 

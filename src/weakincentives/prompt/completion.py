@@ -14,7 +14,7 @@ from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool import ToolContext
+    from weakincentives.prompt.context import ToolContext
 
 P = TypeVar("P")
 

@@ -13,8 +13,9 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, overload
 
 from weakincentives.errors import ToolDefinitionError
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.signatures import hints_of, is_async
-from weakincentives.prompt.tool import Reach, Tool, ToolContext, ToolExample, Writes
+from weakincentives.prompt.tool import Reach, Tool, ToolExample, Writes
 from weakincentives.prompt.tool_result import ToolResult
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from weakincentives.errors import (
     ToolValidationError,
     TurnLimitExceeded,
 )
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.decorator import tool
-from weakincentives.prompt.section import MarkdownSection
-from weakincentives.prompt.tool import ToolContext
-from weakincentives.prompt.visibility import SectionVisibility
+from weakincentives.prompt.section import MarkdownSection, SectionVisibility
 from weakincentives.runtime.conversation import (
     ModelTurn,
     Retrying,
