@@ -2,59 +2,25 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from weakincentives.call import ToolCall
-    from weakincentives.deadlines import Deadline
-    from weakincentives.filesystem import Filesystem, MemoryFilesystem
-    from weakincentives.prompt import (
-        MarkdownSection,
-        Prompt,
-        PromptTemplate,
-        Tool,
-        ToolContext,
-        ToolResult,
-        tool,
-    )
-    from weakincentives.runtime import Session, ToolRegistry, aexecute_tool, execute_tool
+from weakincentives.lazy import load_lazily
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Deadline",
-    "Filesystem",
-    "MarkdownSection",
-    "MemoryFilesystem",
-    "Prompt",
-    "PromptTemplate",
-    "Session",
-    "Tool",
-    "ToolCall",
-    "ToolContext",
-    "ToolRegistry",
-    "ToolResult",
-    "aexecute_tool",
-    "execute_tool",
-    "tool",
-]
+load_lazily(__name__)
 
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "call": ["ToolCall"],
-            "deadlines": ["Deadline"],
-            "filesystem": ["Filesystem", "MemoryFilesystem"],
-            "prompt": [
-                "MarkdownSection",
-                "Prompt",
-                "PromptTemplate",
-                "Tool",
-                "ToolContext",
-                "ToolResult",
-                "tool",
-            ],
-            "runtime": ["Session", "ToolRegistry", "aexecute_tool", "execute_tool"],
-        },
-    )
+if TYPE_CHECKING:
+    from weakincentives.call import ToolCall as ToolCall
+    from weakincentives.deadlines import Deadline as Deadline
+    from weakincentives.filesystem import Filesystem as Filesystem
+    from weakincentives.filesystem import MemoryFilesystem as MemoryFilesystem
+    from weakincentives.prompt import MarkdownSection as MarkdownSection
+    from weakincentives.prompt import Prompt as Prompt
+    from weakincentives.prompt import PromptTemplate as PromptTemplate
+    from weakincentives.prompt import Tool as Tool
+    from weakincentives.prompt import ToolContext as ToolContext
+    from weakincentives.prompt import ToolResult as ToolResult
+    from weakincentives.prompt import tool as tool
+    from weakincentives.runtime import Session as Session
+    from weakincentives.runtime import ToolRegistry as ToolRegistry
+    from weakincentives.runtime import aexecute_tool as aexecute_tool
+    from weakincentives.runtime import execute_tool as execute_tool

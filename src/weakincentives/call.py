@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from weakincentives.runtime.transactions import Transaction
 
-__all__ = ["CancellationToken", "RunContext", "ToolCall", "call_under_way", "current_view"]
-
 T = TypeVar("T")
 
 _count = itertools.count(1)

@@ -70,80 +70,16 @@ WinkError
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weakincentives.adapters.recording import Divergence
     from weakincentives.runtime.conversation import PromptResponse
 
-__all__ = [
-    "AlreadyExists",
-    "BinaryFile",
-    "BudgetExceededError",
-    "CallLimitExceeded",
-    "CircularDependency",
-    "CommandFailed",
-    "ContentDamaged",
-    "ContractError",
-    "DeadlineExceededError",
-    "FilesystemError",
-    "HistoryDamaged",
-    "InvalidArguments",
-    "InvalidPattern",
-    "MalformedResponse",
-    "McpServerError",
-    "MergeConflict",
-    "MissingExtra",
-    "NoSuchFile",
-    "NotADirectory",
-    "NotAFile",
-    "OutcomeOnRecord",
-    "OutputParseError",
-    "PageNotRead",
-    "ParseError",
-    "PathEscapesRoot",
-    "PolicyDenied",
-    "PreconditionFailed",
-    "PromptError",
-    "PromptEvaluationError",
-    "PromptOverrideError",
-    "PromptRenderError",
-    "PromptValidationError",
-    "ProtectedPath",
-    "ProviderError",
-    "ProviderFailed",
-    "ProviderRejected",
-    "ProviderThrottled",
-    "ProviderUnavailable",
-    "ReadOnlyFile",
-    "ReadOnlyView",
-    "ReducerError",
-    "Refusal",
-    "ReplayDiverged",
-    "ResourceError",
-    "SandboxUnavailable",
-    "SessionError",
-    "SessionInUse",
-    "SnapshotError",
-    "SnapshotExpired",
-    "StaleOverride",
-    "StateUnavailable",
-    "StoreRefused",
-    "Suspended",
-    "TaskNotCompleted",
-    "ToolDefinitionError",
-    "ToolNotFound",
-    "ToolTimeout",
-    "ToolValidationError",
-    "TurnLimitExceeded",
-    "UnboundResource",
-    "UndoRefused",
-    "ViewClosed",
-    "VisibilityExpansionRequired",
-    "WinkError",
-    "WorkspaceLocked",
-]
+
+def _listed(message: object, problems: Iterable[str]) -> str:
+    return "\n".join([str(message), *(f"  {problem}" for problem in problems)])
 
 
 class WinkError(Exception):
@@ -283,9 +219,13 @@ class ParseError(WinkError, ValueError):
         super().__init__(message)
         self.details = dict(details)
 
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each detail, with its path."""
+        return [f"{path or '(top level)'}: {text}" for path, text in self.details.items()]
+
     def __str__(self) -> str:
-        lines = [f"  {path or '(top level)'}: {text}" for path, text in self.details.items()]
-        return "\n".join([str(self.args[0]), *lines])
+        return _listed(self.args[0], self.problems)
 
 
 class ToolDefinitionError(WinkError, TypeError, ValueError):
@@ -387,7 +327,7 @@ class PromptOverrideError(PromptError):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        return "\n".join([str(self.args[0]), *(f"  {problem}" for problem in self.problems)])
+        return _listed(self.args[0], self.problems)
 
 
 class StaleOverride(PromptOverrideError):
@@ -406,8 +346,7 @@ class OutputParseError(PromptError):
         self.details = dict(details)
 
     def __str__(self) -> str:
-        lines = [f"  {path or '(top level)'}: {text}" for path, text in self.details.items()]
-        return "\n".join([str(self.args[0]), *lines])
+        return str(ParseError(self.args[0], self.details))
 
 
 class PromptEvaluationError(PromptError):
@@ -532,3 +471,11 @@ class CircularDependency(ResourceError):
 
 class ProviderFailed(ResourceError):
     """A provider or ``post_construct`` raised; the message prints the chain."""
+
+
+if not TYPE_CHECKING:  # for a type checker, what begins with no underscore is public anyway
+    __all__ = sorted(
+        name
+        for name, each in globals().items()
+        if isinstance(each, type) and issubclass(each, WinkError)
+    )

@@ -1,32 +1,49 @@
-"""Packages whose parts are loaded when first asked for: a program pays for what it uses."""
+"""Packages that load their parts when first asked for: a program pays for what it uses.
+
+The ``__init__`` of a package lists each name once, as an import::
+
+    load_lazily(__name__)
+
+    if TYPE_CHECKING:
+        from weakincentives.prompt.approval import Approval as Approval
+
+A type checker reads the list as imports, ``load_lazily`` as text.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any, cast
 
-__all__ = ["lazy_names"]
 
+def load_lazily(package: str, *at_once: str) -> None:
+    """Give a package ``__all__``, and a ``__getattr__`` that imports a listed name on first use.
 
-def lazy_names(
-    package: str, homes: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package, given which module has which names.
-
-    A module of a neighbour is written as in a relative import: ``.runtime.registry``.
+    A name that is also that of a module in the package must be loaded ``at_once``: importing the
+    module later would put it in the name's place.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
+    module = sys.modules[package]
+    source: str = cast("Any", module.__loader__).get_data(module.__file__).decode()
+    words = iter(source.partition("if TYPE_CHECKING:")[2].split())
+    homes: dict[str, str] = {}
+    home = ""
+    for word in words:
+        if word == "from":
+            home = next(words)
+        elif word == "as":
+            homes[next(words).rstrip(",")] = home
 
     def load(name: str) -> object:
-        home = home_of.get(name)
-        if home is None:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f".{home}", package), name)
-        setattr(sys.modules[package], name, value)  # asked for once
+        value = getattr(import_module(homes[name]), name)
+        setattr(module, name, value)  # so that the next look-up is a plain one
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home_of})
+        return sorted({*vars(module), *homes})
 
-    return load, names
+    vars(module).update(__all__=sorted(homes), __getattr__=load, __dir__=names)
+    for name in at_once:
+        load(name)

@@ -1,4 +1,4 @@
-"""Locks on open files, which nothing else in the process can lose or keep.
+"""Locks on open files, and Ctrl-C held back while a step must not be cut in two.
 
 A POSIX record lock is gone as soon as the process closes any descriptor of the file. These belong
 to the one open file: on Linux as open-file-description locks, elsewhere as ``flock`` has them.
@@ -10,15 +10,20 @@ import contextlib
 import os
 import struct
 import sys
+import threading
+from collections.abc import Generator
+from importlib import import_module
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows: nothing keeps a second process away there
     fcntl = None
 
-__all__ = ["close", "is_taken", "keep_from_forks", "release", "take"]
-
 _FORM = "hhqqi4x"
+# What `signal` is built on, without its enums: those cost a look at the handler's repr each time.
+_signal: Any = import_module("_signal")
+_SIGINT: int = _signal.SIGINT
 
 
 def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
@@ -94,3 +99,28 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
+
+
+@contextlib.contextmanager
+def undisturbed(needed: bool = True) -> Generator[None]:
+    """Hold Ctrl-C back until a step that must not be cut in two is done.
+
+    Python raises it in the main thread only, wherever that is at the moment.
+    """
+    is_main = needed and threading.current_thread() is threading.main_thread()
+    before: Any = _signal.getsignal(_SIGINT) if is_main else None
+    if not callable(before):
+        yield
+        return
+    came: list[tuple[int, object]] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append((number, frame))
+
+    try:
+        _signal.signal(_SIGINT, note)
+        yield
+    finally:
+        _signal.signal(_SIGINT, before)
+        if came:
+            before(*came[-1])

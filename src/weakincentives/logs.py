@@ -15,8 +15,6 @@ from typing import IO, Any
 from weakincentives.call import transaction_under_way
 from weakincentives.text import harmless
 
-__all__ = ["CallFilter", "configure_logging", "get_logger"]
-
 
 def _call_fields() -> dict[str, str]:
     transaction = transaction_under_way.get()

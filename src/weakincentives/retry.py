@@ -9,7 +9,7 @@ import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import FrozenInstanceError, dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 from weakincentives.errors import ToolTimeout, WorkspaceLocked
 
@@ -90,11 +90,6 @@ def _backoff(name: str, given: Backoff) -> Backoff:
     return given
 
 
-def _check_attempt(attempt: int) -> None:
-    if attempt < 1:
-        raise ValueError(f"the first retry is attempt 1, got {attempt!r}")
-
-
 class _Frozen:
     """Makes a dataclass frozen, shown and compared by its fields.
 
@@ -122,21 +117,36 @@ class _Frozen:
         return f"{type(self).__name__}({fields})"
 
 
-# How long to wait. In each, attempt 1 is the first retry.
+# How long to wait
 
 
 @dataclass(init=False, eq=False, repr=False)
-class NoBackoff(_Frozen):
-    """Try again at once."""
+class Backoff(_Frozen):
+    """How long to wait before each further try."""
 
     def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
         """Return the seconds to wait before a retry; the first is attempt 1."""
-        _check_attempt(attempt)
+        if attempt < 1:
+            raise ValueError(f"the first retry is attempt 1, got {attempt!r}")
+        try:
+            return max(0.0, min(self._delay(attempt, random), _LONGEST))
+        except OverflowError:
+            return _LONGEST
+
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
+        raise NotImplementedError
+
+
+@dataclass(init=False, eq=False, repr=False)
+class NoBackoff(Backoff):
+    """Try again at once."""
+
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         return 0.0
 
 
 @dataclass(init=False, eq=False, repr=False)
-class FixedBackoff(_Frozen):
+class FixedBackoff(Backoff):
     """Wait equally long each time."""
 
     seconds: float
@@ -147,14 +157,12 @@ class FixedBackoff(_Frozen):
     def __repr__(self) -> str:
         return f"FixedBackoff(delay={self.seconds!r})"
 
-    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
-        """Return the seconds to wait before a retry; the first is attempt 1."""
-        _check_attempt(attempt)
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         return self.seconds
 
 
 @dataclass(init=False, eq=False, repr=False)
-class LinearBackoff(_Frozen):
+class LinearBackoff(Backoff):
     """Wait ``base_delay`` first, and ``increment`` longer each time."""
 
     base_delay: float
@@ -164,17 +172,12 @@ class LinearBackoff(_Frozen):
         self.base_delay = _seconds("base_delay", base_delay)
         self.increment = _seconds("increment", increment)
 
-    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
-        """Return the seconds to wait before a retry; the first is attempt 1."""
-        _check_attempt(attempt)
-        try:
-            return min(self.base_delay + self.increment * (attempt - 1), _LONGEST)
-        except OverflowError:
-            return _LONGEST
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
+        return self.base_delay + self.increment * (attempt - 1)
 
 
 @dataclass(init=False, eq=False, repr=False)
-class ExponentialBackoff(_Frozen):
+class ExponentialBackoff(Backoff):
     """Wait ``base_delay`` first, ``multiplier`` times as long each time, never over a maximum."""
 
     base_delay: float
@@ -190,9 +193,7 @@ class ExponentialBackoff(_Frozen):
             raise ValueError(f"multiplier must be at least 1 and finite, got {multiplier!r}")
         self.multiplier = float(multiplier)
 
-    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
-        """Return the seconds to wait before a retry; the first is attempt 1."""
-        _check_attempt(attempt)
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         if self.base_delay == 0:
             return 0.0
         try:
@@ -202,7 +203,7 @@ class ExponentialBackoff(_Frozen):
 
 
 @dataclass(init=False, eq=False, repr=False)
-class JitteredBackoff(_Frozen):
+class JitteredBackoff(Backoff):
     """Wait up to ``jitter`` (a fraction: 0.1 is ten percent) less or more than ``base`` says.
 
     Clients that failed together then do not all come back together.
@@ -217,14 +218,9 @@ class JitteredBackoff(_Frozen):
             raise ValueError(f"jitter is a fraction from 0 to 1, got {jitter!r}")
         self.jitter = float(jitter)
 
-    def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
-        """Return the seconds to wait before a retry; the first is attempt 1."""
+    def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         base = self.base.delay(attempt, random)
-        return max(0.0, min(base + (random() * 2 - 1) * (base * self.jitter), _LONGEST))
-
-
-Backoff: TypeAlias = NoBackoff | FixedBackoff | LinearBackoff | ExponentialBackoff | JitteredBackoff
-"""How long to wait before each further try."""
+        return base + (random() * 2 - 1) * (base * self.jitter)
 
 
 _AT_ONCE = NoBackoff()

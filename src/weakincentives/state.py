@@ -1,4 +1,8 @@
-"""The user's own state directory, where no agent can write, and the key that seals our records.
+"""What is ours on this machine, and so out of an agent's reach: our code and the user's state.
+
+An agent that could change our code, the interpreter, or what the interpreter loads, would run
+outside of every sandbox with the next call. So wherever these lie inside a workspace, nothing may
+change them; and the state directory, which has the key of all seals, may not even be read.
 
 What lies beside or inside a workspace may have been planted: a cloned repository can carry it, an
 agent that worked on the parent directory can have written it. So each record that is acted upon
@@ -12,14 +16,16 @@ import functools
 import hashlib
 import hmac
 import os
+import site
 import stat
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weakincentives.errors import StateUnavailable
 
-__all__ = ["Seals", "state_directory", "state_path"]
-
 _KEY_SIZE = 32
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
 SEAL_SIZE = 32
 """Characters of a seal: 128 bits in hexadecimal."""
 
@@ -178,3 +184,72 @@ def _place_of(named: str | None, home: str | None, euid: int) -> Path:
             " only you can write to"
         )
     return Path(os.path.realpath(os.path.join(home, ".local", "state")))
+
+
+# Our code
+
+
+@functools.cache
+def our_code() -> tuple[Path, ...]:
+    """Return the files and directories that hold our code, resolved; some may not exist.
+
+    The package (also of an editable install) and what the interpreter loads with it: its standard
+    library, our dependencies with every ``.pth`` file, and modules of the user's own.
+    """
+    import sysconfig
+
+    paths = sysconfig.get_paths()
+    found = {_PACKAGE, *site.getsitepackages(), os.path.join(sys.prefix, "pyvenv.cfg")}
+    found |= {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
+    if user := site.getusersitepackages():
+        found.add(user)
+    if sys.executable:
+        found.add(sys.executable)
+    return _resolved(found)
+
+
+@functools.cache
+def our_environment() -> tuple[Path, ...]:
+    """Return the directories that Python is installed in, with all else that they hold."""
+    return _resolved({sys.prefix, sys.exec_prefix, sys.base_prefix})
+
+
+def _resolved(paths: set[str]) -> tuple[Path, ...]:
+    absolute = {os.path.abspath(each) for each in paths}
+    links = {link for path in absolute for link in _links_to(path)}
+    return tuple(sorted(Path(each) for each in links | set(map(os.path.realpath, absolute))))
+
+
+def _links_to(path: str) -> Iterator[str]:
+    """Yield the links on the way to a path: who replaces one decides what is found behind it."""
+    while path != (above := os.path.dirname(path)):
+        if os.path.islink(path):
+            yield os.path.join(os.path.realpath(above), os.path.basename(path))
+        path = above
+
+
+def our_secrets() -> tuple[Path, ...]:
+    """Return what an agent may not even read: the user's state directory."""
+    with contextlib.suppress(StateUnavailable):
+        return (state_directory().resolve(),)
+    return ()
+
+
+def source_of(module_file: str, name: str) -> str:
+    """Return the text of a program that lies beside a module.
+
+    It is to be read when the module is imported, before any agent is at work, and handed to the
+    interpreter as text: so nobody can put another program in its place.
+    """
+    return Path(module_file).with_name(name).read_text(encoding="utf-8")
+
+
+def program(source: str, *arguments: str) -> Sequence[str]:
+    """Return how to run a program of ours: with the standard library, and nothing else.
+
+    Isolated (no variables, no user's modules), without ``site`` (no ``.pth`` files), and without
+    writing byte code. The interpreter behind the links: one in a virtual environment would first
+    read there where its library is.
+    """
+    interpreter = os.path.realpath(sys.executable)
+    return [interpreter, "-I", "-S", "-B", "-c", source, *arguments]

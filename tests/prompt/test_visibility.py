@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,3 +315,20 @@ def test_what_a_failed_call_chose_is_taken_back(session: Session):
 
     assert not execute_tool(ToolCall("choose"), session=session).success
     assert prompt.render(session).summarized == ("archive",)
+
+
+def test_a_choice_that_an_earlier_version_saved_is_still_read():
+    """Its classes were in a module of their own then."""
+    module = "weakincentives.prompt.visibility"
+    chosen = {"$": "enum", "type": f"{module}:SectionVisibility", "name": "FULL"}
+    fields = {"section": "guide/deploy", "visibility": chosen}
+    state = {"$": "dataclass", "type": f"{module}:VisibilityState", "fields": fields}
+    written = {
+        "wink_snapshot": 1, "tag": "", "taken_at": 1.0, "log": [],
+        "state": [[f"{module}:VisibilityState", {"$": "tuple", "items": [state]}]],
+    }  # fmt: skip
+    session = Session()
+
+    session.restore(Snapshot.from_json(json.dumps(written)))
+
+    assert session[VisibilityState].all() == (VisibilityState("guide/deploy", FULL),)

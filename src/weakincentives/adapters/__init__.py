@@ -2,90 +2,36 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import lazy_names
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.adapters.base import Adapter
-    from weakincentives.adapters.claude import ClaudeAgentSDKAdapter
-    from weakincentives.adapters.litellm import LiteLLMAdapter
-    from weakincentives.adapters.local import LocalAdapter, LocalModel
-    from weakincentives.adapters.openai import OpenAIAdapter
-    from weakincentives.adapters.recording import Divergence, ReplayAdapter, record, replay
-    from weakincentives.adapters.scripted import ScriptedAdapter, calls, says
-    from weakincentives.runtime.conversation import (
-        Message,
-        ModelRequest,
-        ModelTurn,
-        PromptResponse,
-        Retrying,
-        RunEvent,
-        SentBack,
-        StopReason,
-        TextDelta,
-        ToolEnded,
-        ToolStarted,
-        TurnEnded,
-        TurnStarted,
-    )
-    from weakincentives.runtime.evaluation import RunConfig, RunOptions
-
-__all__ = [
-    "Adapter",
-    "ClaudeAgentSDKAdapter",
-    "Divergence",
-    "LiteLLMAdapter",
-    "LocalAdapter",
-    "LocalModel",
-    "Message",
-    "ModelRequest",
-    "ModelTurn",
-    "OpenAIAdapter",
-    "PromptResponse",
-    "ReplayAdapter",
-    "Retrying",
-    "RunConfig",
-    "RunEvent",
-    "RunOptions",
-    "ScriptedAdapter",
-    "SentBack",
-    "StopReason",
-    "TextDelta",
-    "ToolEnded",
-    "ToolStarted",
-    "TurnEnded",
-    "TurnStarted",
-    "calls",
-    "record",
-    "replay",
-    "says",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "base": ["Adapter"],
-            "claude": ["ClaudeAgentSDKAdapter"],
-            "litellm": ["LiteLLMAdapter"],
-            "local": ["LocalAdapter", "LocalModel"],
-            "openai": ["OpenAIAdapter"],
-            "recording": ["Divergence", "ReplayAdapter", "record", "replay"],
-            "scripted": ["ScriptedAdapter", "calls", "says"],
-            ".runtime.conversation": [
-                "Message",
-                "ModelRequest",
-                "ModelTurn",
-                "PromptResponse",
-                "Retrying",
-                "RunEvent",
-                "SentBack",
-                "StopReason",
-                "TextDelta",
-                "ToolEnded",
-                "ToolStarted",
-                "TurnEnded",
-                "TurnStarted",
-            ],
-            ".runtime.evaluation": ["RunConfig", "RunOptions"],
-        },
-    )
+    from weakincentives.adapters.base import Adapter as Adapter
+    from weakincentives.adapters.claude import ClaudeAgentSDKAdapter as ClaudeAgentSDKAdapter
+    from weakincentives.adapters.litellm import LiteLLMAdapter as LiteLLMAdapter
+    from weakincentives.adapters.local import LocalAdapter as LocalAdapter
+    from weakincentives.adapters.local import LocalModel as LocalModel
+    from weakincentives.adapters.openai import OpenAIAdapter as OpenAIAdapter
+    from weakincentives.adapters.recording import Divergence as Divergence
+    from weakincentives.adapters.recording import ReplayAdapter as ReplayAdapter
+    from weakincentives.adapters.recording import record as record
+    from weakincentives.adapters.recording import replay as replay
+    from weakincentives.adapters.scripted import ScriptedAdapter as ScriptedAdapter
+    from weakincentives.adapters.scripted import calls as calls
+    from weakincentives.adapters.scripted import says as says
+    from weakincentives.runtime.conversation import Message as Message
+    from weakincentives.runtime.conversation import ModelRequest as ModelRequest
+    from weakincentives.runtime.conversation import ModelTurn as ModelTurn
+    from weakincentives.runtime.conversation import PromptResponse as PromptResponse
+    from weakincentives.runtime.conversation import Retrying as Retrying
+    from weakincentives.runtime.conversation import RunEvent as RunEvent
+    from weakincentives.runtime.conversation import SentBack as SentBack
+    from weakincentives.runtime.conversation import StopReason as StopReason
+    from weakincentives.runtime.conversation import TextDelta as TextDelta
+    from weakincentives.runtime.conversation import ToolEnded as ToolEnded
+    from weakincentives.runtime.conversation import ToolStarted as ToolStarted
+    from weakincentives.runtime.conversation import TurnEnded as TurnEnded
+    from weakincentives.runtime.conversation import TurnStarted as TurnStarted
+    from weakincentives.runtime.evaluation import RunConfig as RunConfig
+    from weakincentives.runtime.evaluation import RunOptions as RunOptions

@@ -28,8 +28,8 @@ from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter, PerLoop
 from weakincentives.adapters.schema import Form, Forms, arguments_of
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
-from weakincentives.ours import source_of
 from weakincentives.runtime.conversation import Message, ModelTurn
+from weakincentives.state import source_of
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

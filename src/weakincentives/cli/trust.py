@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from weakincentives.cli.common import FILE_NAME, Misuse, echo, hint
-from weakincentives.ours import our_code, our_environment
-from weakincentives.state import Seals, state_directory
+from weakincentives.state import Seals, our_code, our_environment, state_directory
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:

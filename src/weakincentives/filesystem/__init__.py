@@ -2,42 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.filesystem.memory import MemoryFilesystem
-from weakincentives.filesystem.protocol import FileStat, Filesystem, GrepMatch
-from weakincentives.lazy import lazy_names
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.adopting import adopt_store
-    from weakincentives.filesystem.commands import CommandResult, engines
-    from weakincentives.filesystem.diffs import FileChange
-    from weakincentives.filesystem.history import Committed
-    from weakincentives.filesystem.host import HostFilesystem
-    from weakincentives.filesystem.looking import CallChanges, WorkspaceHistory
-
-__all__ = [
-    "CallChanges",
-    "CommandResult",
-    "Committed",
-    "FileChange",
-    "FileStat",
-    "Filesystem",
-    "GrepMatch",
-    "HostFilesystem",
-    "MemoryFilesystem",
-    "WorkspaceHistory",
-    "adopt_store",
-    "engines",
-]
-
-# A program that works in memory does not load what a directory takes.
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "adopting": ["adopt_store"],
-        "commands": ["CommandResult", "engines"],
-        "diffs": ["FileChange"],
-        "history": ["Committed"],
-        "host": ["HostFilesystem"],
-        "looking": ["CallChanges", "WorkspaceHistory"],
-    },
-)
+    from weakincentives.filesystem.adopting import adopt_store as adopt_store
+    from weakincentives.filesystem.commands import CommandResult as CommandResult
+    from weakincentives.filesystem.commands import engines as engines
+    from weakincentives.filesystem.diffs import FileChange as FileChange
+    from weakincentives.filesystem.history import Committed as Committed
+    from weakincentives.filesystem.host import HostFilesystem as HostFilesystem
+    from weakincentives.filesystem.looking import CallChanges as CallChanges
+    from weakincentives.filesystem.looking import WorkspaceHistory as WorkspaceHistory
+    from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
+    from weakincentives.filesystem.protocol import FileStat as FileStat
+    from weakincentives.filesystem.protocol import Filesystem as Filesystem
+    from weakincentives.filesystem.protocol import GrepMatch as GrepMatch

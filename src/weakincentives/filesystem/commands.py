@@ -36,7 +36,7 @@ from weakincentives.filesystem.overlay import (
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.store import Store
-from weakincentives.interrupts import undisturbed
+from weakincentives.locks import undisturbed
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.host import HostFilesystem

@@ -96,7 +96,7 @@ from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.gate import Gate
-from weakincentives.interrupts import undisturbed
+from weakincentives.locks import undisturbed
 
 __all__ = ["HostFilesystem"]
 

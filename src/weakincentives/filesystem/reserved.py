@@ -20,7 +20,7 @@ from weakincentives.errors import ProtectedPath
 from weakincentives.filesystem.layers import Look, Node, NodeKind
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.ours import our_code, our_environment, our_secrets
+from weakincentives.state import our_code, our_environment, our_secrets
 
 __all__ = ["Hiding", "Reserved"]
 

@@ -2,32 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import lazy_names
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.mcp.connection import HttpServer, StdioServer
-    from weakincentives.mcp.output import McpMedia, McpOutput
-    from weakincentives.mcp.server import McpServer
-    from weakincentives.mcp.tools_section import LeftOutTool, McpToolsSection, McpUndo
-
-__all__ = [
-    "HttpServer",
-    "LeftOutTool",
-    "McpMedia",
-    "McpOutput",
-    "McpServer",
-    "McpToolsSection",
-    "McpUndo",
-    "StdioServer",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "connection": ["HttpServer", "StdioServer"],
-            "output": ["McpMedia", "McpOutput"],
-            "server": ["McpServer"],
-            "tools_section": ["LeftOutTool", "McpToolsSection", "McpUndo"],
-        },
-    )
+    from weakincentives.mcp.connection import HttpServer as HttpServer
+    from weakincentives.mcp.connection import StdioServer as StdioServer
+    from weakincentives.mcp.output import McpMedia as McpMedia
+    from weakincentives.mcp.output import McpOutput as McpOutput
+    from weakincentives.mcp.server import McpServer as McpServer
+    from weakincentives.mcp.tools_section import LeftOutTool as LeftOutTool
+    from weakincentives.mcp.tools_section import McpToolsSection as McpToolsSection
+    from weakincentives.mcp.tools_section import McpUndo as McpUndo

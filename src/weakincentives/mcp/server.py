@@ -21,10 +21,9 @@ from weakincentives.logs import get_logger
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
 from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
-from weakincentives.prompt.section import Section
+from weakincentives.prompt.section import Section, expand
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.prompt.visibility import expand
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.runtime.session import Session

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weakincentives.errors import McpServerError
 from weakincentives.logs import get_logger
 from weakincentives.mcp.server_launcher import living_in
-from weakincentives.ours import program, source_of
+from weakincentives.state import program, source_of
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream

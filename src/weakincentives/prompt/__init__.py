@@ -2,255 +2,95 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import lazy_names
-from weakincentives.prompt.decorator import tool
-from weakincentives.prompt.tool import Reach, Tool, ToolContext, ToolExample, ToolHandler, Writes
-from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__, "tool")
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalRequest
-    from weakincentives.prompt.completion import (
-        AllOf,
-        AnyOf,
-        CompletionResult,
-        Custom,
-        FilesExist,
-        PlanDone,
-        TaskCompletionChecker,
-        check_completion,
-    )
-    from weakincentives.prompt.contracts import (
-        CascadeEffect,
-        CustomPrecondition,
-        DependencyPrecondition,
-        Effect,
-        MemoryEffect,
-        NotificationEffect,
-        PermissionPrecondition,
-        Precondition,
-        PreconditionCheck,
-        PreconditionResult,
-        ResourcePrecondition,
-        StateChangeEffect,
-        StatePrecondition,
-        apply_effects,
-        validate_preconditions,
-    )
-    from weakincentives.prompt.feedback import (
-        After,
-        CallCountFeedback,
-        DeadlineFeedback,
-        DeadlineNear,
-        EveryCalls,
-        Feedback,
-        FeedbackMoment,
-        FeedbackProvider,
-        FeedbackState,
-        FeedbackTrigger,
-        NoProgress,
-        collect_feedback,
-        with_feedback,
-    )
-    from weakincentives.prompt.overrides import (
-        ExampleData,
-        ExamplesOverride,
-        PromptDescriptor,
-        PromptOverrides,
-        PromptOverridesStore,
-        SectionOverride,
-        TextOverride,
-        ToolOverride,
-        describe,
-    )
+    from weakincentives.prompt.approval import Approval as Approval
+    from weakincentives.prompt.approval import ApprovalPolicy as ApprovalPolicy
+    from weakincentives.prompt.approval import ApprovalRequest as ApprovalRequest
+    from weakincentives.prompt.completion import AllOf as AllOf
+    from weakincentives.prompt.completion import AnyOf as AnyOf
+    from weakincentives.prompt.completion import CompletionResult as CompletionResult
+    from weakincentives.prompt.completion import Custom as Custom
+    from weakincentives.prompt.completion import FilesExist as FilesExist
+    from weakincentives.prompt.completion import PlanDone as PlanDone
+    from weakincentives.prompt.completion import TaskCompletionChecker as TaskCompletionChecker
+    from weakincentives.prompt.completion import check_completion as check_completion
+    from weakincentives.prompt.context import ToolContext as ToolContext
+    from weakincentives.prompt.contracts import CascadeEffect as CascadeEffect
+    from weakincentives.prompt.contracts import CustomPrecondition as CustomPrecondition
+    from weakincentives.prompt.contracts import DependencyPrecondition as DependencyPrecondition
+    from weakincentives.prompt.contracts import Effect as Effect
+    from weakincentives.prompt.contracts import MemoryEffect as MemoryEffect
+    from weakincentives.prompt.contracts import NotificationEffect as NotificationEffect
+    from weakincentives.prompt.contracts import PermissionPrecondition as PermissionPrecondition
+    from weakincentives.prompt.contracts import Precondition as Precondition
+    from weakincentives.prompt.contracts import PreconditionCheck as PreconditionCheck
+    from weakincentives.prompt.contracts import PreconditionResult as PreconditionResult
+    from weakincentives.prompt.contracts import ResourcePrecondition as ResourcePrecondition
+    from weakincentives.prompt.contracts import StateChangeEffect as StateChangeEffect
+    from weakincentives.prompt.contracts import StatePrecondition as StatePrecondition
+    from weakincentives.prompt.contracts import apply_effects as apply_effects
+    from weakincentives.prompt.contracts import validate_preconditions as validate_preconditions
+    from weakincentives.prompt.decorator import tool as tool
+    from weakincentives.prompt.feedback import After as After
+    from weakincentives.prompt.feedback import CallCountFeedback as CallCountFeedback
+    from weakincentives.prompt.feedback import DeadlineFeedback as DeadlineFeedback
+    from weakincentives.prompt.feedback import DeadlineNear as DeadlineNear
+    from weakincentives.prompt.feedback import EveryCalls as EveryCalls
+    from weakincentives.prompt.feedback import Feedback as Feedback
+    from weakincentives.prompt.feedback import FeedbackMoment as FeedbackMoment
+    from weakincentives.prompt.feedback import FeedbackProvider as FeedbackProvider
+    from weakincentives.prompt.feedback import FeedbackState as FeedbackState
+    from weakincentives.prompt.feedback import FeedbackTrigger as FeedbackTrigger
+    from weakincentives.prompt.feedback import NoProgress as NoProgress
+    from weakincentives.prompt.feedback import collect_feedback as collect_feedback
+    from weakincentives.prompt.feedback import with_feedback as with_feedback
+    from weakincentives.prompt.overrides import ExampleData as ExampleData
+    from weakincentives.prompt.overrides import ExamplesOverride as ExamplesOverride
+    from weakincentives.prompt.overrides import PromptDescriptor as PromptDescriptor
+    from weakincentives.prompt.overrides import PromptOverrides as PromptOverrides
+    from weakincentives.prompt.overrides import PromptOverridesStore as PromptOverridesStore
+    from weakincentives.prompt.overrides import SectionOverride as SectionOverride
+    from weakincentives.prompt.overrides import TextOverride as TextOverride
+    from weakincentives.prompt.overrides import ToolOverride as ToolOverride
+    from weakincentives.prompt.overrides import describe as describe
+    from weakincentives.prompt.policies import PolicyDecision as PolicyDecision
+    from weakincentives.prompt.policies import PolicyState as PolicyState
+    from weakincentives.prompt.policies import ProtectedPathsPolicy as ProtectedPathsPolicy
+    from weakincentives.prompt.policies import QuotaPolicy as QuotaPolicy
+    from weakincentives.prompt.policies import RateLimitPolicy as RateLimitPolicy
+    from weakincentives.prompt.policies import ReadBeforeWritePolicy as ReadBeforeWritePolicy
     from weakincentives.prompt.policies import (
-        PolicyDecision,
-        PolicyState,
-        ProtectedPathsPolicy,
-        QuotaPolicy,
-        RateLimitPolicy,
-        ReadBeforeWritePolicy,
-        SequentialDependencyPolicy,
-        ToolPolicy,
+        SequentialDependencyPolicy as SequentialDependencyPolicy,
     )
-    from weakincentives.prompt.prompt import Prompt, PromptResources, PromptTemplate, RenderedPrompt
-    from weakincentives.prompt.section import MarkdownSection, Section
+    from weakincentives.prompt.policies import ToolPolicy as ToolPolicy
+    from weakincentives.prompt.prompt import Prompt as Prompt
+    from weakincentives.prompt.prompt import PromptResources as PromptResources
+    from weakincentives.prompt.prompt import PromptTemplate as PromptTemplate
+    from weakincentives.prompt.prompt import RenderedPrompt as RenderedPrompt
+    from weakincentives.prompt.section import MarkdownSection as MarkdownSection
+    from weakincentives.prompt.section import Section as Section
+    from weakincentives.prompt.section import SectionVisibility as SectionVisibility
+    from weakincentives.prompt.section import TaskExample as TaskExample
+    from weakincentives.prompt.section import TaskExamplesSection as TaskExamplesSection
+    from weakincentives.prompt.section import TaskStep as TaskStep
+    from weakincentives.prompt.section import VisibilityState as VisibilityState
+    from weakincentives.prompt.section import expand as expand
+    from weakincentives.prompt.section import set_visibility as set_visibility
+    from weakincentives.prompt.structured_output import output_instructions as output_instructions
+    from weakincentives.prompt.structured_output import output_schema as output_schema
     from weakincentives.prompt.structured_output import (
-        output_instructions,
-        output_schema,
-        parse_structured_output,
+        parse_structured_output as parse_structured_output,
     )
-    from weakincentives.prompt.task_examples import TaskExample, TaskExamplesSection, TaskStep
-    from weakincentives.prompt.visibility import (
-        SectionVisibility,
-        VisibilityState,
-        expand,
-        set_visibility,
-    )
-    from weakincentives.runtime.registry import ToolRegistry
-
-__all__ = [
-    "After",
-    "AllOf",
-    "AnyOf",
-    "Approval",
-    "ApprovalPolicy",
-    "ApprovalRequest",
-    "CallCountFeedback",
-    "CascadeEffect",
-    "CompletionResult",
-    "Custom",
-    "CustomPrecondition",
-    "DeadlineFeedback",
-    "DeadlineNear",
-    "DependencyPrecondition",
-    "Effect",
-    "EveryCalls",
-    "ExampleData",
-    "ExamplesOverride",
-    "Feedback",
-    "FeedbackMoment",
-    "FeedbackProvider",
-    "FeedbackState",
-    "FeedbackTrigger",
-    "FilesExist",
-    "MarkdownSection",
-    "MemoryEffect",
-    "NoProgress",
-    "NotificationEffect",
-    "PermissionPrecondition",
-    "PlanDone",
-    "PolicyDecision",
-    "PolicyState",
-    "Precondition",
-    "PreconditionCheck",
-    "PreconditionResult",
-    "Prompt",
-    "PromptDescriptor",
-    "PromptOverrides",
-    "PromptOverridesStore",
-    "PromptResources",
-    "PromptTemplate",
-    "ProtectedPathsPolicy",
-    "QuotaPolicy",
-    "RateLimitPolicy",
-    "Reach",
-    "ReadBeforeWritePolicy",
-    "RenderedPrompt",
-    "ResourcePrecondition",
-    "Section",
-    "SectionOverride",
-    "SectionVisibility",
-    "SequentialDependencyPolicy",
-    "StateChangeEffect",
-    "StatePrecondition",
-    "TaskCompletionChecker",
-    "TaskExample",
-    "TaskExamplesSection",
-    "TaskStep",
-    "TextOverride",
-    "Tool",
-    "ToolContext",
-    "ToolError",
-    "ToolExample",
-    "ToolHandler",
-    "ToolMetadata",
-    "ToolOverride",
-    "ToolPolicy",
-    "ToolRegistry",
-    "ToolResult",
-    "VisibilityState",
-    "Writes",
-    "apply_effects",
-    "check_completion",
-    "collect_feedback",
-    "describe",
-    "expand",
-    "output_instructions",
-    "output_schema",
-    "parse_structured_output",
-    "set_visibility",
-    "tool",
-    "validate_preconditions",
-    "with_feedback",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".runtime.registry": ["ToolRegistry"],
-            "approval": ["Approval", "ApprovalPolicy", "ApprovalRequest"],
-            "completion": [
-                "AllOf",
-                "AnyOf",
-                "CompletionResult",
-                "Custom",
-                "FilesExist",
-                "PlanDone",
-                "TaskCompletionChecker",
-                "check_completion",
-            ],
-            "contracts": [
-                "CascadeEffect",
-                "CustomPrecondition",
-                "DependencyPrecondition",
-                "Effect",
-                "MemoryEffect",
-                "NotificationEffect",
-                "PermissionPrecondition",
-                "Precondition",
-                "PreconditionCheck",
-                "PreconditionResult",
-                "ResourcePrecondition",
-                "StateChangeEffect",
-                "StatePrecondition",
-                "apply_effects",
-                "validate_preconditions",
-            ],
-            "feedback": [
-                "After",
-                "CallCountFeedback",
-                "DeadlineFeedback",
-                "DeadlineNear",
-                "EveryCalls",
-                "Feedback",
-                "FeedbackMoment",
-                "FeedbackProvider",
-                "FeedbackState",
-                "FeedbackTrigger",
-                "NoProgress",
-                "collect_feedback",
-                "with_feedback",
-            ],
-            "overrides": [
-                "ExampleData",
-                "ExamplesOverride",
-                "PromptDescriptor",
-                "PromptOverrides",
-                "PromptOverridesStore",
-                "SectionOverride",
-                "TextOverride",
-                "ToolOverride",
-                "describe",
-            ],
-            "policies": [
-                "PolicyDecision",
-                "PolicyState",
-                "ProtectedPathsPolicy",
-                "QuotaPolicy",
-                "RateLimitPolicy",
-                "ReadBeforeWritePolicy",
-                "SequentialDependencyPolicy",
-                "ToolPolicy",
-            ],
-            "prompt": ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"],
-            "section": ["MarkdownSection", "Section"],
-            "structured_output": [
-                "output_instructions",
-                "output_schema",
-                "parse_structured_output",
-            ],
-            "task_examples": ["TaskExample", "TaskExamplesSection", "TaskStep"],
-            "visibility": ["SectionVisibility", "VisibilityState", "expand", "set_visibility"],
-        },
-    )
+    from weakincentives.prompt.tool import Reach as Reach
+    from weakincentives.prompt.tool import Tool as Tool
+    from weakincentives.prompt.tool import ToolExample as ToolExample
+    from weakincentives.prompt.tool import ToolHandler as ToolHandler
+    from weakincentives.prompt.tool import Writes as Writes
+    from weakincentives.prompt.tool_result import ToolError as ToolError
+    from weakincentives.prompt.tool_result import ToolMetadata as ToolMetadata
+    from weakincentives.prompt.tool_result import ToolResult as ToolResult
+    from weakincentives.runtime.registry import ToolRegistry as ToolRegistry

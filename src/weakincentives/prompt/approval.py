@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from weakincentives.errors import Suspended
 from weakincentives.logs import get_logger
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision
 from weakincentives.prompt.signatures import is_async
-from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.serde import dump
 from weakincentives.text import visible
 
 if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolResult
-
-__all__ = ["Approval", "ApprovalPolicy", "ApprovalRequest"]
 
 _logger = get_logger(__name__)
 

@@ -14,18 +14,7 @@ from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool import ToolContext
-
-__all__ = [
-    "AllOf",
-    "AnyOf",
-    "CompletionResult",
-    "Custom",
-    "FilesExist",
-    "PlanDone",
-    "TaskCompletionChecker",
-    "check_completion",
-]
+    from weakincentives.prompt.context import ToolContext
 
 P = TypeVar("P")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 from weakincentives.errors import Suspended
@@ -18,27 +19,9 @@ from weakincentives.prompt.policies import missing_tools
 from weakincentives.prompt.signatures import is_async
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool import Tool, ToolContext
+    from weakincentives.prompt.context import MemoryManager, ToolContext
+    from weakincentives.prompt.tool import Tool
     from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.memory import MemoryManager
-
-__all__ = [
-    "CascadeEffect",
-    "CustomPrecondition",
-    "DependencyPrecondition",
-    "Effect",
-    "MemoryEffect",
-    "NotificationEffect",
-    "PermissionPrecondition",
-    "Precondition",
-    "PreconditionCheck",
-    "PreconditionResult",
-    "ResourcePrecondition",
-    "StateChangeEffect",
-    "StatePrecondition",
-    "apply_effects",
-    "validate_preconditions",
-]
 
 _logger = get_logger(__name__)
 
@@ -69,19 +52,21 @@ class Precondition:
         if not self.description.strip():
             raise ValueError(f"a {self.type} precondition needs a description for the model")
         if self.check is not None:
-            _arity(self.check, f"the check of precondition {self.description!r}")
+            _adapted(self.check, f"the check of precondition {self.description!r}")
         elif isinstance(self, CustomPrecondition):
             raise ValueError(f"custom precondition {self.description!r} needs a check")
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         return self.check is not None and is_async(self.check)
 
     def holds(self, context: ToolContext, params: object) -> Any:
         """Return whether it holds, or an awaitable of that."""
-        if self.check is None:
-            return self._default(context)
-        return self.check(*(context, params)[: _arity(self.check)])
+        return self._default(context) if self.check is None else self._ask(context, params)
+
+    @cached_property
+    def _ask(self) -> Check:
+        return _adapted(cast("Check", self.check))
 
     def _default(self, context: ToolContext) -> bool:
         raise NotImplementedError
@@ -98,10 +83,7 @@ class ResourcePrecondition(Precondition):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.availability not in ("required", "preferred"):
-            raise ValueError(
-                f"availability must be 'required' or 'preferred', got {self.availability!r}"
-            )
+        _check_choice("availability", self.availability, "required", "preferred")
         if self.availability == "preferred":
             object.__setattr__(self, "critical", False)
         if self.check is None and isinstance(self.resource, str):
@@ -174,8 +156,7 @@ class DependencyPrecondition(Precondition):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_named(f"dependency precondition {self.description!r}", "tool", self.tool)
-        if self.status not in ("completed", "available"):
-            raise ValueError(f"status must be 'completed' or 'available', got {self.status!r}")
+        _check_choice("status", self.status, "completed", "available")
 
     @property
     def wire_name(self) -> str:
@@ -284,7 +265,7 @@ class Effect:
     def __post_init__(self) -> None:
         for name, step in (("apply", self.apply), ("rollback", self.rollback)):
             if step is not None:
-                _arity(step, f"{name} of {self.type} effect {self.description!r}")
+                _adapted(step, f"{name} of {self.type} effect {self.description!r}")
         if type(self) is Effect and self.apply is None:
             raise ValueError(f"effect {self.description!r} needs an apply, or to be of some kind")
 
@@ -292,7 +273,7 @@ class Effect:
         """Refuse a field that the effect cannot do without."""
         _check_named(f"{self.type} effect {self.description!r}", name, value)
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         return any(step is not None and is_async(step) for step in (self.apply, self.rollback))
 
@@ -330,10 +311,7 @@ class StateChangeEffect(Effect):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("state", self.state)
-        if self.change not in ("set", "clear", "increment", "decrement"):
-            raise ValueError(
-                f"change must be 'set', 'clear', 'increment' or 'decrement', got {self.change!r}"
-            )
+        _check_choice("change", self.change, "set", "clear", "increment", "decrement")
 
     def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
         memory = _memory(context, self)
@@ -370,10 +348,7 @@ class MemoryEffect(Effect):
             names = ", ".join(map(repr, known))
             raise ValueError(f"unknown memory scope {self.scope!r}: use one of {names}")
         self._check("key", self.key)
-        if self.operation not in ("write", "delete", "update"):
-            raise ValueError(
-                f"operation must be 'write', 'delete' or 'update', got {self.operation!r}"
-            )
+        _check_choice("operation", self.operation, "write", "delete", "update")
 
     def _default(self, context: ToolContext, result: ToolResult[Any]) -> None:
         memory = _memory(context, self)
@@ -499,7 +474,7 @@ async def roll_back_effects(
 
 
 async def _call(step: Step, context: ToolContext, result: ToolResult[Any]) -> None:
-    answer = step(*(context, result)[: _arity(step)])
+    answer = _adapted(step)(context, result)
     if not inspect.isawaitable(answer):
         return
     from weakincentives.runtime.loops import run_blocking
@@ -527,26 +502,29 @@ def _check_named(what: str, name: str, value: object) -> None:
         raise ValueError(f"{what} needs its {name}: a string that is not empty, got {value!r}")
 
 
-def _arity(function: Callable[..., Any], what: str = "it") -> int:
-    """Return how many of two arguments a function must be given."""
+def _check_choice(name: str, value: object, *choices: str) -> None:
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def _adapted(function: Callable[..., Any], what: str = "it") -> Callable[[Any, Any], Any]:
+    """Return a function of two arguments that hands on as many as the given one must have."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    count = 0
-    for parameter in parameters:
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return 2
-        is_positional = parameter.kind in (
-            parameter.POSITIONAL_ONLY,
-            parameter.POSITIONAL_OR_KEYWORD,
-        )
-        # One with a default is its author's own: `lambda context, name=name: ...` in a loop.
-        if is_positional and parameter.default is parameter.empty:
-            count += 1
-    if count > 2:
+    except (TypeError, ValueError):  # a built-in that does not say what it takes
+        return lambda first, _: function(first)
+    # One with a default is its author's own: `lambda context, name=name: ...` in a loop.
+    needed = sum(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        and each.default is each.empty
+        for each in parameters
+    )
+    if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+        needed = 2
+    if needed > 2:
         raise TypeError(f"{what} takes at most two arguments, got {function!r}")
-    return count
+    return lambda first, second: function(*(first, second)[:needed])
 
 
 def _value(value: object, result: ToolResult[Any]) -> Any:

@@ -13,15 +13,14 @@ from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_origin, overload
 
 from weakincentives.errors import ToolDefinitionError
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.signatures import hints_of, is_async
-from weakincentives.prompt.tool import Reach, Tool, ToolContext, ToolExample, Writes
+from weakincentives.prompt.tool import Reach, Tool, ToolExample, Writes
 from weakincentives.prompt.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect, Precondition
     from weakincentives.retry import RetryPolicy
-
-__all__ = ["tool"]
 
 _ARGS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARG = re.compile(r"^(\w+)(?: *\(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE)

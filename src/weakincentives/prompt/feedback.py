@@ -7,9 +7,9 @@ calls, the counts and when each provider last spoke, is a LOG slice: a failed ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rpds import HashTrieMap
 
@@ -17,25 +17,9 @@ from weakincentives.logs import get_logger
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool import ToolContext
+    from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.events import ToolInvoked
-
-__all__ = [
-    "After",
-    "CallCountFeedback",
-    "DeadlineFeedback",
-    "DeadlineNear",
-    "EveryCalls",
-    "Feedback",
-    "FeedbackMoment",
-    "FeedbackProvider",
-    "FeedbackState",
-    "FeedbackTrigger",
-    "NoProgress",
-    "collect_feedback",
-    "with_feedback",
-]
 
 R = TypeVar("R")
 
@@ -85,6 +69,18 @@ class FeedbackMoment:
     has_spoken: bool = False
 
 
+class _Positive:
+    """Refuses a number in its fields that is not above zero."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(cast("Any", self)):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not value > 0:  # nor is NaN
+                raise ValueError(f"{field.name} must be positive, got {value}")
+
+
 class FeedbackTrigger(Protocol):
     """Tells whether a provider is asked now."""
 
@@ -92,39 +88,30 @@ class FeedbackTrigger(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EveryCalls:
+class EveryCalls(_Positive):
     """Fires when there were so many calls since the provider last spoke."""
 
     n: int
-
-    def __post_init__(self) -> None:
-        _check_positive("n", self.n)
 
     def fires(self, moment: FeedbackMoment) -> bool:
         return moment.calls_since >= self.n
 
 
 @dataclass(frozen=True, slots=True)
-class After:
+class After(_Positive):
     """Fires when so much time has passed since the provider last spoke."""
 
     seconds: float
-
-    def __post_init__(self) -> None:
-        _check_positive("seconds", self.seconds)
 
     def fires(self, moment: FeedbackMoment) -> bool:
         return moment.seconds_since >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlineNear:
+class DeadlineNear(_Positive):
     """Fires once when no more than so much time is left."""
 
     seconds: float
-
-    def __post_init__(self) -> None:
-        _check_positive("seconds", self.seconds)
 
     def fires(self, moment: FeedbackMoment) -> bool:
         left = moment.seconds_left
@@ -136,21 +123,13 @@ class DeadlineNear:
 
 
 @dataclass(frozen=True, slots=True)
-class NoProgress:
+class NoProgress(_Positive):
     """Fires when so many calls in a row have failed, and again after as many more."""
 
     calls: int
 
-    def __post_init__(self) -> None:
-        _check_positive("calls", self.calls)
-
     def fires(self, moment: FeedbackMoment) -> bool:
         return min(moment.failed_in_a_row, moment.calls_since) >= self.calls
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:  # nor is NaN
-        raise ValueError(f"{name} must be positive, got {value}")
 
 
 # What is remembered
@@ -278,7 +257,7 @@ def _as_feedback(answer: object) -> Feedback | None:
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlineFeedback:
+class DeadlineFeedback(_Positive):
     """Says how much time is left, once it is no more than ``seconds``."""
 
     seconds: float = 60.0
@@ -287,9 +266,6 @@ class DeadlineFeedback:
     @property
     def trigger(self) -> DeadlineNear:
         return DeadlineNear(self.seconds)
-
-    def __post_init__(self) -> None:
-        _check_positive("seconds", self.seconds)
 
     def feedback(self, context: ToolContext) -> str | None:
         if context.deadline is None:
@@ -302,7 +278,7 @@ class DeadlineFeedback:
 
 
 @dataclass(frozen=True, slots=True)
-class CallCountFeedback:
+class CallCountFeedback(_Positive):
     """Says how many calls there were, every ``n`` calls."""
 
     n: int = 10
@@ -311,9 +287,6 @@ class CallCountFeedback:
     @property
     def trigger(self) -> EveryCalls:
         return EveryCalls(self.n)
-
-    def __post_init__(self) -> None:
-        _check_positive("n", self.n)
 
     def feedback(self, context: ToolContext) -> str | None:
         calls = _latest(context.session.read_slice(FeedbackState)).calls

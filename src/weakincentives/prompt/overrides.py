@@ -34,18 +34,6 @@ from weakincentives.prompt.signatures import UNKNOWN
 from weakincentives.prompt.tool import Tool, ToolExample, described_parameters
 from weakincentives.serde import dump, parse
 
-__all__ = [
-    "ExampleData",
-    "ExamplesOverride",
-    "PromptDescriptor",
-    "PromptOverrides",
-    "PromptOverridesStore",
-    "SectionOverride",
-    "TextOverride",
-    "ToolOverride",
-    "describe",
-]
-
 OutT = TypeVar("OutT")
 OnStale = Literal["raise", "skip"]
 
@@ -397,8 +385,7 @@ class PromptOverridesStore:
         try:
             file = parse(_File, _canonical(data))
         except ParseError as error:
-            problems = [f"{place or '(top level)'}: {it}" for place, it in error.details.items()]
-            raise PromptOverrideError(f"{path} is malformed", problems) from error
+            raise PromptOverrideError(f"{path} is malformed", error.problems) from error
         return PromptOverrides(ns=ns, key=key, tag=tag, sections=file.sections, on_stale=on_stale)
 
     def save(self, overrides: PromptOverrides) -> Path:

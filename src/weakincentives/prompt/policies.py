@@ -12,7 +12,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rpds import HashTrieMap, HashTrieSet
@@ -25,20 +25,9 @@ from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool import Tool, ToolContext
+    from weakincentives.prompt.context import Session, ToolContext
+    from weakincentives.prompt.tool import Tool
     from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.session import Session
-
-__all__ = [
-    "PolicyDecision",
-    "PolicyState",
-    "ProtectedPathsPolicy",
-    "QuotaPolicy",
-    "RateLimitPolicy",
-    "ReadBeforeWritePolicy",
-    "SequentialDependencyPolicy",
-    "ToolPolicy",
-]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -516,21 +505,29 @@ class ProtectedPathsPolicy:
         return self._protected.match(path)
 
 
+class _CountsCalls:
+    """What the policies have in common that count calls: of some tools, or of all they govern."""
+
+    name: str
+    tools: AbstractSet[str]
+
+    def __post_init__(self) -> None:
+        field = fields(cast("Any", self))[0].name
+        if getattr(self, field) < 0:
+            raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return not self.tools or tool.name in self.tools
+
+
 @dataclass(frozen=True)
-class QuotaPolicy:
+class QuotaPolicy(_CountsCalls):
     """So many calls may run in a session; failed ones count, refused ones do not."""
 
     max_calls: int
     name: str = "quota"
     tools: AbstractSet[str] = frozenset()
     """Those whose calls count, all together; every tool that it governs without any."""
-
-    def __post_init__(self) -> None:
-        if self.max_calls < 0:
-            raise ValueError(f"max_calls must not be negative, got {self.max_calls}")
-
-    def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        return not self.tools or tool.name in self.tools
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         def used_up(tally: CallTally) -> int | None:
@@ -542,28 +539,20 @@ class QuotaPolicy:
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
-        _remember(
-            CallTally, self.name, context, lambda tally: replace(tally, calls=tally.calls + 1)
-        )
+        def counted(tally: CallTally) -> CallTally:
+            return replace(tally, calls=tally.calls + 1)
+
+        _remember(CallTally, self.name, context, counted)
 
 
 @dataclass(frozen=True)
-class RateLimitPolicy:
+class RateLimitPolicy(_CountsCalls):
     """Each tool may run so many times within a minute; failed calls count, refused ones do not."""
 
     max_calls_per_minute: int
     name: str = "rate_limit"
     tools: AbstractSet[str] = frozenset()
     """Those that it is about; every tool that it governs without any."""
-
-    def __post_init__(self) -> None:
-        if self.max_calls_per_minute < 0:
-            raise ValueError(
-                f"max_calls_per_minute must not be negative, got {self.max_calls_per_minute}"
-            )
-
-    def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        return not self.tools or tool.name in self.tools
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         now = context.session.clock.time()

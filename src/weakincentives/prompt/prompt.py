@@ -14,27 +14,26 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
 from weakincentives.prompt.policies import AttachedPolicy, attach
-from weakincentives.prompt.section import MarkdownSection, Section
-from weakincentives.prompt.tool import Tool
-from weakincentives.prompt.typed import TypedConstructor
-from weakincentives.prompt.visibility import (
+from weakincentives.prompt.section import (
+    MarkdownSection,
+    Section,
     SectionVisibility,
     chosen,
     disclosure_tools,
     how_to_open,
 )
+from weakincentives.prompt.signatures import TypedConstructor
+from weakincentives.prompt.tool import Tool
 from weakincentives.resources import ResourceContext, ResourceRegistry
 from weakincentives.serde import dump
-
-__all__ = ["Prompt", "PromptResources", "PromptTemplate", "RenderedPrompt"]
 
 T = TypeVar("T")
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
+    from weakincentives.prompt.context import Session
     from weakincentives.prompt.overrides import PromptOverrides
-    from weakincentives.runtime.session import Session
 
     OutT = TypeVarWithDefault("OutT", default=Any)
 else:
@@ -246,7 +245,8 @@ class Prompt(Generic[OutT]):
         self.overrides = overrides
         self._params: tuple[object, ...] = ()
         self._sections: tuple[Section[Any], ...] = ()
-        self._given: dict[_Node, _Given] = {}
+        self._given: dict[_Node, tuple[Any, bool]] = {}
+        """The parameters of each section, and whether nothing can change what they say."""
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
@@ -377,8 +377,10 @@ class Prompt(Generic[OutT]):
         for node in nodes:
             given = self._given.get(node)
             if given is None:
-                given = self._given[node] = _Given.of(self._params_of(node))
-            params, section = given.params, node.section
+                params = self._params_of(node)
+                given = self._given[node] = params, _are_settled(params)
+            params, is_settled = given
+            section = node.section
             if not section.is_enabled(params, session):
                 continue
             count += 1
@@ -390,7 +392,7 @@ class Prompt(Generic[OutT]):
                 except PromptRenderError as error:
                     raise PromptRenderError(f"section {node.path}: {error}") from error
             is_open = visibility is SectionVisibility.FULL
-            yield _Shown(number, node, given, is_open)
+            yield _Shown(number, node, params, is_settled, is_open)
             if is_open and node.children:
                 yield from self._shown(node.children, number, session, choices)
 
@@ -415,27 +417,18 @@ class Prompt(Generic[OutT]):
 _SETTLED = (str, int, float, bool, bytes, type(None))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Given:
-    """The parameters that a section gets."""
-
-    params: Any
-    is_settled: bool
-    """Whether nothing can change what they say."""
-
-    @classmethod
-    def of(cls, params: Any) -> _Given:
-        if params is None:
-            return cls(None, True)
-        is_frozen = params.__dataclass_params__.frozen
-        values = (getattr(params, each.name) for each in fields(params))
-        return cls(params, is_frozen and all(map(_is_settled, values)))
-
-
 def _is_settled(value: object) -> bool:
+    """Whether nothing can change what a value says."""
     if type(value) is tuple:
         return all(map(_is_settled, cast("tuple[object, ...]", value)))
     return type(value) in _SETTLED
+
+
+def _are_settled(params: Any) -> bool:
+    if params is None:
+        return True
+    values = (getattr(params, each.name) for each in fields(params))
+    return params.__dataclass_params__.frozen and all(map(_is_settled, values))
 
 
 class _Shown(NamedTuple):
@@ -443,32 +436,12 @@ class _Shown(NamedTuple):
 
     number: str
     node: _Node
-    given: _Given
+    params: Any
+    is_settled: bool
     is_open: bool
-
-
-class _Block(NamedTuple):
-    """The text of a section, with all that it was made from."""
-
-    number: str
-    params: object
-    is_open: bool
-    with_examples: bool
-    text: str
 
 
 _Tools = tuple[Tool[Any, Any], ...]
-_Sources = tuple[tuple[_Node, _Tools], ...]
-"""Sections with the tools they had: a section of a server's tools may get others."""
-
-
-class _Offered(NamedTuple):
-    """The tools of one rendering, with the sections they were taken from."""
-
-    sources: _Sources
-    has_summaries: bool
-    tools: tuple[Tool[Any, Any], ...]
-    offers: Mapping[str, Offer]
 
 
 class _Kept:
@@ -483,33 +456,27 @@ class _Kept:
         # Those of sections that are not enabled now hear, too: they may be later.
         every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
         self.listeners = _each_once(p for p in every if p.on_result is not None)
-        self._blocks: dict[_Node, _Block] = {}
+        self._blocks: dict[_Node, tuple[_Shown, bool, str]] = {}
+        """The text of a section, with all that it was made from."""
         self._examples: dict[_Node, str] = {}
         self._offers: dict[_Node | None, tuple[_Tools, tuple[Offer, ...]]] = {}
-        self._offered = _Offered((), False, (), {})
+        self._offered: tuple[object, _Tools, Mapping[str, Offer]] = (None, (), {})
 
-    def offered(
-        self, shown: Sequence[_Shown]
-    ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
+    def offered(self, shown: Sequence[_Shown]) -> tuple[_Tools, Mapping[str, Offer]]:
         """Return the tools of all that is open, and those that open the rest."""
         opened = [each.node for each in shown if each.is_open and each.node.section.tools]
-        sources = tuple([(node, node.section.tools) for node in opened])
-        has_summaries = not all(each.is_open for each in shown)
-        last = self._offered
-        if last.sources != sources or last.has_summaries != has_summaries:
-            self._offered = last = self._offer(sources, has_summaries)
-        return last.tools, last.offers
-
-    def _offer(self, sources: _Sources, has_summaries: bool) -> _Offered:
-        nodes = [node for node, _ in sources]
-        places: list[_Node | None] = [*nodes, None] if has_summaries else [*nodes]
-        found = [offer for place in places for offer in self._offers_at(place)]
-        offers = {offer.tool.name: offer for offer in found}
-        if len(offers) < len(found):
-            _refuse_duplicates(
-                (offer.tool, place) for place in places for offer in self._offers_at(place)
-            )
-        return _Offered(sources, has_summaries, tuple([offer.tool for offer in found]), offers)
+        places = [*opened] if all(each.is_open for each in shown) else [*opened, None]
+        # With the tools they have now: a section of a server's tools may get others.
+        sources = [(node, node and node.section.tools) for node in places]
+        made_from, tools, offers = self._offered
+        if made_from != sources:
+            found = [(offer, node) for node in places for offer in self._offers_at(node)]
+            offers = {offer.tool.name: offer for offer, _ in found}
+            if len(offers) < len(found):
+                _refuse_duplicates((offer.tool, node) for offer, node in found)
+            tools = tuple([offer.tool for offer, _ in found])
+            self._offered = sources, tools, offers
+        return tools, offers
 
     def _offers_at(self, place: _Node | None) -> tuple[Offer, ...]:
         """Return the offers of a section, or of the tools that open sections."""
@@ -524,33 +491,33 @@ class _Kept:
 
     def block(self, shown: _Shown, session: Session | None, with_examples: bool) -> str:
         """Return heading and text of a section."""
-        number, node, given, is_open = shown
-        kept = self._blocks.get(node)
-        if (
-            kept is not None
-            and kept.params is given.params
-            and kept.number == number
-            and kept.is_open is is_open
-            and kept.with_examples is with_examples
-        ):
-            return kept.text
-        heading = f"{'#' * min(1 + node.depth, 6)} {number} {node.title}"
+        node, kept = shown.node, self._blocks.get(shown.node)
+        if kept is not None:
+            made_from, had_examples, text = kept
+            if (
+                made_from.params is shown.params
+                and made_from.number == shown.number
+                and made_from.is_open is shown.is_open
+                and had_examples is with_examples
+            ):
+                return text
+        heading = f"{'#' * min(1 + node.depth, 6)} {shown.number} {node.title}"
         try:
             parts = (heading, *self._parts(shown, session, with_examples))
         except PromptRenderError as error:
             raise PromptRenderError(f"section {node.path}: {error}") from error
         text = "\n\n".join([part for part in parts if part])
-        if given.is_settled and node.section.depends_only_on_params:
-            self._blocks[node] = _Block(number, given.params, is_open, with_examples, text)
+        if shown.is_settled and node.section.depends_only_on_params:
+            self._blocks[node] = shown, with_examples, text
         return text
 
     def _parts(
         self, shown: _Shown, session: Session | None, with_examples: bool
     ) -> tuple[str, ...]:
-        node, params = shown.node, shown.given.params
+        node = shown.node
         if not shown.is_open:
-            return node.section.summary_text(params, session), how_to_open(node.path)
-        body = node.section.body(params, session)
+            return node.section.summary_text(shown.params, session), how_to_open(node.path)
+        body = node.section.body(shown.params, session)
         if not with_examples:
             return (body,)
         examples = self._examples.get(node)

@@ -12,8 +12,6 @@ from weakincentives.serde import dump
 from weakincentives.serde.bounded_schema import BoundedSchema, bounded_copy
 from weakincentives.serde.problems import shown
 
-__all__ = ["plain_schema", "raw_validator"]
-
 
 def plain_schema(name: str, schema: object) -> dict[str, Any]:
     """Return a copy of an object schema that nobody else holds, or refuse what is none."""

@@ -1,13 +1,22 @@
-"""Sections: guidance for the model together with the tools, policies and resources it is about."""
+"""Sections: guidance for the model together with the tools, policies and resources it is about.
+
+A section may be shown as a summary until the model opens it. The choice lives in the session, so
+it follows snapshots, restore and reset. The model makes it with ``open_sections``, which raises:
+the call is rolled back, whoever runs the loop notes the choice with ``expand(session, error)`` and
+renders again.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
 from string import Template
 from types import NoneType
 from typing import (
@@ -22,26 +31,85 @@ from typing import (
     get_origin,
 )
 
-from weakincentives.errors import PromptRenderError, PromptValidationError
+from weakincentives.errors import (
+    PromptRenderError,
+    PromptValidationError,
+    ToolDefinitionError,
+    ToolValidationError,
+    VisibilityExpansionRequired,
+)
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import attach
-from weakincentives.prompt.signatures import is_async, misfit, show
-from weakincentives.prompt.tool import Tool
-from weakincentives.prompt.typed import TypedConstructor
-from weakincentives.prompt.visibility import SectionVisibility
+from weakincentives.prompt.signatures import TypedConstructor, is_async, misfit, show
+from weakincentives.prompt.tool import Tool, ToolExample
+from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import ResourceRegistry
-
-__all__ = ["MarkdownSection", "Section", "SectionOptions"]
+from weakincentives.serde import dump
+from weakincentives.slices import Reducer, Slice, upsert_by
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from weakincentives.runtime.session import Session
+    from weakincentives.prompt.context import Session
 
     ParamsT = TypeVarWithDefault("ParamsT", default=Any)
 else:
     ParamsT = TypeVar("ParamsT")
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+# How much of a section is shown
+
+
+class SectionVisibility(Enum):
+    """How much of a section the model is shown."""
+
+    FULL = "full"
+    SUMMARY = "summary"
+    """Its heading and summary; neither its children nor its tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisibilityState:
+    """What was chosen for one section. A STATE slice: it follows snapshots."""
+
+    section: str
+    """The path of the section: the keys from the outermost to its own, joined by "/"."""
+    visibility: SectionVisibility
+
+
+_note: Reducer[VisibilityState] = upsert_by(lambda state: state.section)
+
+
+def set_visibility(session: Session, section: str, visibility: SectionVisibility) -> None:
+    """Choose how the next renderings for this session show the section at a path."""
+    state = VisibilityState(section, SectionVisibility(visibility))
+    session[VisibilityState].update(lambda current: Slice.of(_note(current, state)))
+
+
+def expand(session: Session, error: VisibilityExpansionRequired) -> None:
+    """Open the sections that a call of ``open_sections`` asked for; then render again."""
+    for section in error.section_keys:
+        set_visibility(session, section, SectionVisibility.FULL)
+
+
+def chosen(session: Session | None) -> dict[str, SectionVisibility]:
+    """Return what was chosen in the session, by path."""
+    if session is None:
+        return {}
+    return {state.section: state.visibility for state in session.read_slice(VisibilityState)}
+
+
+def how_to_open(path: str) -> str:
+    """Return the line that stands below a summary."""
+    return (
+        f"_This is a summary. To get the whole section and its tools, call `open_sections` with "
+        f'`"{path}"`; to only read it, call `read_section`._'
+    )
+
+
+# Sections
 
 
 class SectionOptions(TypedDict, Generic[ParamsT], total=False):
@@ -292,3 +360,163 @@ def _picks(function: Callable[..., object]) -> tuple[list[str], dict[str, str]]:
         elif what:
             by_name[parameter.name] = what
     return by_place, by_name
+
+
+# The tools of a prompt that has summaries
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSectionsParams:
+    section_keys: tuple[str, ...]
+    """The sections to open, as the lines below their summaries name them."""
+    reason: str
+    """Why they are needed, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSectionParams:
+    section_key: str
+    """The section to read, as the line below its summary names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SectionText:
+    section: str
+    text: str
+
+    def render(self) -> str:
+        return self.text
+
+
+def _open_sections(params: OpenSectionsParams, *, context: ToolContext) -> ToolResult[None]:
+    keys = tuple(dict.fromkeys(params.section_keys))
+    _refuse_others(keys, context)
+    raise VisibilityExpansionRequired(
+        f"Open sections: {', '.join(keys)}. Reason: {params.reason}", section_keys=keys
+    )
+
+
+def _read_section(params: ReadSectionParams, *, context: ToolContext) -> ToolResult[SectionText]:
+    path = params.section_key
+    _refuse_others((path,), context)
+    prompt = context.prompt or context.session.prompt
+    if prompt is None:
+        raise ToolValidationError("no prompt was rendered for this session")
+    return ToolResult.ok(SectionText(path, prompt.section_text(path, context.session)))
+
+
+def _refuse_others(keys: Sequence[str], context: ToolContext) -> None:
+    """Refuse what the model was not shown as a summary."""
+    rendered = context.rendering
+    summarized = () if rendered is None else rendered.summarized
+    others = ", ".join(repr(key) for key in keys if key not in summarized)
+    if keys and not others:
+        return
+    if keys:
+        problem = f"Not a summarized section: {others}. It does not exist or is open already"
+    else:
+        problem = "No section is named"
+    known = ", ".join(summarized) or "none"
+    raise ToolValidationError(f"{problem}. Summarized sections: {known}")
+
+
+@cache  # when first needed: to make a tool loads what checks its parameters
+def disclosure_tools() -> tuple[Tool[Any, Any], ...]:
+    """Return the tools that a prompt with summarized sections offers."""
+    return (
+        Tool[OpenSectionsParams, None](
+            name="open_sections",
+            description="Show summarized sections in full and get their tools.",
+            handler=_open_sections,
+            reach="read",
+        ),
+        Tool[ReadSectionParams, SectionText](
+            name="read_section",
+            description="Read the full text of a summarized section without opening it.",
+            handler=_read_section,
+            reach="read",
+        ),
+    )
+
+
+# Examples of whole tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStep:
+    """One call of a task. Checked against the types of its tool, like the tool's own examples."""
+
+    tool: Tool[Any, Any]
+    example: ToolExample[Any, Any]
+
+    def __post_init__(self) -> None:
+        try:
+            self.tool.replace(examples=(self.example,))
+        except ToolDefinitionError as error:
+            raise PromptValidationError(f"a step of a task: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExample:
+    """A task that was done well, from the objective to the outcome."""
+
+    objective: str
+    outcome: object
+    """Text, or the answer as the dataclass that the prompt asks for."""
+    steps: Sequence[TaskStep] = ()
+
+    def __post_init__(self) -> None:
+        if not self.objective.strip():
+            raise PromptValidationError("the example of a task needs an objective")
+        try:
+            _as_json(self.outcome)
+        except (TypeError, ValueError) as error:
+            raise PromptValidationError(
+                f"the outcome of task {self.objective!r} cannot be shown as JSON: {error}"
+            ) from error
+        object.__setattr__(self, "steps", tuple(self.steps))
+        for step in cast("tuple[object, ...]", self.steps):
+            if not isinstance(step, TaskStep):
+                raise PromptValidationError(
+                    f"the example of task {self.objective!r}: {step!r} is not a TaskStep"
+                )
+
+    def render(self) -> str:
+        """Return it as text for the model."""
+        calls = [
+            f"{number}. {step.example.description}: `{step.tool.name}` with "
+            f"`{_as_json(_arguments(step))}` gives `{_as_json(step.example.output)}`"
+            for number, step in enumerate(self.steps, 1)
+        ]
+        is_text = isinstance(self.outcome, str)
+        outcome = self.outcome if is_text else f"`{_as_json(self.outcome)}`"
+        parts = (f"**Task**: {self.objective}", "\n".join(calls), f"**Outcome**: {outcome}")
+        return "\n\n".join(part for part in parts if part)
+
+
+class TaskExamplesSection(Section[Any]):
+    """A section that shows how whole tasks are done.
+
+    >>> section = TaskExamplesSection(examples=[TaskExample("Say hi", "Hi!")])
+    """
+
+    depends_only_on_params = True
+
+    def __init__(
+        self, *, examples: Sequence[TaskExample], **options: Unpack[SectionOptions[Any]]
+    ) -> None:
+        if not options.get("key"):
+            options.setdefault("title", "Examples")
+        super().__init__(**options)
+        self.examples = tuple(examples)
+
+    def body(self, params: Any, session: Session | None) -> str:
+        return "\n\n".join(example.render() for example in self.examples)
+
+
+def _arguments(step: TaskStep) -> object:
+    return {} if step.example.input is None else step.example.input
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(dump(value), ensure_ascii=False)

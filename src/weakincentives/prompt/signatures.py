@@ -1,4 +1,4 @@
-"""How functions from outside are looked at: what they take, what they return, sync or async."""
+"""What functions take and return, sync or async, and classes that are told their type arguments."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
-
-__all__ = [
-    "UNKNOWN",
-    "can_be",
-    "hints_of",
-    "innermost",
-    "is_async",
-    "is_union",
-    "misfit",
-    "show",
-]
 
 UNKNOWN: Any = object()
 """Stands for a type that is not written down, or cannot be resolved."""
@@ -121,3 +110,28 @@ def show(hint: Any) -> str:
     if isinstance(hint, type) and not get_args(hint):
         return "None" if hint is NoneType else hint.__name__
     return repr(hint).replace("typing.", "")
+
+
+class _TypedAlias(types.GenericAlias):
+    """``Tool[A, B]``: an ordinary alias, but calling it hands the arguments on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return cast("type[TypedConstructor]", self.__origin__).with_types(
+            self.__args__, *args, **kwargs
+        )
+
+
+class TypedConstructor:
+    """Mixin: ``Class[X](...)`` calls ``Class.with_types((X,), ...)``.
+
+    ``typing.Generic`` tells an instance its type arguments only after ``__init__``; too late for
+    checks at construction.
+    """
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return _TypedAlias(cls, item if isinstance(item, tuple) else (item,))
+
+    @classmethod
+    def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Construct with these type arguments."""
+        raise NotImplementedError

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, TypeVar, cast, overload
 from weakincentives.errors import OutputParseError, ParseError
 from weakincentives.serde import parse, schema
 
-__all__ = ["output_instructions", "output_schema", "parse_structured_output"]
-
 T = TypeVar("T")
 
 _KEY = "items"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from dataclasses import replace as dataclass_replace
@@ -25,12 +24,11 @@ from typing import (
     get_origin,
 )
 
-from weakincentives.budget import BudgetTracker
-from weakincentives.call import CancellationToken, RunContext
 from weakincentives.errors import InvalidArguments, ParseError, ToolDefinitionError
-from weakincentives.filesystem import Filesystem
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.signatures import (
     UNKNOWN,
+    TypedConstructor,
     can_be,
     hints_of,
     is_async,
@@ -39,21 +37,12 @@ from weakincentives.prompt.signatures import (
     show,
 )
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.prompt.typed import TypedConstructor
-from weakincentives.resources import Resolver, ResourceRegistry
-from weakincentives.resources.opening import as_resolver
 from weakincentives.serde import dump, parse, schema
-from weakincentives.serde.typed import validator_for
+from weakincentives.serde.typed import is_plain, validator_for
 
 if TYPE_CHECKING:
-    from weakincentives.deadlines import Deadline, Heartbeat
     from weakincentives.prompt.contracts import Effect, Precondition
-    from weakincentives.prompt.prompt import Prompt, RenderedPrompt
     from weakincentives.retry import RetryPolicy
-    from weakincentives.runtime.memory import MemoryManager
-    from weakincentives.runtime.session import Session
-
-__all__ = ["Reach", "Tool", "ToolContext", "ToolExample", "ToolHandler", "Writes"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -74,166 +63,6 @@ Writes = Literal["api", "command", "external"]
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
-
-
-class _Memory:
-    """How ``context.memory`` is found: when somebody asks, so that none is built for nothing.
-
-    In a call it is the call's view, whether the memory was given or is bound as a resource.
-    """
-
-    def __get__(self, context: ToolContext | None, owner: object = None) -> MemoryManager | None:
-        if context is None:
-            return None
-        fields = context.__dict__
-        # One for each context, also where every look makes a new one (Scope.PROTOTYPE). Of
-        # another call's resources it is another call's memory.
-        resources, found = fields.get("_memory_found", (None, None))
-        if resources is not context.resources:
-            found = self._find(context)
-            fields["_memory_found"] = context.resources, found
-        return found
-
-    def __set__(self, context: ToolContext, given: MemoryManager | None) -> None:
-        context.__dict__["given_memory"] = None if given is cast("Any", self) else given
-
-    def _find(self, context: ToolContext) -> MemoryManager | None:
-        given = context.given_memory
-        if given is not None:
-            view = getattr(context.resources, "view", None)
-            return given if view is None else view(given)
-        # Nobody can have bound one without importing it.
-        module = sys.modules.get("weakincentives.runtime.memory")
-        return None if module is None else context.resources.find(module.MemoryManager)
-
-
-# No slots: bound_to sets all fields of a copy in one step.
-@dataclass(frozen=True)
-class ToolContext:
-    """What a handler, policy or check may use: the session, resources, limits, and who calls.
-
-    In a call the runtime hands out one whose session and resources are bound to that call. Tests
-    build one with ``ToolContext(session=session, resources={Filesystem: fs})``.
-    """
-
-    session: Session
-    prompt: Prompt[Any] | None = None
-    rendered_prompt: RenderedPrompt | None = None
-    adapter: object | None = None
-    deadline: Deadline | None = None
-    budget_tracker: BudgetTracker | None = None
-    """Taken from the resources when not given."""
-    resources: Resolver = cast("Resolver", None)  # noqa: RUF009  # made in __post_init__
-    """An open resource context; a ResourceRegistry or a plain mapping is opened."""
-    heartbeat: Heartbeat | None = None
-    run_context: RunContext | None = None
-    call_id: str = ""
-    memory: MemoryManager | None = field(
-        default=cast("MemoryManager | None", _Memory()), repr=False, compare=False
-    )
-    """Taken from the resources when not given; in a call, the call's own view of it."""
-    config: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
-    signal: CancellationToken = field(default_factory=CancellationToken)
-    """Set when nobody waits for the call any more."""
-    degraded: tuple[str, ...] = ()
-    """What is missing that the tool would rather have: preconditions that are not critical."""
-
-    if TYPE_CHECKING:
-        # Says what dataclasses cannot: resources are taken in more forms than they are given.
-        def __init__(
-            self,
-            session: Session,
-            prompt: Prompt[Any] | None = None,
-            rendered_prompt: RenderedPrompt | None = None,
-            adapter: object | None = None,
-            deadline: Deadline | None = None,
-            budget_tracker: BudgetTracker | None = None,
-            resources: Resolver | ResourceRegistry | Mapping[type[Any], Any] | None = None,
-            heartbeat: Heartbeat | None = None,
-            run_context: RunContext | None = None,
-            call_id: str = "",
-            memory: MemoryManager | None = None,
-            config: Mapping[str, object] = ...,
-            signal: CancellationToken = ...,
-            degraded: tuple[str, ...] = (),
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        resources = self.resources
-        if resources is None and self.prompt is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            resources = self.prompt.resources
-        object.__setattr__(self, "resources", as_resolver(resources))
-        if self.budget_tracker is None:
-            object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
-
-    def bound_to(
-        self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
-    ) -> ToolContext:
-        """Return this context with a call's own session, resources, id and signal."""
-        bound = object.__new__(ToolContext)
-        bound.__dict__.update(
-            self.__dict__, session=session, resources=resources, call_id=call_id, signal=signal
-        )
-        return bound
-
-    def having(self, **fields: Any) -> ToolContext:
-        """Return this context with other values for some fields.
-
-        Unlike ``dataclasses.replace`` it looks at no other field, and so builds no memory.
-        """
-        changed = object.__new__(type(self))
-        changed.__dict__.update(self.__dict__, **fields)
-        return changed
-
-    @property
-    def given_memory(self) -> MemoryManager | None:
-        """The memory that was passed in; None for one that is bound as a resource, or for none."""
-        return self.__dict__["given_memory"]
-
-    @property
-    def rendering(self) -> RenderedPrompt | None:
-        """The rendering that the model was shown: its tools are those a call can name."""
-        if self.rendered_prompt is not None:
-            return self.rendered_prompt
-        # The session's own first: the prompt may have been rendered for another one since.
-        if self.prompt is None or self.session.prompt is self.prompt:
-            return self.session.rendered
-        return self.prompt.rendered
-
-    @property
-    def filesystem(self) -> Filesystem:
-        """The Filesystem resource."""
-        return self.resources.get(Filesystem)
-
-    @property
-    def session_id(self) -> str:
-        return self.session.session_id
-
-    @property
-    def idempotency_key(self) -> str:
-        """The same for every attempt of a call, also after a restart: for services that take one.
-
-        It is the call's id, so ids that you choose yourself must be unique.
-        """
-        return self.call_id
-
-    @property
-    def loop_id(self) -> str:
-        return "" if self.run_context is None else self.run_context.loop_id
-
-    @property
-    def agent_id(self) -> str:
-        return "" if self.run_context is None else self.run_context.agent_id
-
-    @property
-    def trace_id(self) -> str:
-        return "" if self.run_context is None else self.run_context.trace_id
-
-    def beat(self) -> None:
-        """Say that a long operation is alive."""
-        if self.heartbeat is not None:
-            self.heartbeat.beat()
 
 
 class ToolHandler(Protocol[P_contra, R_co]):
@@ -340,14 +169,13 @@ class Tool(TypedConstructor, Generic[P, R]):
             self._check_handler(self.handler)
         if self.strict:
             self._check_contract()
-        if self.input_schema is None:
-            validate = _typed_validator(self.name, self.params_type)
-        else:
+        if self.input_schema is not None:
             from weakincentives.prompt.raw_schema import plain_schema, raw_validator
 
             self._set("input_schema", plain_schema(self.name, self.input_schema))
-            validate = raw_validator(self.name, self.parameters)
-        self._set("_validate", validate)
+            self._set("_validate", raw_validator(self.name, self.parameters))
+        elif not is_plain(self.params_type):
+            self._check_params_type()
         self._check_parameter_descriptions()
         self._set("title", self.title or self.name)
         self._set("examples", tuple(self.examples))
@@ -457,6 +285,17 @@ class Tool(TypedConstructor, Generic[P, R]):
                 f"but its contract is ToolResult[{show(self.result_type)}]"
             )
 
+    def _check_params_type(self) -> None:
+        """Refuse a type that no arguments could be read into."""
+        try:
+            validator_for(self.params_type)
+        except TypeError as error:
+            # A name may be defined further down in its module: looked up when first needed.
+            if not isinstance(error.__cause__, NameError):
+                raise ToolDefinitionError(
+                    f"the parameters of tool {self.name!r}: {error}"
+                ) from error
+
     def _check_parameter_descriptions(self) -> None:
         if not self.parameter_descriptions:
             return
@@ -559,9 +398,11 @@ class Tool(TypedConstructor, Generic[P, R]):
             }
             raise InvalidArguments(json.dumps(message, ensure_ascii=False)) from error
 
-    if TYPE_CHECKING:
-
-        def _validate(self, arguments: object, /) -> P: ...
+    def _validate(self, arguments: object) -> P:
+        # Only the first time: the validator takes the place of this method.
+        validate = validator_for(self.params_type)
+        self._set("_validate", validate)
+        return validate(arguments)
 
     def replace(self, **changes: Any) -> Tool[P, R]:
         """Return a copy with other fields."""
@@ -664,13 +505,3 @@ def _has_json_form(declared: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _typed_validator(name: str, params_type: Any) -> Callable[[object], Any]:
-    try:
-        return validator_for(params_type)
-    except TypeError as error:
-        if isinstance(error.__cause__, NameError):
-            # A type that is defined further down in its module: looked up when first needed.
-            return lambda data: validator_for(params_type)(data)
-        raise ToolDefinitionError(f"the parameters of tool {name!r}: {error}") from error

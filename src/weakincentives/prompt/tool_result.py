@@ -11,8 +11,6 @@ from weakref import WeakSet
 
 from weakincentives.logs import get_logger
 
-__all__ = ["ToolError", "ToolMetadata", "ToolResult"]
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 

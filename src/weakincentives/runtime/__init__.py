@@ -2,128 +2,58 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.call import CancellationToken, RunContext, ToolCall, call_under_way
-from weakincentives.lazy import lazy_names
-from weakincentives.logs import configure_logging
-from weakincentives.runtime.events import Dispatcher, PromptExecuted, PromptRendered, ToolInvoked
-from weakincentives.runtime.session import Session, SliceAccessor, Snapshot
-from weakincentives.runtime.tool_call import (
-    aexecute_tool,
-    aexecute_tools,
-    execute_tool,
-    execute_tools,
-)
-from weakincentives.runtime.transactions import (
-    CompositeSnapshot,
-    PendingToolTracker,
-    create_snapshot,
-    restore_snapshot,
-    tool_transaction,
-)
-from weakincentives.slices import (
-    Slice,
-    SlicePolicy,
-    append_all,
-    reducer,
-    replace_latest,
-    slice_policy,
-    upsert_by,
-)
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.compose import (
-        ConditionalBranch,
-        ConditionalOutput,
-        ParallelOutput,
-        SequenceOutput,
-        ToolComposer,
-        conditional,
-        parallel,
-        sequence,
-    )
-    from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
-    from weakincentives.runtime.main_loop import MainLoop, MainLoopConfig, RequestFinished
-    from weakincentives.runtime.memory import (
-        EventBus,
-        MemoryManager,
-        MemoryMatch,
-        MemoryScope,
-        Permissions,
-    )
-    from weakincentives.runtime.registry import ToolRegistry
-    from weakincentives.runtime.saved import SavedSession, SavedSessionData
-
-__all__ = [
-    "CallOutcome",
-    "CancellationToken",
-    "CompositeSnapshot",
-    "ConditionalBranch",
-    "ConditionalOutput",
-    "Dispatcher",
-    "EventBus",
-    "MainLoop",
-    "MainLoopConfig",
-    "MemoryManager",
-    "MemoryMatch",
-    "MemoryScope",
-    "Outcome",
-    "OutcomeLedger",
-    "ParallelOutput",
-    "PendingToolTracker",
-    "Permissions",
-    "PromptExecuted",
-    "PromptRendered",
-    "RequestFinished",
-    "RunContext",
-    "SavedSession",
-    "SavedSessionData",
-    "SequenceOutput",
-    "Session",
-    "Slice",
-    "SliceAccessor",
-    "SlicePolicy",
-    "Snapshot",
-    "ToolCall",
-    "ToolComposer",
-    "ToolInvoked",
-    "ToolRegistry",
-    "aexecute_tool",
-    "aexecute_tools",
-    "append_all",
-    "call_under_way",
-    "conditional",
-    "configure_logging",
-    "create_snapshot",
-    "execute_tool",
-    "execute_tools",
-    "parallel",
-    "reducer",
-    "replace_latest",
-    "restore_snapshot",
-    "sequence",
-    "slice_policy",
-    "tool_transaction",
-    "upsert_by",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "compose": [
-                "ConditionalBranch",
-                "ConditionalOutput",
-                "ParallelOutput",
-                "SequenceOutput",
-                "ToolComposer",
-                "conditional",
-                "parallel",
-                "sequence",
-            ],
-            "ledger": ["CallOutcome", "Outcome", "OutcomeLedger"],
-            "main_loop": ["MainLoop", "MainLoopConfig", "RequestFinished"],
-            "registry": ["ToolRegistry"],
-            "saved": ["SavedSession", "SavedSessionData"],
-            "memory": ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"],
-        },
-    )
+    from weakincentives.call import CancellationToken as CancellationToken
+    from weakincentives.call import RunContext as RunContext
+    from weakincentives.call import ToolCall as ToolCall
+    from weakincentives.call import call_under_way as call_under_way
+    from weakincentives.logs import configure_logging as configure_logging
+    from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
+    from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
+    from weakincentives.runtime.compose import ParallelOutput as ParallelOutput
+    from weakincentives.runtime.compose import SequenceOutput as SequenceOutput
+    from weakincentives.runtime.compose import ToolComposer as ToolComposer
+    from weakincentives.runtime.compose import conditional as conditional
+    from weakincentives.runtime.compose import parallel as parallel
+    from weakincentives.runtime.compose import sequence as sequence
+    from weakincentives.runtime.events import Dispatcher as Dispatcher
+    from weakincentives.runtime.events import PromptExecuted as PromptExecuted
+    from weakincentives.runtime.events import PromptRendered as PromptRendered
+    from weakincentives.runtime.events import ToolInvoked as ToolInvoked
+    from weakincentives.runtime.ledger import CallOutcome as CallOutcome
+    from weakincentives.runtime.ledger import Outcome as Outcome
+    from weakincentives.runtime.ledger import OutcomeLedger as OutcomeLedger
+    from weakincentives.runtime.main_loop import MainLoop as MainLoop
+    from weakincentives.runtime.main_loop import MainLoopConfig as MainLoopConfig
+    from weakincentives.runtime.main_loop import RequestFinished as RequestFinished
+    from weakincentives.runtime.memory import EventBus as EventBus
+    from weakincentives.runtime.memory import MemoryManager as MemoryManager
+    from weakincentives.runtime.memory import MemoryMatch as MemoryMatch
+    from weakincentives.runtime.memory import MemoryScope as MemoryScope
+    from weakincentives.runtime.memory import Permissions as Permissions
+    from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
+    from weakincentives.runtime.saved import SavedSession as SavedSession
+    from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
+    from weakincentives.runtime.session import Session as Session
+    from weakincentives.runtime.session import SliceAccessor as SliceAccessor
+    from weakincentives.runtime.session import Snapshot as Snapshot
+    from weakincentives.runtime.tool_call import aexecute_tool as aexecute_tool
+    from weakincentives.runtime.tool_call import aexecute_tools as aexecute_tools
+    from weakincentives.runtime.tool_call import execute_tool as execute_tool
+    from weakincentives.runtime.tool_call import execute_tools as execute_tools
+    from weakincentives.runtime.transactions import CompositeSnapshot as CompositeSnapshot
+    from weakincentives.runtime.transactions import PendingToolTracker as PendingToolTracker
+    from weakincentives.runtime.transactions import create_snapshot as create_snapshot
+    from weakincentives.runtime.transactions import restore_snapshot as restore_snapshot
+    from weakincentives.runtime.transactions import tool_transaction as tool_transaction
+    from weakincentives.slices import Slice as Slice
+    from weakincentives.slices import SlicePolicy as SlicePolicy
+    from weakincentives.slices import append_all as append_all
+    from weakincentives.slices import reducer as reducer
+    from weakincentives.slices import replace_latest as replace_latest
+    from weakincentives.slices import slice_policy as slice_policy
+    from weakincentives.slices import upsert_by as upsert_by

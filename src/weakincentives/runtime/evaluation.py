@@ -29,10 +29,10 @@ from weakincentives.logs import get_logger
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
 from weakincentives.prompt.prompt import Prompt, RenderedPrompt
+from weakincentives.prompt.section import expand
 from weakincentives.prompt.structured_output import output_schema, parse_structured_output
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolResult
-from weakincentives.prompt.visibility import expand
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime import instrumentation
 from weakincentives.runtime.conversation import (

@@ -14,8 +14,9 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from weakincentives.errors import DeadlineExceededError, ToolTimeout
-from weakincentives.interrupts import undisturbed
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.locks import undisturbed
+from weakincentives.prompt.context import ToolContext
+from weakincentives.prompt.tool import Tool
 
 __all__ = ["ends_within", "in_thread", "run_blocking", "run_handler"]
 

@@ -18,7 +18,6 @@ from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.regex import linear_matcher
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import (
@@ -27,6 +26,7 @@ from weakincentives.runtime.tool_call import (
     execute_tool,
     execute_tools,
 )
+from weakincentives.text import linear_matcher
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem

@@ -388,6 +388,9 @@ def type_name(cls: type) -> str:
 
 def _slice_type(name: str, values: tuple[object, ...], known: tuple[type, ...]) -> type:
     """Return the type of the slice that held these values: theirs, or one they derive from."""
+    from weakincentives.serde.exact import current_name
+
+    name = current_name(name)
     for cls in (*known, *type(values[0]).__mro__):
         if type_name(cls) == name:
             break

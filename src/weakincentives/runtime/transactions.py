@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
-from weakincentives.interrupts import undisturbed
+from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
 from weakincentives.resources.opening import as_resolver

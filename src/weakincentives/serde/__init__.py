@@ -5,7 +5,6 @@ and ``thaw`` keep the exact runtime types, for what must come back equal in anot
 """
 
 from weakincentives.serde.exact import freeze, thaw
-from weakincentives.serde.json_schema import schema
-from weakincentives.serde.typed import dump, parse
+from weakincentives.serde.typed import dump, parse, schema
 
 __all__ = ["dump", "freeze", "parse", "schema", "thaw"]

@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from weakincentives.errors import InvalidPattern
-from weakincentives.regex import counted_repeats, linear_matcher
-
-__all__ = ["MAX_SCHEMA", "MAX_STEPS", "BoundedSchema", "TooMuchToCheck", "bounded_copy"]
+from weakincentives.text import counted_repeats, linear_matcher
 
 MAX_SCHEMA = 256 * 1024
 """Characters of a schema as JSON."""

@@ -22,7 +22,8 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, Flag
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast, get_origin
 
@@ -81,8 +82,8 @@ def _freeze(value: Any, where: Where) -> Any:
         return _freeze_enum(value, where)
     if dataclasses.is_dataclass(kind):
         return _freeze_dataclass(value, where)
-    if (write := _more_writers().get(kind)) is not None:
-        return write(value, where)
+    if (tag := _text_tags().get(kind)) is not None:
+        return {"$": tag, "text": _freeze_str(str(value), where)}
     raise SnapshotError(
         f"Cannot freeze {_spelled(where)}: {kind.__module__}.{kind.__qualname__} has no exact JSON "
         "form; use plain data, an enum or a dataclass, or mark the dataclass field with "
@@ -225,23 +226,24 @@ _WRITERS: dict[type, Callable[[Any, Where], Any]] = {
 }
 
 
+_TEXT_TYPES = {
+    "Decimal": "decimal",
+    "UUID": "uuid",
+    "Path": "pathlib",
+    "PurePosixPath": "pathlib",
+    "PureWindowsPath": "pathlib",
+}
+"""Types written as text, with their modules: slow to import, and seldom needed."""
+
+
+def _text_type(tag: str) -> type[Any]:
+    return getattr(import_module(_TEXT_TYPES[tag]), tag)
+
+
 @lru_cache(maxsize=1)
-def _more_writers() -> dict[type, Callable[[Any, Where], Any]]:
-    """Return the writers for types whose modules are slow to import and seldom needed."""
-    from decimal import Decimal
-    from pathlib import Path, PurePosixPath, PureWindowsPath
-    from uuid import UUID
-
-    def writer(tag: str) -> Callable[[Any, Where], Any]:
-        return lambda value, where: {"$": tag, "text": _freeze_str(str(value), where)}
-
-    return {
-        Decimal: writer("Decimal"),
-        UUID: writer("UUID"),
-        type(Path()): writer("Path"),
-        PurePosixPath: writer("PurePosixPath"),
-        PureWindowsPath: writer("PureWindowsPath"),
-    }
+def _text_tags() -> dict[type, str]:
+    path: object = _text_type("Path")()  # of the class that this system has
+    return {**{_text_type(tag): tag for tag in _TEXT_TYPES}, type(path): "Path"}
 
 
 # Reading
@@ -323,6 +325,10 @@ def _text_reader(make: Callable[[str], Any]) -> _Reader:
     return read
 
 
+def _from_text(tag: str, text: str) -> Any:
+    return _text_type(tag)(text)
+
+
 def _thaw_int(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> int:
     return int(_checked(str, data["hex"]), 16)
 
@@ -350,36 +356,6 @@ def _moment_reader(make: Callable[[str], dt.datetime | dt.time]) -> _Reader:
         return value.replace(fold=data.get("fold", 0))
 
     return read
-
-
-def _decimal(text: str) -> Any:
-    from decimal import Decimal
-
-    return Decimal(text)
-
-
-def _uuid(text: str) -> Any:
-    from uuid import UUID
-
-    return UUID(text)
-
-
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)
-
-
-def _posix_path(text: str) -> Any:
-    from pathlib import PurePosixPath
-
-    return PurePosixPath(text)
-
-
-def _windows_path(text: str) -> Any:
-    from pathlib import PureWindowsPath
-
-    return PureWindowsPath(text)
 
 
 def _thaw_enum(data: _Frozen, where: Where, known: Mapping[str, type]) -> Enum:
@@ -438,11 +414,7 @@ _READERS: dict[str, _Reader] = {
     "time": _moment_reader(dt.time.fromisoformat),
     "date": _text_reader(dt.date.fromisoformat),
     "timedelta": _thaw_timedelta,
-    "Decimal": _text_reader(_decimal),
-    "UUID": _text_reader(_uuid),
-    "Path": _text_reader(_path),
-    "PurePosixPath": _text_reader(_posix_path),
-    "PureWindowsPath": _text_reader(_windows_path),
+    **{tag: _text_reader(partial(_from_text, tag)) for tag in _TEXT_TYPES},
     "enum": _thaw_enum,
     "flag": _thaw_flag,
     "dataclass": _thaw_dataclass,
@@ -493,19 +465,24 @@ def _type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def current_name(name: str) -> str:
+    """Return what a class is called now, given its name in data that may be older."""
+    module, colon, qualname = name.partition(":")
+    return f"{_MOVED.get(module, module)}{colon}{qualname}"
+
+
 _MOVED = {
     "weakincentives.contrib.tools.digest_facts": "weakincentives.contrib.tools.digest",
     "weakincentives.contrib.tools.vfs_mounts": "weakincentives.contrib.tools.mounts",
     "weakincentives.contrib.tools.vfs_values": "weakincentives.contrib.tools.file_values",
+    "weakincentives.prompt.visibility": "weakincentives.prompt.section",
 }
-"""Modules of ours whose types were saved, and where these types are now."""
+"""Modules that are gone, with the one that has their classes now."""
 
 
 def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
     text = _checked(str, name)
-    module, _, qualname = text.partition(":")
-    text = f"{_MOVED.get(module, module)}:{qualname}"
-    found = known.get(text) or _imported(text)
+    found = known.get(text) or _imported(text) or _imported(current_name(text))
     if found is None:
         raise SnapshotError(
             f"Cannot thaw {_spelled(where)}: the type {text} is not known here; pass it in types=, "

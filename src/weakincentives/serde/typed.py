@@ -1,4 +1,4 @@
-"""JSON to dataclasses and back, on pydantic's core.
+"""JSON to dataclasses and back, and the JSON schemas of dataclasses, on pydantic's core.
 
 pydantic takes about 95 ms to import, so it is imported when the first type is built, not here.
 """
@@ -6,19 +6,24 @@ pydantic takes about 95 ms to import, so it is imported when the first type is b
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
     TypeVar,
+    Union,
     cast,
     get_args,
+    get_origin,
     get_type_hints,
     overload,
 )
@@ -27,12 +32,16 @@ from weakincentives.errors import ParseError
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
 
 T = TypeVar("T")
 Extra = Literal["forbid", "ignore"]
 
 _TEXT = (str, bytes, bytearray)
 _NO_JSON_FORM = " has no JSON form"
+_BY_NAME = ("properties", "$defs", "patternProperties", "dependentSchemas")
+"""Keywords under which the keys are names, not keywords."""
+_DATA = ("default", "examples", "const", "enum", "discriminator")
 
 # pydantic parses the source of a class for its docstrings, and before Python 3.11.9 and 3.12.3 two
 # threads that parse Python at the same time can fail for no reason (SystemError). So one of ours
@@ -101,6 +110,36 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
         return ParseError(f"Data does not fit {name}", problems.explain(core, error))
 
     return validator
+
+
+_PLAIN = (str, int, float, bool, type(None), None, Any)
+
+
+def is_plain(target: Any, above: tuple[type, ...] = ()) -> bool:
+    """Whether ``parse`` is sure to take the type, so that nothing need be imported to find out."""
+    if any(target is each for each in (*_PLAIN, *above)):
+        return True
+    origin, args = get_origin(target), get_args(target)
+    if origin is Literal:
+        return all(type(each) in (str, int) for each in args)
+    if origin is Annotated:
+        return is_plain(args[0], above) and all(isinstance(each, str) for each in args[1:])
+    if origin is dict:
+        return args[0] is str and is_plain(args[1], above)
+    if origin in (list, tuple, Union, UnionType):
+        return all(each is ... or is_plain(each, above) for each in args)
+    if not _is_dataclass_type(target):
+        return False
+    try:
+        hints = get_type_hints(target, include_extras=True)
+    except Exception:  # an annotation is code, and may fail in any way
+        return False
+    return all(
+        is_plain(hints[field.name], (*above, target))
+        # A default may also be one of pydantic's, with rules of its own.
+        and (field.default is dataclasses.MISSING or type(field.default) in _PLAIN)
+        for field in dataclasses.fields(target)
+    )
 
 
 def dump(value: object) -> Any:
@@ -225,3 +264,103 @@ def _culprit(target: Any) -> str:
             found = str(error).partition(_NO_JSON_FORM)[0]
             return found if ", field " in found else where + found
     return _name(target)
+
+
+# JSON schemas, as a model is shown them
+
+
+def schema(target: Any) -> dict[str, Any]:
+    """Return the JSON schema of what ``parse(target, …)`` accepts; it is the caller's to change.
+
+    A field's description is its ``field(metadata={"description": …})``, else the string under it,
+    else a string in its ``Annotated``.
+    """
+    return copy.deepcopy(_schema(target))
+
+
+@lru_cache(maxsize=1024)
+def _schema(target: Any) -> dict[str, Any]:
+    from pydantic.errors import PydanticInvalidForJsonSchema
+
+    if target is None or target is type(None):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    try:
+        full = adapter_for(target).json_schema(schema_generator=_generator())
+    except PydanticInvalidForJsonSchema as error:
+        raise TypeError(f"{target!r} has no JSON schema: {error.message}") from error
+    _drop_titles(full)
+    return _with_top_inlined(full)
+
+
+@lru_cache(maxsize=1)
+def _generator() -> type[GenerateJsonSchema]:
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+            found = super().dataclass_schema(schema)
+            found["additionalProperties"] = False  # which older pydantic does not say
+            if text := _own_docstring(schema["cls"]):
+                found["description"] = text
+            for name, text in _annotated_texts(schema["cls"]).items():
+                if name in found.get("properties", {}):
+                    found["properties"][name].setdefault("description", text)
+            return found
+
+        def field_is_present(self, field: Any) -> bool:
+            return field.get("init", True) and super().field_is_present(field)
+
+        def get_default_value(self, schema: Any) -> Any:
+            # An empty list is a default worth showing; a clock or a random id is not.
+            if schema.get("default_factory") in (list, dict, tuple, set, frozenset):
+                return schema["default_factory"]()
+            return super().get_default_value(schema)
+
+        def emit_warning(self, kind: Any, detail: str) -> None:
+            """A default that JSON cannot say is left out; nobody needs to be told."""
+
+    return Generator
+
+
+def _own_docstring(cls: type) -> str:
+    """Return the docstring that was written for a dataclass, not the signature made up for it."""
+    text = vars(cls).get("__doc__") or ""
+    return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
+
+
+def _annotated_texts(cls: type) -> dict[str, str]:
+    try:
+        hints = get_type_hints(cls, include_extras=True)
+    except NameError:  # pydantic found the name in another place
+        hints = {field.name: field.type for field in dataclasses.fields(cls)}
+    texts: dict[str, str] = {}
+    for name, hint in hints.items():
+        metadata = cast("tuple[object, ...]", getattr(hint, "__metadata__", ()))
+        text = next((entry for entry in metadata if isinstance(entry, str)), None)
+        if text is not None:
+            texts[name] = text
+    return texts
+
+
+def _drop_titles(node: Any) -> None:
+    """Remove every title that pydantic made up, but no property of that name."""
+    if isinstance(node, list):
+        for item in cast("list[Any]", node):
+            _drop_titles(item)
+    elif isinstance(node, dict):
+        keywords = cast("dict[str, Any]", node)
+        keywords.pop("title", None)
+        for key, value in keywords.items():
+            if key in _BY_NAME:
+                for child in value.values():
+                    _drop_titles(child)
+            elif key not in _DATA:
+                _drop_titles(value)
+
+
+def _with_top_inlined(full: dict[str, Any]) -> dict[str, Any]:
+    """Spell out a recursive type at the top: providers want an object there, not a reference."""
+    if "$ref" not in full:
+        return full
+    name = full["$ref"].removeprefix("#/$defs/")
+    return {**copy.deepcopy(full["$defs"][name]), "$defs": full["$defs"]}

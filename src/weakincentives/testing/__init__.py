@@ -14,44 +14,21 @@ to test that it keeps an agent's promises whatever its provider does.
 
 from typing import TYPE_CHECKING
 
-from weakincentives.clock import FakeClock
-from weakincentives.lazy import lazy_names
-from weakincentives.testing.contexts import (
-    make_context,
-    make_context_with_files,
-    make_session,
-    make_vfs,
-)
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.testing.conformance import (
-        AdapterCase,
-        Asked,
-        MakeAdapter,
-        Played,
-        Served,
-        adapter_cases,
-    )
-    from weakincentives.testing.history import Anomaly, History
-
-__all__ = [
-    "AdapterCase",
-    "Anomaly",
-    "Asked",
-    "FakeClock",
-    "History",
-    "MakeAdapter",
-    "Played",
-    "Served",
-    "adapter_cases",
-    "make_context",
-    "make_context_with_files",
-    "make_session",
-    "make_vfs",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    _CASES = ["AdapterCase", "Asked", "MakeAdapter", "Played", "Served", "adapter_cases"]
-    __getattr__, __dir__ = lazy_names(
-        __name__, {"conformance": _CASES, "history": ["Anomaly", "History"]}
-    )
+    from weakincentives.clock import FakeClock as FakeClock
+    from weakincentives.testing.conformance import AdapterCase as AdapterCase
+    from weakincentives.testing.conformance import Asked as Asked
+    from weakincentives.testing.conformance import MakeAdapter as MakeAdapter
+    from weakincentives.testing.conformance import Played as Played
+    from weakincentives.testing.conformance import Served as Served
+    from weakincentives.testing.conformance import adapter_cases as adapter_cases
+    from weakincentives.testing.contexts import make_context as make_context
+    from weakincentives.testing.contexts import make_context_with_files as make_context_with_files
+    from weakincentives.testing.contexts import make_session as make_session
+    from weakincentives.testing.contexts import make_vfs as make_vfs
+    from weakincentives.testing.history import Anomaly as Anomaly
+    from weakincentives.testing.history import History as History

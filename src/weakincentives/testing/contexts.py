@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
-from weakincentives.prompt.tool import ToolContext
+from weakincentives.prompt.context import ToolContext
 from weakincentives.runtime.session import Session
 
 __all__ = ["make_context", "make_context_with_files", "make_session", "make_vfs"]

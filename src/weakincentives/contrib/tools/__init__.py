@@ -2,140 +2,46 @@
 
 from typing import TYPE_CHECKING
 
-from weakincentives.lazy import lazy_names
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.contrib.tools.asteval import (
-        AstevalConfig,
-        AstevalParams,
-        AstevalSection,
-        Evaluation,
-    )
-    from weakincentives.contrib.tools.browser import Browser, Page
-    from weakincentives.contrib.tools.digest import (
-        DigestConfig,
-        DigestNote,
-        UpdateDigestParams,
-        WorkspaceDigest,
-        WorkspaceDigestSection,
-    )
-    from weakincentives.contrib.tools.file_values import FileLimits
-    from weakincentives.contrib.tools.files import (
-        FileWriteParams,
-        FileWritten,
-        VfsConfig,
-        VfsToolsSection,
-        file_tools,
-        file_write_tool,
-        write,
-    )
-    from weakincentives.contrib.tools.mounts import HostMount
-    from weakincentives.contrib.tools.planning import (
-        Plan,
-        PlanningToolsSection,
-        PlanStep,
-        UpdatePlan,
-        plan_done,
-        planning_tools,
-    )
-    from weakincentives.contrib.tools.podman import (
-        CommandOutput,
-        EvaluatePythonParams,
-        PodmanSandboxConfig,
-        PodmanSandboxSection,
-        ShellExecuteParams,
-    )
-    from weakincentives.contrib.tools.sandbox import Sandbox, find_sandbox
-    from weakincentives.contrib.tools.sandbox_limits import SandboxLimits
-    from weakincentives.contrib.tools.web import (
-        ScrapedPage,
-        ScrapeParams,
-        scrape,
-        web_scrape_tool,
-    )
-
-__all__ = [
-    "AstevalConfig",
-    "AstevalParams",
-    "AstevalSection",
-    "Browser",
-    "CommandOutput",
-    "DigestConfig",
-    "DigestNote",
-    "EvaluatePythonParams",
-    "Evaluation",
-    "FileLimits",
-    "FileWriteParams",
-    "FileWritten",
-    "HostMount",
-    "Page",
-    "Plan",
-    "PlanStep",
-    "PlanningToolsSection",
-    "PodmanSandboxConfig",
-    "PodmanSandboxSection",
-    "Sandbox",
-    "SandboxLimits",
-    "ScrapeParams",
-    "ScrapedPage",
-    "ShellExecuteParams",
-    "UpdateDigestParams",
-    "UpdatePlan",
-    "VfsConfig",
-    "VfsToolsSection",
-    "WorkspaceDigest",
-    "WorkspaceDigestSection",
-    "file_tools",
-    "file_write_tool",
-    "find_sandbox",
-    "plan_done",
-    "planning_tools",
-    "scrape",
-    "web_scrape_tool",
-    "write",
-]
-
-if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "asteval": ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"],
-            "browser": ["Browser", "Page"],
-            "digest": [
-                "DigestConfig",
-                "DigestNote",
-                "UpdateDigestParams",
-                "WorkspaceDigest",
-                "WorkspaceDigestSection",
-            ],
-            "file_values": ["FileLimits"],
-            "files": [
-                "FileWriteParams",
-                "FileWritten",
-                "VfsConfig",
-                "VfsToolsSection",
-                "file_tools",
-                "file_write_tool",
-                "write",
-            ],
-            "mounts": ["HostMount"],
-            "planning": [
-                "Plan",
-                "PlanStep",
-                "PlanningToolsSection",
-                "UpdatePlan",
-                "plan_done",
-                "planning_tools",
-            ],
-            "podman": [
-                "CommandOutput",
-                "EvaluatePythonParams",
-                "PodmanSandboxConfig",
-                "PodmanSandboxSection",
-                "ShellExecuteParams",
-            ],
-            "sandbox": ["Sandbox", "find_sandbox"],
-            "sandbox_limits": ["SandboxLimits"],
-            "web": ["ScrapeParams", "ScrapedPage", "scrape", "web_scrape_tool"],
-        },
-    )
+    from weakincentives.contrib.tools.asteval import AstevalConfig as AstevalConfig
+    from weakincentives.contrib.tools.asteval import AstevalParams as AstevalParams
+    from weakincentives.contrib.tools.asteval import AstevalSection as AstevalSection
+    from weakincentives.contrib.tools.asteval import Evaluation as Evaluation
+    from weakincentives.contrib.tools.browser import Browser as Browser
+    from weakincentives.contrib.tools.browser import Page as Page
+    from weakincentives.contrib.tools.digest import DigestConfig as DigestConfig
+    from weakincentives.contrib.tools.digest import DigestNote as DigestNote
+    from weakincentives.contrib.tools.digest import UpdateDigestParams as UpdateDigestParams
+    from weakincentives.contrib.tools.digest import WorkspaceDigest as WorkspaceDigest
+    from weakincentives.contrib.tools.digest import WorkspaceDigestSection as WorkspaceDigestSection
+    from weakincentives.contrib.tools.file_values import FileLimits as FileLimits
+    from weakincentives.contrib.tools.files import FileWriteParams as FileWriteParams
+    from weakincentives.contrib.tools.files import FileWritten as FileWritten
+    from weakincentives.contrib.tools.files import VfsConfig as VfsConfig
+    from weakincentives.contrib.tools.files import VfsToolsSection as VfsToolsSection
+    from weakincentives.contrib.tools.files import file_tools as file_tools
+    from weakincentives.contrib.tools.files import file_write_tool as file_write_tool
+    from weakincentives.contrib.tools.files import write as write
+    from weakincentives.contrib.tools.mounts import HostMount as HostMount
+    from weakincentives.contrib.tools.planning import Plan as Plan
+    from weakincentives.contrib.tools.planning import PlanningToolsSection as PlanningToolsSection
+    from weakincentives.contrib.tools.planning import PlanStep as PlanStep
+    from weakincentives.contrib.tools.planning import UpdatePlan as UpdatePlan
+    from weakincentives.contrib.tools.planning import plan_done as plan_done
+    from weakincentives.contrib.tools.planning import planning_tools as planning_tools
+    from weakincentives.contrib.tools.podman import CommandOutput as CommandOutput
+    from weakincentives.contrib.tools.podman import EvaluatePythonParams as EvaluatePythonParams
+    from weakincentives.contrib.tools.podman import PodmanSandboxConfig as PodmanSandboxConfig
+    from weakincentives.contrib.tools.podman import PodmanSandboxSection as PodmanSandboxSection
+    from weakincentives.contrib.tools.podman import ShellExecuteParams as ShellExecuteParams
+    from weakincentives.contrib.tools.sandbox import Sandbox as Sandbox
+    from weakincentives.contrib.tools.sandbox import find_sandbox as find_sandbox
+    from weakincentives.contrib.tools.sandbox_limits import SandboxLimits as SandboxLimits
+    from weakincentives.contrib.tools.web import ScrapedPage as ScrapedPage
+    from weakincentives.contrib.tools.web import ScrapeParams as ScrapeParams
+    from weakincentives.contrib.tools.web import scrape as scrape
+    from weakincentives.contrib.tools.web import web_scrape_tool as web_scrape_tool

@@ -23,12 +23,12 @@ from typing import Any, Literal, Unpack, cast
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools._asteval_child import MODULES
 from weakincentives.errors import FilesystemError, MissingExtra
-from weakincentives.ours import program, source_of
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import TIMEOUT
+from weakincentives.state import program, source_of
 
 __all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
 

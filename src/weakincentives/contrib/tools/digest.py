@@ -25,10 +25,9 @@ from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_i
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
 from weakincentives.filesystem.protocol import shown
-from weakincentives.prompt.section import Section, SectionOptions
+from weakincentives.prompt.section import Section, SectionOptions, SectionVisibility
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.prompt.visibility import SectionVisibility
 from weakincentives.slices import Slice
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from weakincentives.contrib.tools.file_values import cut, listed, size_of
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
-from weakincentives.regex import linear_matcher
+from weakincentives.text import linear_matcher
 
 __all__ = [
     "BYTE_ORDER_MARK",

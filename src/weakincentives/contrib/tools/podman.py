@@ -24,13 +24,13 @@ from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
 from weakincentives.filesystem.protocol import DEFAULT_ROOT, split_path, split_root
-from weakincentives.ours import source_of
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import TIMEOUT
+from weakincentives.state import source_of
 
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session

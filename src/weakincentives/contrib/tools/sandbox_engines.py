@@ -27,7 +27,7 @@ from weakincentives.contrib.tools.sandbox_limits import (
 )
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.overlay import remove_tree
-from weakincentives.ours import program, source_of
+from weakincentives.state import program, source_of
 
 __all__ = [
     "Bubblewrap",
