@@ -247,11 +247,11 @@ class Command:
         cls,
         argv: Sequence[str] | str,
         *,
-        env: Mapping[str, str] | None,
-        stdin: bytes | str | None,
-        timeout: float | None,
-        limit: int,
-        watch: Watch | None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str | None = None,
+        timeout: float | None = None,
+        limit: int = DEFAULT_OUTPUT_LIMIT,
+        watch: Watch | None = None,
     ) -> Command:
         """Return the command that was asked for, if it can be one."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
         plan_done,
         planning_tools,
     )
-    from weakincentives.contrib.tools.podman import (
+    from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
+    from weakincentives.contrib.tools.sandbox.sandbox import Sandbox, find_sandbox
+    from weakincentives.contrib.tools.sandbox.section import (
         CommandOutput,
         EvaluatePythonParams,
         PodmanSandboxConfig,
         PodmanSandboxSection,
         ShellExecuteParams,
     )
-    from weakincentives.contrib.tools.sandbox import Sandbox, find_sandbox
-    from weakincentives.contrib.tools.sandbox_limits import SandboxLimits
     from weakincentives.contrib.tools.vfs import VfsConfig, VfsToolsSection
     from weakincentives.contrib.tools.vfs_mounts import HostMount
     from weakincentives.contrib.tools.vfs_tools import file_tools
@@ -116,15 +116,15 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "plan_done",
                 "planning_tools",
             ],
-            "podman": [
+            "sandbox.limits": ["SandboxLimits"],
+            "sandbox.sandbox": ["Sandbox", "find_sandbox"],
+            "sandbox.section": [
                 "CommandOutput",
                 "EvaluatePythonParams",
                 "PodmanSandboxConfig",
                 "PodmanSandboxSection",
                 "ShellExecuteParams",
             ],
-            "sandbox": ["Sandbox", "find_sandbox"],
-            "sandbox_limits": ["SandboxLimits"],
             "vfs": ["VfsConfig", "VfsToolsSection"],
             "vfs_mounts": ["HostMount"],
             "vfs_tools": ["file_tools"],

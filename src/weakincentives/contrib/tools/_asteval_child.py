@@ -26,13 +26,6 @@ TYPE_CHECKING = False  # to import typing takes as long as all of this
 if TYPE_CHECKING:
     from typing import Any
 
-MODULES = (
-    "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
-    "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math", "operator",
-    "random", "re", "statistics", "string", "textwrap", "time", "unicodedata", "zlib",
-)  # fmt: skip
-"""What scripts may import."""
-
 INNER = {"numpy": ("fft", "linalg", "random")}
 """Modules that are offered as a part of others."""
 
@@ -64,12 +57,12 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     sys.path += options["path"]
     try:
-        limit_resources(options["memory"], options["cpu"], options["isolation"])
+        limit_resources(options["memory"], options["cpu"], optional=options["seccomp"] is None)
         evaluate = prepare(options["modules"], options["numpy"], options["output"])
     except Exception as error:  # memory that is too small for it, a package that is broken
         return send({"failed": f"{type(error).__name__}: {error}"})
     try:
-        give_up(options["isolation"])
+        give_up(options["seccomp"])
     except OSError as error:
         return send({"refused": str(error)})
     send({"ready": True})
@@ -80,11 +73,11 @@ def main() -> None:
 # Giving up
 
 
-def limit_resources(memory: int, cpu: int, isolation: str) -> None:
+def limit_resources(memory: int, cpu: int, optional: bool) -> None:
     import resource
 
-    # Not every system has all of them; where nothing else is asked for, they are not vital.
-    optional = (ValueError, OSError) if isolation == "none" else ()
+    # Not every system has all of them; without seccomp, nothing depends on them.
+    missing = (ValueError, OSError) if optional else ()
     for kind, limit in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu),
@@ -92,7 +85,7 @@ def limit_resources(memory: int, cpu: int, isolation: str) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        with contextlib.suppress(*optional):
+        with contextlib.suppress(*missing):
             set_limit(kind, limit)
 
 
@@ -104,74 +97,30 @@ def set_limit(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, limit))
 
 
-def give_up(isolation: str) -> None:
-    """Keep nothing but the channel to the parent."""
+def give_up(seccomp: list | None) -> None:
+    """Keep nothing but the channel to the parent, and the system calls of the filter."""
     import resource
 
     os.closerange(CHANNEL + 1, 4096)
     set_limit(resource.RLIMIT_NOFILE, CHANNEL + 1)
-    if isolation == "seccomp":
-        filter_syscalls()
+    if seccomp is not None:
+        filter_syscalls(seccomp[0], bytes.fromhex(seccomp[1]))
 
-
-# What a computation needs of the kernel, with the numbers on x86-64 and on 64-bit Arm. Nothing
-# that names a file, an address or a process: nothing can be opened, connected, started or killed.
-SYSCALLS = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "madvise": (28, 233),
-    "futex": (202, 98),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "sched_yield": (24, 124),
-    "clock_gettime": (228, 113),
-    "clock_nanosleep": (230, 115),
-    "gettimeofday": (96, 169),
-    "getrandom": (318, 278),
-    "restart_syscall": (219, 128),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-}
-# By machine: where its numbers are, what the kernel calls it, and the number of seccomp(2).
-MACHINES = {"x86_64": (0, 0xC000_003E, 317), "aarch64": (1, 0xC000_00B7, 277)}
 
 PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER, ALL_THREADS = 1, 1
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF_0000, 0x0005_0000 | 1, 0x8000_0000  # 1 is EPERM
 
 
-def filter_syscalls() -> None:
-    """Give up every system call that is not needed to compute and to talk to the parent."""
+def filter_syscalls(number: int, program: bytes) -> None:
+    """Set the filter by the system call of that number, which sets it for all threads."""
     import ctypes
     import struct
 
-    kind = os.uname().machine
-    if kind not in MACHINES:
-        raise OSError(f"the system calls of {kind} are not known")
-    column, machine, seccomp = MACHINES[kind]
-    allowed = [numbers[column] for numbers in SYSCALLS.values()]
-    program = [
-        (LOAD, 0, 0, 4),  # seccomp_data.arch
-        (EQUAL, 1, 0, machine),
-        (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, 0),  # seccomp_data.nr
-        *((EQUAL, len(allowed) - n, 0, number) for n, number in enumerate(allowed)),
-        (RETURN, 0, 0, REFUSE),
-        (RETURN, 0, 0, ALLOW),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
-    filters = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    code = ctypes.create_string_buffer(program, len(program))
+    filters = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     libc, long = ctypes.CDLL(None, use_errno=True), ctypes.c_long
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(
-        long(seccomp), long(SET_MODE_FILTER), long(ALL_THREADS), filters
+        long(number), long(SET_MODE_FILTER), long(ALL_THREADS), filters
     ):
         reason = os.strerror(ctypes.get_errno())
         raise OSError(f"the kernel sets no seccomp filter ({reason})")

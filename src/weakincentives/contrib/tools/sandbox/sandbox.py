@@ -1,7 +1,7 @@
 """Sandboxes: commands run on a workspace, and can see, change and use up nothing else.
 
-A sandbox is a way to wrap a command. It is run by the workspace's own ``HostFilesystem.run``, so
-rollback, private views and the history hold for it as for every command.
+A sandbox is a way to wrap a command. The workspace's own ``HostFilesystem.run`` runs it, so
+rollback, private views and the history work as for every command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
-from weakincentives.contrib.tools.sandbox_engines import (
+from weakincentives.contrib.tools.sandbox.engines import (
     CLEAN,
     INSIDE,
     Bubblewrap,
@@ -29,7 +29,7 @@ from weakincentives.contrib.tools.sandbox_engines import (
     Unconfined,
     is_missing,
 )
-from weakincentives.contrib.tools.sandbox_limits import SandboxLimits, SandboxWatch
+from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, SandboxWatch
 from weakincentives.errors import CommandFailed, SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, CommandResult
 from weakincentives.filesystem.protocol import Parts
@@ -71,27 +71,22 @@ class Sandbox:
         timeout: float | None = None,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> CommandResult:
-        """Run a command on the workspace; what it changed is kept only if it ended well.
+        """Run a command on the workspace; its changes are kept only if it exits with 0.
 
         Args:
             argv: The program and its arguments; one string is run by ``sh -c``.
             cwd: Where to start it, as the filesystem calls it.
-            env: What it finds in its environment besides the bare minimum.
-            stdin: What it can read; nothing by default.
+            env: Variables to add to the bare minimum that it finds in its environment.
+            stdin: Its input; nothing by default.
             timeout: Seconds after which it is killed.
             output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
         """
-        command = Command.of(
-            argv, env=None, stdin=stdin, timeout=timeout, limit=output_limit, watch=None
-        )
+        words = Command.of(argv).argv
         inside = str(PurePosixPath(INSIDE, fs.normalize(cwd)))
-        order = Order(
-            argv=command.argv,
-            workspace=fs.root,
+        given = {**self._path(), "PWD": inside, **_checked(env or {})}
+        order = replace(
+            self._order(words, fs.root, given),
             cwd=inside,
-            env={**CLEAN, **self._path(), "PWD": inside, **_checked(env or {})},
-            owner=_owner(fs.root),
-            limits=self.limits,
             read_only=_present(fs, fs.reserved.trees),
             hidden=_present(fs, fs.reserved.hidden),
         )
@@ -102,7 +97,7 @@ class Sandbox:
                     wrapped.argv,
                     cwd=cwd,
                     env=wrapped.env,
-                    stdin=command.stdin,
+                    stdin=stdin,
                     timeout=timeout,
                     output_limit=output_limit,
                     check=True,
@@ -110,7 +105,17 @@ class Sandbox:
                 )
             except CommandFailed as error:
                 result = cast("CommandResult", error.result)
-        return replace(result, argv=command.argv)
+        return replace(result, argv=words)
+
+    def _order(self, argv: Sequence[str], workspace: Path, env: Mapping[str, str]) -> Order:
+        return Order(
+            argv=argv,
+            workspace=workspace,
+            cwd=INSIDE,
+            env={**CLEAN, **env},
+            owner=_owner(workspace),
+            limits=self.limits,
+        )
 
     def _path(self) -> Mapping[str, str]:
         """Let commands find a Python of ours by its name, where the system has none."""
@@ -118,23 +123,15 @@ class Sandbox:
         return {"PATH": f"{CLEAN['PATH']}:{place}"} if place else {}
 
     def problem(self) -> str | None:
-        """Return why no command can be run here, if so: what comes of trying."""
+        """Return why no command can be run here, if so; it is tried."""
         missing = self.engine.missing()
-        return missing if missing is not None else self._try()
-
-    def _try(self) -> str | None:
+        if missing is not None:
+            return missing
         with tempfile.TemporaryDirectory(prefix="wink-") as folder:
             # It works if the command can write there, and cannot see it by its own name.
-            order = Order(
-                argv=["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder],
-                workspace=Path(folder),
-                cwd=INSIDE,
-                env=CLEAN,
-                owner=_owner(Path(folder)),
-                limits=self.limits,
-            )
+            test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
             try:
-                with self.engine.wrapped(order) as wrapped:
+                with self.engine.wrapped(self._order(test, Path(folder), {})) as wrapped:
                     tried = subprocess.run(
                         wrapped.argv, env=wrapped.env, capture_output=True, timeout=TRIAL
                     )
@@ -147,7 +144,7 @@ class Sandbox:
 
 
 def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
-    """Return what is protected and can be mounted over itself: nobody mounts on links."""
+    """Return the protected paths that can be mounted over themselves; a link cannot."""
     paths = ["/".join(parts) for parts in trees if parts]
     return [
         path
@@ -228,7 +225,7 @@ def _unavailable(reason: str) -> SandboxUnavailable:
 def _engines(
     choice: SandboxChoice, image: str | None, read_only: Sequence[str | os.PathLike[str]]
 ) -> list[SandboxEngine]:
-    """Return those that may be used, the best first."""
+    """Return the engines to try, the best first."""
     if choice == "none":
         return [Unconfined()]
     kit = Kit(read_only)

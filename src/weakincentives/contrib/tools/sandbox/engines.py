@@ -1,4 +1,4 @@
-"""The programs and facilities that shut commands in, each a way to wrap a command."""
+"""The programs and kernel features that confine commands, each a way to wrap a command."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
-from weakincentives.contrib.tools.sandbox_filter import container_profile, filter_program
-from weakincentives.contrib.tools.sandbox_limits import (
-    Cgroup,
+from weakincentives.contrib.tools.sandbox.limits import (
     SandboxLimits,
+    cgroup,
     new_name,
     remove_cgroups,
 )
-from weakincentives.errors import SandboxUnavailable
-from weakincentives.filesystem.overlay import remove_tree
+from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
+from weakincentives.filesystem.confined import remove_tree
 from weakincentives.ours import program, source_of
 
 __all__ = [
@@ -45,22 +44,22 @@ EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-"""What a command finds in its environment besides what it is given; nothing of ours."""
+"""A command's environment besides what it is given; nothing of ours."""
 
 INSIDE = "/workspace"
-"""Where a command sees the workspace: what the file tools call it."""
+"""Where a command sees the workspace: the file tools call it the same."""
 
 USER = 1000, 1000
-"""Who a command takes itself for, whoever it is outside."""
+"""The user and group that a command sees as its own, whatever they are outside."""
 
 ENV = "/.wink-env"
 ENTER = f". {ENV}"
-"""How the environment of a command comes into the sandbox: see ``_write_env``."""
+"""How a command's environment gets into the sandbox: see ``Kit.folder``."""
 
-LAUNCHER = source_of(__file__, "sandbox_launcher.py")
+LAUNCHER = source_of(__file__, "launcher.py")
 
-# Brings the process under the limits of the groups named up to `--`, and makes it the first to go
-# when memory runs out. Descriptor 8 is bwrap's own arguments, 9 the system calls to be refused.
+# Joins the groups named up to `--`, and makes the process the first to be killed when memory runs
+# out. Descriptor 8 is bwrap's own arguments, 9 the seccomp filter.
 PRELUDE = """
 options=$1 filter=$2
 shift 2
@@ -83,12 +82,12 @@ class Order:
     cwd: str
     """Where it starts, as it sees it."""
     env: Mapping[str, str]
-    """All of its environment. Never that of a process outside: it could make that do anything."""
+    """All of its environment. Never that of a process outside, which it could make do anything."""
     owner: tuple[int, int]
     """The user and group that its files belong to outside."""
     limits: SandboxLimits
     read_only: Sequence[str] = ()
-    """Paths in the workspace, from its root on, that it sees and cannot change."""
+    """Paths in the workspace, relative to its root, that it sees and cannot change."""
     hidden: Sequence[str] = ()
     """Directories in the workspace that it sees empty."""
 
@@ -99,19 +98,19 @@ class Wrapped:
 
     argv: Sequence[str]
     env: Mapping[str, str]
-    """The environment of what shuts the command in."""
+    """The environment of the program that confines the command."""
     watched: bool = False
-    """Whether it takes somebody to look after its processes and their memory."""
+    """Whether its processes and their memory need to be watched."""
 
 
 class SandboxEngine(Protocol):
-    """A program, or a facility of the system, that shuts commands in."""
+    """A program, or a feature of the kernel, that confines commands."""
 
     @property
     def name(self) -> EngineName: ...
 
     def missing(self) -> str | None:
-        """Return what it lacks to be tried at all."""
+        """Return why it need not even be tried, if so."""
         ...
 
     def wrapped(self, order: Order) -> AbstractContextManager[Wrapped]:
@@ -119,30 +118,24 @@ class SandboxEngine(Protocol):
         ...
 
 
-# What the engines have in common
+# What a command sees, described once and rendered by each engine
 
+
+Mount = tuple[Literal["read", "write", "link", "scratch", "proc", "dev", "lock"], str, str]
+"""What is seen at a path (the last part): a ``read``-only or ``write``-able file or directory of
+the host, a ``link`` to somewhere, an empty ``scratch`` directory with so many bytes, ``/proc`` or
+``/dev``; ``lock`` makes the directory itself read-only, when everything else in it is mounted."""
 
 _TOP = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _ETC = (
-    "alternatives",
-    "ca-certificates",
-    "debian_version",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "mime.types",
-    "nsswitch.conf",
-    "os-release",
-    "pki/tls/certs",
-    "protocols",
-    "services",
-    "ssl/certs",
-)
-"""What programs need of ``/etc``; the rest of it is nobody's business."""
+    "alternatives", "ca-certificates", "debian_version", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "os-release", "pki/tls/certs",
+    "protocols", "services", "ssl/certs",
+)  # fmt: skip
+"""The parts of ``/etc`` that programs need; the rest is hidden."""
 
 _HIDDEN = {"kcore", "key-users", "keys", "kmsg", "sched_debug", "sysrq-trigger", "timer_list"}
-"""What of ``/proc`` tells about the whole machine, or changes it."""
+"""The parts of ``/proc`` that tell about the whole machine, or change it."""
 
 _FILES = {
     "passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n",
@@ -152,7 +145,7 @@ _FILES = {
 
 
 class Kit:
-    """What engines need on disk: the files of a small system, and the filter.
+    """What engines need on disk: the files of a small system, and the seccomp filters.
 
     Args:
         read_only: Directories of the host that commands see besides its programs.
@@ -161,7 +154,7 @@ class Kit:
     def __init__(self, read_only: Sequence[str | os.PathLike[str]] = ()) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="wink-", dir=_temporary()))
         weakref.finalize(self, remove_tree, self.place)
-        self.place.chmod(0o711)  # as root, commands of other users come by here
+        self.place.chmod(0o711)  # as root, commands of other users get here
         self.filter = self.place / "filter"
         self.filter.write_bytes(filter_program() or b"")
         self.profile = self.place / "profile"
@@ -170,84 +163,103 @@ class Kit:
             (self.place / name).write_text(text)
         for file in self.place.iterdir():
             file.chmod(0o644)  # whatever the caller's umask: other users' commands read them
-        self.nothing = self.place / "nothing"
-        """What a command sees in the place of a directory that is hidden from it."""
-        self.nothing.mkdir()
-        self.links: list[tuple[str, str]] = [("/tmp", "/var/tmp")]
-        """What links lead to, and their names."""
-        self.binds: list[tuple[str, str]] = []
-        """What is seen read-only, and where."""
-        self.covers = list(_proc_covers())
-        """What is seen instead of parts of ``/proc``, and where."""
-        self._show_programs()
-        self.binds += [(str(self.place / name), f"/etc/{name}") for name in _FILES]
-        shown = [os.path.abspath(path) for path in read_only]
-        self.binds += [(path, path) for path in shown]
+        self._nothing = self.place / "nothing"
+        self._nothing.mkdir()
+        self.system: list[Mount] = [
+            ("link", "/tmp", "/var/tmp"),
+            *_programs(),
+            *(("read", str(self.place / name), f"/etc/{name}") for name in _FILES),
+            *(("read", os.path.abspath(path), os.path.abspath(path)) for path in read_only),
+        ]
+        """The parts of the host's system that a command sees."""
+        self._proc = list(_proc_covers())
 
-    def _show_programs(self) -> None:
-        for top in _TOP:
-            if os.path.islink(top):
-                self.links.append((os.readlink(top), top))
-            elif os.path.isdir(top):
-                self.binds.append((top, top))
-        for name in _ETC:
-            source = os.path.realpath(f"/etc/{name}")
-            if os.path.exists(source):
-                self.binds.append((source, f"/etc/{name}"))
+    def workspace(self, order: Order) -> list[Mount]:
+        """Return the workspace, and what covers protected parts of it."""
+        return [
+            ("write", str(order.workspace), INSIDE),
+            *(
+                ("read", str(order.workspace / path), f"{INSIDE}/{path}")
+                for path in order.read_only
+            ),
+            *(("read", str(self._nothing), f"{INSIDE}/{path}") for path in order.hidden),
+        ]
+
+    def mounts(self, order: Order, *more: Mount) -> list[Mount]:
+        """Return all that a command sees, in the order to mount it."""
+        scratch = str(order.limits.scratch)
+        return [
+            ("scratch", scratch, "/tmp"),  # first: the host's directories may lie below it
+            *self.system,
+            *more,
+            ("proc", "proc", "/proc"),
+            *self._proc,
+            ("dev", "dev", "/dev"),
+            ("scratch", scratch, "/dev/shm"),
+            ("lock", "", "/dev"),
+            *self.workspace(order),
+            ("lock", "", "/"),
+        ]
 
     @contextmanager
-    def folder(self) -> Generator[Path]:
-        """Give a directory for what starts one command. Nobody but us can write there.
+    def folder(self, order: Order, **files: bytes) -> Generator[Path]:
+        """Give a directory for what starts one command, with these files. Only we can write there.
 
         As root we read back what is there, so not even the user who the command runs as may.
+        The file ``env`` sets the command's environment once its limits are in force: earlier, it
+        could make the programs around it do something else, and in an argument everybody on the
+        machine could read it.
         """
         # Short, because podman takes no long names.
         folder = self.place / os.urandom(4).hex()
         folder.mkdir(mode=0o700)
         if os.geteuid() == 0:
             folder.chmod(0o711)  # the environment is read there by the command's own user
+        exports = (f"export {name}={shlex.quote(value)}\n" for name, value in order.env.items())
         try:
+            env = "".join(exports).encode(errors="surrogateescape")
+            _write(folder / "env", env, order.owner)
+            for name, data in files.items():
+                _write(folder / name, data)
             yield folder
         finally:
             remove_tree(folder)
 
-    def shields(self, order: Order) -> list[tuple[str, str]]:
-        """Return what is mounted read-only over parts of the workspace, and where."""
-        own = [(str(order.workspace / path), f"{INSIDE}/{path}") for path in order.read_only]
-        return own + [(str(self.nothing), f"{INSIDE}/{path}") for path in order.hidden]
+
+def _programs() -> Iterator[Mount]:
+    """Yield the host's programs, and what they need."""
+    for top in _TOP:
+        if os.path.islink(top):
+            yield "link", os.readlink(top), top
+        elif os.path.isdir(top):
+            yield "read", top, top
+    for name in _ETC:
+        source = os.path.realpath(f"/etc/{name}")
+        if os.path.exists(source):
+            yield "read", source, f"/etc/{name}"
 
 
-def _proc_covers() -> Iterator[tuple[str, str]]:
-    """Yield what a command sees in ``/proc`` instead of what it shall not see or write.
+def _proc_covers() -> Iterator[Mount]:
+    """Yield what covers the parts of ``/proc`` that a command may not see or write.
 
     A process of root's has the right to write there, even without any capability.
     """
     with os.scandir("/proc") as entries:
         for entry in entries:
             if entry.name in _HIDDEN:
-                yield "/dev/null", entry.path
+                yield "read", "/dev/null", entry.path
             elif entry.name.isdigit() or entry.is_symlink():
                 continue
             elif entry.is_dir() or entry.stat().st_mode & 0o222:
-                yield entry.path, entry.path
+                yield "read", entry.path, entry.path
 
 
-@contextmanager
-def _limited(order: Order) -> Generator[tuple[str, ...]]:
-    """Give the entrances to a group with the limits, if it takes one to hold the command to them.
+def _cgroup(order: Order) -> AbstractContextManager[tuple[str, ...]]:
+    """Give the entrances to a group with the limits, if they need one to be enforced.
 
-    The number of processes that a user has in a namespace is limited for every user but root.
+    The kernel limits the processes of a user in a namespace itself, for every user but root.
     """
-    if os.geteuid() != 0:
-        yield ()
-        return
-    group = Cgroup.make(order.limits)
-    if isinstance(group, str):
-        raise SandboxUnavailable(f"root is held to limits by cgroups only, and {group}")
-    try:
-        yield group.entrances
-    finally:
-        group.remove()
+    return cgroup(order.limits) if os.geteuid() == 0 else nullcontext(())
 
 
 def _temporary() -> str:
@@ -260,16 +272,6 @@ def _temporary() -> str:
     return places[0]
 
 
-def _write_env(folder: Path, order: Order) -> None:
-    """Write what sets a command's environment, once it is held to its limits.
-
-    Before that it could make the programs that do so do something else, and in an argument
-    everybody on the machine could read it.
-    """
-    exports = (f"export {name}={shlex.quote(value)}\n" for name, value in order.env.items())
-    _write(folder / "env", "".join(exports).encode(errors="surrogateescape"), order.owner)
-
-
 def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> None:
     """Write a file that only we, or the owner, can read."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
@@ -280,7 +282,7 @@ def _write(path: Path, data: bytes, owner: tuple[int, int] | None = None) -> Non
 
 
 def _outside() -> dict[str, str]:
-    """Return what the programs that shut a command in find in their environment."""
+    """Return the environment of the programs that confine a command."""
     return {"PATH": PATH, "HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
 
 
@@ -294,7 +296,7 @@ def is_missing(program: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Bubblewrap:
-    """Shuts commands in with ``bwrap``."""
+    """Confines commands with ``bwrap``."""
 
     kit: Kit
     name: EngineName = "bubblewrap"
@@ -304,29 +306,21 @@ class Bubblewrap:
 
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _limited(order) as entrances, self.kit.folder() as folder:
-            _write_env(folder, order)
-            options = folder / "options"
+        with _cgroup(order) as entrances, self.kit.folder(order) as folder:
             words = self._options(order, folder)
-            _write(options, b"".join(os.fsencode(word) + b"\0" for word in words))
+            _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = order.limits.rlimits(memory=not entrances)
-            argv = ["sh", "-c", PRELUDE, "wink", str(options), str(self.kit.filter)]
-            argv += [*entrances, "--", *self._identity(order), "bwrap", "--args", "8", "--"]
-            argv += [
-                "prlimit",
-                *(f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()),
-            ]
+            argv = ["sh", "-c", PRELUDE, "wink", str(folder / "options"), str(self.kit.filter)]
+            argv += [*entrances, "--"]
+            if os.geteuid() == 0:
+                uid, gid = order.owner
+                argv += ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
+            argv += ["bwrap", "--args", "8", "--", "prlimit"]
+            argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
             argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *order.argv]
             yield Wrapped(argv, _outside(), watched=not entrances)
 
-    def _identity(self, order: Order) -> list[str]:
-        if os.geteuid() != 0:
-            return []
-        uid, gid = order.owner
-        return ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
-
     def _options(self, order: Order, folder: Path) -> list[str]:
-        scratch = str(order.limits.scratch)
         options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
         options += ["--uid", str(USER[0]), "--gid", str(USER[1])]
         options += ["--hostname", "sandbox", "--clearenv"]
@@ -334,26 +328,25 @@ class Bubblewrap:
             options += ["--setenv", name, value]
         filtered = self.kit.filter.stat().st_size > 0
         options += ["--seccomp", "9"] if filtered else ["--disable-userns"]
-        # First: what is to be read may lie below.
-        options += ["--size", scratch, "--tmpfs", "/tmp"]
-        for source, target in [*self.kit.binds, (str(folder / "env"), ENV)]:
-            options += ["--ro-bind", source, target]
-        for target, name in self.kit.links:
-            options += ["--symlink", target, name]
-        options += ["--proc", "/proc"]
-        for source, target in self.kit.covers:
-            options += ["--ro-bind", source, target]
-        options += ["--dev", "/dev", "--size", scratch, "--tmpfs", "/dev/shm"]
-        options += ["--remount-ro", "/dev", "--bind", str(order.workspace), INSIDE]
-        for source, target in self.kit.shields(order):
-            options += ["--ro-bind", source, target]
-        options += ["--remount-ro", "/"]
+        for kind, source, target in self.kit.mounts(order, ("read", str(folder / "env"), ENV)):
+            if kind == "read":
+                options += ["--ro-bind", source, target]
+            elif kind == "write":
+                options += ["--bind", source, target]
+            elif kind == "link":
+                options += ["--symlink", source, target]
+            elif kind == "scratch":
+                options += ["--size", source, "--tmpfs", target]
+            elif kind == "lock":
+                options += ["--remount-ro", target]
+            else:
+                options += [f"--{kind}", target]
         return [*options, "--chdir", order.cwd]
 
 
 @dataclass(frozen=True, slots=True)
 class Namespaces:
-    """Shuts commands in with a program of our own; the least that is needed is Linux 5.12."""
+    """Confines commands with a program of our own; it needs Linux 5.12 and nothing else."""
 
     kit: Kit
     name: EngineName = "namespaces"
@@ -365,30 +358,24 @@ class Namespaces:
 
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _limited(order) as entrances, self.kit.folder() as folder:
+        with _cgroup(order) as entrances:
             plan = {
                 "argv": list(order.argv),
                 "env": dict(order.env),
                 "cwd": order.cwd,
-                "workspace": str(order.workspace),
-                "inside": INSIDE,
-                "shields": self.kit.shields(order),
                 "host": order.owner,
                 "user": USER,
-                "binds": self.kit.binds,
-                "links": self.kit.links,
-                "covers": self.kit.covers,
+                "mounts": self.kit.mounts(order),
                 "filter": str(self.kit.filter),
                 "entrances": entrances,
                 "rlimits": order.limits.rlimits(memory=not entrances),
-                "scratch": order.limits.scratch,
             }
-            file = folder / "plan"
-            _write(file, marshal.dumps(plan))
-            yield Wrapped(program(LAUNCHER, str(file)), _outside(), watched=not entrances)
+            with self.kit.folder(order, plan=marshal.dumps(plan)) as folder:
+                argv = program(LAUNCHER, str(folder / "plan"))
+                yield Wrapped(argv, _outside(), watched=not entrances)
 
 
-# What podman takes from a file only. Without it locks would be left behind by what is killed.
+# Podman reads these from a file only. Without them, killed containers would leave locks behind.
 SETTINGS = """
 [engine]
 lock_type = "file"
@@ -399,7 +386,7 @@ tmp_dir = "{place}/tmp"
 
 @dataclass(frozen=True, slots=True)
 class Podman:
-    """Shuts commands in a container; what podman keeps about it lies in a directory of its own.
+    """Confines commands in a container; podman keeps its state in a directory of the command's.
 
     Without an image the container sees the host's programs, as with the other engines.
     """
@@ -422,8 +409,7 @@ class Podman:
     def wrapped(self, order: Order) -> Generator[Wrapped]:
         group = new_name()
         try:
-            with self.kit.folder() as place:
-                _write_env(place, order)
+            with self.kit.folder(order) as place:
                 settings = place / "containers.conf"
                 _write(settings, SETTINGS.format(place=place).encode())
                 env = {
@@ -432,8 +418,9 @@ class Podman:
                     **_outside(),
                 }
                 argv = [*self._podman(place), "run", *self._options(order, group)]
-                argv += [_bind(str(place / "env"), ENV, "ro=true"), *self._root(place)]
-                # The first process of a container should be one that does not mind it.
+                argv += _binds([*self.kit.workspace(order), ("read", str(place / "env"), ENV)])
+                argv += self._root(place) if self.image is None else [self.image]
+                # The first process of a container should be a shell, which does not mind it.
                 argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *order.argv]
                 yield Wrapped(argv, env)
         finally:
@@ -452,16 +439,11 @@ class Podman:
             f"--runtime={runtime}",
             f"--runtime-flag=root={place}/runtime",
             "--storage-driver=overlay",
-            *self._images(),
+            # The user's images, without writing to their store.
+            *([f"--storage-opt=additionalimagestore={_image_store()}"] if self.image else []),
             "--cgroup-manager=cgroupfs",
             "--log-level=fatal",
         ]
-
-    def _images(self) -> list[str]:
-        """Return the option that lets it use the user's images, without writing to their store."""
-        if self.image is None:
-            return []
-        return [f"--storage-opt=additionalimagestore={_image_store()}"]
 
     def _options(self, order: Order, group: str) -> list[str]:
         limits = order.limits
@@ -476,17 +458,16 @@ class Podman:
         options += ["--oom-score-adj=1000", f"--workdir={order.cwd}", *self._identity(order)]
         for name, (soft, hard) in limits.rlimits(memory=False).items():
             options += [f"--ulimit={name}={soft}:{hard}"]
-        shields = (_bind(*each, "ro=true") for each in self.kit.shields(order))
-        return [*options, _bind(str(order.workspace), INSIDE), *shields]
+        return options
 
     def _identity(self, order: Order) -> list[str]:
         """Return who the command is: the workspace's owner, and nobody else."""
         uid, gid = order.owner
         if self.image is not None:
-            # In a namespace of users its files would be nobody's.
+            # In a namespace of users its files would belong to nobody.
             return [f"--user={uid}:{gid}"] if os.geteuid() == 0 else []
         if os.geteuid() != 0:
-            uid = gid = 0  # that is who the user is in podman's own namespace
+            uid = gid = 0  # the user's own number in podman's namespace
         return [
             *(f"--uidmap={each}" for each in (f"0:100000:{USER[0]}", f"{USER[0]}:{uid}:1")),
             *(f"--gidmap={each}" for each in (f"0:100000:{USER[1]}", f"{USER[1]}:{gid}:1")),
@@ -494,23 +475,22 @@ class Podman:
         ]
 
     def _root(self, place: Path) -> list[str]:
-        """Return where the container's own files come from."""
-        if self.image is not None:
-            return [self.image]
+        """Make a root directory out of the host's system, and return how to use it."""
         root = place / "root"
         for name in ("dev", "proc", "sys", "tmp", "var", INSIDE[1:]):
             (root / name).mkdir(parents=True)
-        for source, target in self.kit.binds:
-            _place_for(source, root / target[1:])
         for name in (ENV[1:], "etc/hostname", "etc/resolv.conf", "run/.containerenv"):
-            _place_for("", root / name)
+            _mount_point("", root / name)
+        for kind, source, target in self.kit.system:
+            if kind == "read":
+                _mount_point(source, root / target[1:])
         for path in (root, *root.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)  # whatever the caller's umask
         (root / "tmp").chmod(0o1777)
-        for target, name in self.kit.links:
-            (root / name[1:]).symlink_to(target)
-        binds = [_bind(source, target, "ro=true") for source, target in self.kit.binds]
-        return [*binds, "--rootfs", str(root)]
+        for kind, source, target in self.kit.system:
+            if kind == "link":
+                (root / target[1:]).symlink_to(source)
+        return [*_binds(self.kit.system), "--rootfs", str(root)]
 
 
 @cache
@@ -520,8 +500,8 @@ def _image_store() -> str:
     return subprocess.run(ask, env=_outside(), capture_output=True, text=True).stdout.strip()
 
 
-def _place_for(source: str, target: Path) -> None:
-    """Make what something can be mounted on; in the container nobody might be allowed to."""
+def _mount_point(source: str, target: Path) -> None:
+    """Make something to mount a source on; the container may not be allowed to."""
     if os.path.isdir(source):
         target.mkdir(parents=True, exist_ok=True)
     else:
@@ -529,11 +509,15 @@ def _place_for(source: str, target: Path) -> None:
         target.touch()
 
 
-def _bind(source: str, target: str, *more: str) -> str:
-    # The option is a line of comma-separated values: names with commas are quoted.
-    line = io.StringIO()
-    csv.writer(line).writerow(["type=bind", f"src={source}", f"dst={target}", *more])
-    return f"--mount={line.getvalue().strip()}"
+def _binds(mounts: Sequence[Mount]) -> Iterator[str]:
+    """Yield podman's options for files and directories of the host."""
+    for kind, source, target in mounts:
+        if kind in ("read", "write"):
+            # The option is a line of comma-separated values: names with commas are quoted.
+            line = io.StringIO()
+            words = ["type=bind", f"src={source}", f"dst={target}"]
+            csv.writer(line).writerow([*words, "ro=true"] if kind == "read" else words)
+            yield f"--mount={line.getvalue().strip()}"
 
 
 @dataclass(frozen=True, slots=True)
