@@ -676,11 +676,11 @@ def test_a_command_that_is_killed_while_it_starts_is_killed_nonetheless(tmp_path
         layers = overlay.Layers(store / str(attempt), workspace, way)
         layers.prepare(b"")
         process = layers.start(["sleep", "1000"], directory=workspace)
-        layers.kill()
+        process.kill()
         try:
-            process.wait(timeout=300)
+            process.popen.wait(timeout=300)
         finally:
-            layers.end()
+            process.end()
 
 
 @pytest.mark.parametrize("what", ["comes", "goes"])

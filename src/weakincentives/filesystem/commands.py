@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import selectors
@@ -14,24 +13,22 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
+from weakincentives.filesystem.confined import remove_tree
 from weakincentives.filesystem.overlay import (
     Handle,
     Layers,
+    Process,
     Step,
     Way,
     find_way,
-    kill_group,
-    remove_tree,
-    start_apart,
-    wait_for_group,
-    with_odd_variables,
 )
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
@@ -153,32 +150,32 @@ class Output:
 Ending = Literal["ended", "timed out", "stopped"]
 
 
-def collect(
-    process: subprocess.Popen[bytes],
+def _collect(
+    process: Process,
     outputs: tuple[Output, Output],
     *,
     timeout: float | None,
     stopped: Callable[[], bool],
-    kill: Callable[[], None],
 ) -> Ending:
-    """Read a command's output until it ends, has to, or is asked to; then nothing of it is left."""
+    """Read a command's output until it ends, has to, or is asked to; then it is killed."""
+    popen = process.popen
     until = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
-    with selectors.DefaultSelector() as selector, _exit_of(process) as exited:
+    with selectors.DefaultSelector() as selector, _exit_of(popen) as exited:
         if exited is not None:
             selector.register(exited, selectors.EVENT_READ)
-        for stream, output in zip((process.stdout, process.stderr), outputs, strict=True):
+        for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
             _take(selector, LOOK)
-            if process.poll() is not None:
+            if popen.poll() is not None:
                 ending = "ended"
             elif stopped():
                 ending = "stopped"
             elif until is not None and SYSTEM_CLOCK.monotonic() >= until:
                 ending = "timed out"
-        kill()
+        process.kill()
         # What is in the pipes, and no more: a process that got away may go on writing.
         for _ in range(DRAINS):
             if not _take(selector, 0):
@@ -268,6 +265,17 @@ class Command:
             argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit, watch=watch
         )
 
+    @property
+    def words(self) -> Sequence[str]:
+        """What to start, so that variables which a shell does not pass on reach the command."""
+        env = os.environ if self.env is None else self.env
+        odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
+        return ["env", *odd, *self.argv] if odd else self.argv
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and name.isidentifier()
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:
@@ -324,12 +332,10 @@ class Commands:
         self._in_place = 0
         self._ended = threading.Condition()
         self._logged = False
-        self._rubbish: SimpleQueue[Layers | None] = SimpleQueue()
-        self._sweeper: threading.Thread | None = None
-        self._is_open = True
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
         for folder in (self._folder, store.path / "views"):
             # Of a process that was killed: nothing of it has reached the workspace.
-            _discard(folder)
+            _discard(folder, partial(remove_tree, folder))
 
     def way(self, workspace: Path) -> Way | str:
         """Return how a command is run over an overlay, or why it cannot be."""
@@ -347,28 +353,19 @@ class Commands:
         return Layers(self._folder / os.urandom(8).hex(), workspace, way)
 
     def end(self, layers: Layers) -> None:
-        """Let the workspace change again."""
-        with undisturbed(), self._ended:
-            self._running -= 1
-            self._ended.notify_all()
-            if self._is_open:
-                self._rubbish.put(layers)
-                if self._sweeper is None or not self._sweeper.is_alive():
-                    self._sweeper = threading.Thread(
-                        target=_sweep, args=(self._rubbish,), name="wink-sweeper", daemon=True
-                    )
-                    self._sweeper.start()
-                return
-        _discard(layers.place, layers.discard)
+        """Let the workspace change again; the layers are removed in the background."""
+        with undisturbed():
+            with self._ended:
+                self._running -= 1
+                self._ended.notify_all()
+            try:
+                self._sweeper.submit(_discard, layers.place, layers.discard)
+            except RuntimeError:  # an abandoned call ends its command when all else is closed
+                _discard(layers.place, layers.discard)
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
-        with self._ended:  # a call that was given up may be ending its command just now
-            self._is_open = False
-            sweeper = self._sweeper
-        if sweeper is not None:
-            self._rubbish.put(None)
-            sweeper.join()
+        self._sweeper.shutdown()
 
     def wait(self) -> None:
         """Return when no command is under way: what lies below an overlay must not change."""
@@ -393,134 +390,73 @@ class Commands:
             self._ended.wait_for(lambda: not self._in_place)
 
 
-def _sweep(rubbish: SimpleQueue[Layers | None]) -> None:
-    # Nobody needs to wait for this: removing directories is slow, above all on a busy machine.
-    while (layers := rubbish.get()) is not None:
-        _discard(layers.place, layers.discard)
-
-
-def _discard(place: Path, remove: Callable[[], None] | None = None) -> None:
-    """Remove what is not needed any more. Whatever goes wrong is logged: nothing depends on it."""
+def _discard(place: Path, remove: Callable[[], None]) -> None:
+    """Remove what is no longer needed. A failure is logged: nothing depends on it."""
     try:
-        (remove or functools.partial(remove_tree, place))()
+        remove()
     except Exception as error:
         logger.warning("%s could not be removed: %s", place, error)
 
 
 def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:
     """Run a command over an overlay; what it changed is then in the upper layer."""
-    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    try:
-        # An interrupt waits until it is known what there is to be killed.
-        with undisturbed():
-            process = _start_over(layers, command)
-        watched = _Watched(command.watch, Running(process.pid, layers.upper), stopped)
-        ending = collect(
-            process, outputs, timeout=command.timeout, stopped=watched, kill=layers.kill
-        )
-    finally:
-        layers.end()
-    if ending == "ended" and not layers.started:
-        raise _not_started(outputs[1].text.strip())
-    ending = watched.at_the_end(ending)
-    return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
 
+    def start() -> Process:
+        return layers.start(command.words, directory=command.directory, env=command.env)
 
-@dataclass(slots=True)
-class _Watched:
-    """Whether a command is to be stopped; it keeps the reason."""
-
-    watch: Watch | None
-    running: Running
-    stopped: Callable[[], bool]
-    reason: str | None = None
-
-    def __call__(self) -> bool:
-        if self.watch is not None:
-            self.reason = self.watch(self.running)
-        return self.reason is not None or self.stopped()
-
-    def at_the_end(self, ending: Ending) -> Ending:
-        """Look once more: what is watched may have happened between two looks."""
-        if ending == "ended" and self.watch is not None:
-            self.reason = self.watch(replace(self.running, ended=True))
-        return ending if self.reason is None else "stopped"
-
-
-def _start_over(layers: Layers, command: Command) -> subprocess.Popen[bytes]:
-    try:
-        return layers.start(command.argv, directory=command.directory, env=command.env)
-    except OSError as error:
-        raise _not_started(str(error.strerror)) from error
-
-
-def _not_started(reason: str) -> FilesystemError:
-    return FilesystemError(f"The command could not be started over an overlay: {reason}")
+    ran = _run(command, start, layers.upper, stopped)
+    if ran.ending == "ended" and not layers.started:
+        raise _not_started(ran.stderr.text.strip())
+    return ran
 
 
 def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
     """Run a command on the workspace itself; others must find out what it changed."""
-    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    with tempfile.NamedTemporaryFile() as stdin, contextlib.ExitStack() as ending:
+    with tempfile.NamedTemporaryFile() as stdin, store.running() as lock:
         stdin.write(command.stdin)
         stdin.flush()
-        try:
-            # An interrupt waits until it is known what there is to be killed.
-            with undisturbed():
-                process, lifeline = _start_plainly(command, store, stdin.name)
-                ending.callback(_end_plainly, process, lifeline)
-        except OSError as error:
-            # As a shell puts it, and as it is over an overlay.
-            outputs[1].add(f"{command.argv[0]}: {error.strerror}\n".encode())
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            return Ran(command, code, *outputs, "ended")
-        watched = _Watched(command.watch, Running(process.pid, None), stopped)
-        how = collect(
-            process,
-            outputs,
-            timeout=command.timeout,
-            stopped=watched,
-            kill=lambda: kill_group(process),
-        )
-    how = watched.at_the_end(how)
-    return Ran(command, _as_shells_count(process.returncode), *outputs, how, watched.reason)
+        argv = ["/bin/sh", "-c", SCRIPT, "wink", stdin.name, *command.words]
+
+        def start() -> Process:
+            return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
+
+        return _run(command, start, None, stopped)
 
 
-def _start_plainly(
-    command: Command, store: Store, stdin: str
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a command; it is killed when the descriptor returned with it is closed, or we die."""
-    argv = with_odd_variables(command.argv, os.environ if command.env is None else command.env)
-    reading, lifeline = os.pipe()
-    try:
-        with store.running() as lock:
-            process = start_apart(
-                ["/bin/sh", "-c", SCRIPT, "wink", stdin, *argv],
-                cwd=command.directory,
-                env=command.env,
-                stdin=reading,
-                inherited=[lock],
-            )
-    except BaseException:
-        os.close(lifeline)
-        raise
-    finally:
-        os.close(reading)
-    return process, lifeline
+def _not_started(reason: str | None) -> FilesystemError:
+    return FilesystemError(f"The command could not be started: {reason}")
 
 
-def _end_plainly(process: subprocess.Popen[bytes], lifeline: int) -> None:
-    kill_group(process)
-    wait_for_group(process)  # or what it was just writing would come after the look for changes
-    process.wait()
-    os.close(lifeline)
-    for stream in (process.stdout, process.stderr):
-        assert stream is not None
-        stream.close()
+def _run(
+    command: Command,
+    start: Callable[[], Process],
+    layer: Path | None,
+    stopped: Callable[[], bool],
+) -> Ran:
+    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
+    reason: str | None = None
 
+    def is_stopped() -> bool:
+        nonlocal reason
+        reason = None if command.watch is None else command.watch(running)
+        return reason is not None or stopped()
 
-def _as_shells_count(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
+    with contextlib.ExitStack() as at_end:
+        # An interrupt waits until it is known what there is to be killed.
+        with undisturbed():
+            try:
+                process = start()
+            except OSError as error:
+                raise _not_started(error.strerror) from error
+            at_end.callback(process.end)
+        running = Running(process.popen.pid, layer)
+        ending = _collect(process, outputs, timeout=command.timeout, stopped=is_stopped)
+    if ending == "ended" and command.watch is not None:
+        # Once more: what is watched may have happened between two looks.
+        reason = command.watch(replace(running, ended=True))
+        ending = ending if reason is None else "stopped"
+    code = process.popen.returncode
+    return Ran(command, code if code >= 0 else 128 - code, *outputs, ending, reason)
 
 
 def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -79,83 +80,118 @@ class Way:
     owner: tuple[int, int] | None
     """The user and group a command keeps; None for root, which needs no user namespace."""
 
-    def start(self, command: Inside) -> subprocess.Popen[bytes]:
+    def start(
+        self, layers: Layers, argv: Sequence[str], directory: Path, env: Mapping[str, str] | None
+    ) -> Process:
         """Start a command over an overlay of the workspace."""
-        options = f"lowerdir={command.lower},{self.options}"
+        lower = "staged:lower" if layers.staged.exists() else "lower"
+        options = f"lowerdir={lower},{self.options}"
         wrapped = [self.unshare, "--mount", "--mount-proc"]
-        inner = [str(command.directory), str(command.place)]
+        inner = [str(directory), str(layers.place)]
+        before = None
         if self.owner is None:
             wrapped += ["--", self.shell, "-c", SCRIPT, "wink", *inner]
-            return command.start([*wrapped, *command.argv], before=lambda: _enter(command, options))
-        # Mounting takes the namespace's root; the command runs as the user it is.
-        uid, gid = self.owner
-        user = [self.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
-        wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-        wrapped += ["--", self.shell, "-c", MOUNT + SCRIPT, "wink"]
-        wrapped += [self.mount, options, str(command.workspace), *inner, *user]
-        return command.start([*wrapped, *command.argv])
+            before = partial(_enter, layers, options)
+        else:
+            # Mounting takes the namespace's root; the command runs as the user it is.
+            uid, gid = self.owner
+            wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+            wrapped += ["--", self.shell, "-c", MOUNT + SCRIPT, "wink"]
+            wrapped += [self.mount, options, str(layers.workspace), *inner]
+            wrapped += [self.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
+        return Process([*wrapped, *argv], cwd=layers.place, env=env, before=before, namespace=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
-    """A command, and what it is to be started with."""
+class Process:
+    """A program and all that it starts. It is killed when it is told to end, or when we die.
 
-    argv: Sequence[str]
-    env: Mapping[str, str] | None
-    directory: Path
-    workspace: Path
-    place: Path
-    lower: str
-    lifeline: int
-    """What comes to its end when the command has to."""
+    Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
+    leads the program's process group then kills the others.
 
-    def start(
-        self, wrapped: Sequence[str], *, before: Callable[[], None] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start it, wrapped in what brings it into its namespaces."""
-        return start_apart(
-            wrapped, cwd=self.place, env=self.env, stdin=self.lifeline, before=before
-        )
-
-
-def start_apart(
-    argv: Sequence[str],
-    *,
-    cwd: Path,
-    env: Mapping[str, str] | None,
-    stdin: int,
-    inherited: Sequence[int] = (),
-    before: Callable[[], None] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a program from a thread of its own, after ``before`` was called there.
-
-    An interrupt that comes meanwhile is raised once the program is known, and killed.
+    Args:
+        before: Called in the thread that starts the program.
+        namespace: Whether it has a pid namespace of its own, so that nothing outlives its leader.
     """
-    started: Future[subprocess.Popen[bytes]] = Future()
 
-    def start() -> None:
-        if not started.set_running_or_notify_cancel():
-            return
-        try:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None,
+        inherited: Sequence[int] = (),
+        before: Callable[[], None] | None = None,
+        namespace: bool = False,
+    ) -> None:
+        reading, writing = os.pipe()
+        self._namespace = namespace
+        self._lifeline: int | None = writing
+
+        def start() -> subprocess.Popen[bytes]:
             if before is not None:
                 before()
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 argv,
                 cwd=cwd,
                 env=env,
-                stdin=stdin,
+                stdin=reading,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=inherited,
             )
-        except BaseException as error:
-            started.set_exception(error)
-        else:
-            started.set_result(process)
+
+        try:
+            self.popen = _in_a_thread(start)
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+
+    def kill(self) -> None:
+        """Kill the program and everything that it started."""
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+        if not self._namespace:
+            kill_group(self.popen)
+
+    def end(self) -> None:
+        """Kill it, and wait until nothing of it is left."""
+        self.kill()
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+        if not self._namespace:
+            # What it was just writing would come after the look for changes.
+            wait_for_group(self.popen)
+        try:
+            self.popen.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            # The command killed the process that would have killed it.
+            kill_group(self.popen)
+            self.popen.wait()
+
+
+def _in_a_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a program from a thread of its own, which may enter namespaces.
+
+    An interrupt that comes meanwhile is raised once the program is known, and killed.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def run() -> None:
+        if started.set_running_or_notify_cancel():
+            try:
+                process = start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(process)
 
     try:
-        threading.Thread(target=start, name="wink-command").start()
+        threading.Thread(target=run, name="wink-command").start()
         return started.result()
     except BaseException:
         if not started.cancel() and started.exception() is None:
@@ -189,7 +225,7 @@ def _runs(group: int) -> bool:
     return False
 
 
-def _enter(command: Inside, options: str) -> None:
+def _enter(layers: Layers, options: str) -> None:
     """Bring this thread, and what it starts, into namespaces with the overlay in the right place.
 
     The rest of the process sees nothing of it. Programs that do the same would take much longer.
@@ -198,8 +234,8 @@ def _enter(command: Inside, options: str) -> None:
     _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
     _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
     # The working directory is this thread's alone by now. It keeps odd names out of the options.
-    os.chdir(command.place)
-    target = os.fsencode(command.workspace)
+    os.chdir(layers.place)
+    target = os.fsencode(layers.workspace)
     _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
 
 
@@ -271,13 +307,14 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
     layers = Layers(place, workspace, way)
     try:
         layers.prepare()
+        process = layers.start(["touch", "probe"], directory=workspace)
         try:
-            process = layers.start(["touch", "probe"], directory=workspace)
-            _, said = process.communicate(timeout=PATIENCE)
+            _, said = process.popen.communicate(timeout=PATIENCE)
         finally:
-            layers.end()
-        if process.returncode or not (layers.upper / "probe").exists():
-            return said.decode(errors="replace").strip() or f"exit code {process.returncode}"
+            process.end()
+        code = process.popen.returncode
+        if code or not (layers.upper / "probe").exists():
+            return said.decode(errors="replace").strip() or f"exit code {code}"
         return None
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
@@ -295,8 +332,6 @@ class Layers:
         """What lies between the workspace and the upper layer, when a view's changes do."""
         self.workspace = workspace
         self._way = way
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
         self._trees: list[Tree] = []
 
     def prepare(self, stdin: bytes = b"") -> None:
@@ -322,46 +357,9 @@ class Layers:
 
     def start(
         self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start the command over the overlay; its output is to be read from the process."""
-        reading, writing = os.pipe()
-        command = Inside(
-            argv=with_odd_variables(argv, os.environ if env is None else env),
-            env=env,
-            directory=directory,
-            workspace=self.workspace,
-            place=self.place,
-            lower="staged:lower" if self.staged.exists() else "lower",
-            lifeline=reading,
-        )
-        self._lifeline = writing
-        try:
-            self._process = self._way.start(command)
-            return self._process
-        finally:
-            os.close(reading)
-
-    def kill(self) -> None:
-        """Kill the command and everything that it started."""
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
-
-    def end(self) -> None:
-        """Wait until nothing that the command started is left; what is still there is killed."""
-        self.kill()
-        process = self._process
-        if process is None:
-            return
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            # The command killed the process that would have killed it.
-            kill_group(process)
-            process.wait()
+    ) -> Process:
+        """Start the command over the overlay."""
+        return self._way.start(self, argv, directory, env)
 
     @property
     def started(self) -> bool:
@@ -398,16 +396,6 @@ def _has_any(directory: Path) -> bool:
         return bool(os.listdir(directory))
     except OSError:
         return False  # not every overlay has an index
-
-
-def with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return ``argv`` so that variables which a shell does not pass on reach the command."""
-    odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
-    return ["env", *odd, *argv] if odd else list(argv)
-
-
-def _is_plain(name: str) -> bool:
-    return name.isascii() and name.isidentifier()
 
 
 # Laying a private view's changes over the workspace
