@@ -111,9 +111,9 @@ def _without_overlays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _needs_overlays(fs: HostFilesystem) -> None:
-    reason = overlay.available(fs.root, fs.store)
-    if reason is not None:
-        pytest.skip(reason)
+    way = overlay.find_way(fs.root, fs.store)
+    if isinstance(way, str):
+        pytest.skip(way)
 
 
 def _without_times_of_directories(seen: dict[str, Seen]) -> dict[str, Seen]:

@@ -14,14 +14,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.confined import remove_tree
 from weakincentives.filesystem.overlay import (
     Handle,
     Layers,
@@ -29,6 +28,7 @@ from weakincentives.filesystem.overlay import (
     Step,
     Way,
     find_way,
+    remove_tree,
 )
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
@@ -57,14 +57,14 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_OUTPUT_LIMIT = 1 << 20
 
-# How often to look whether someone asked to stop, or whether the command ended while a process it
+# Seconds between looks: whether the command was asked to stop, or has ended while a process that it
 # left behind still holds its output open.
 LOOK = 0.05
 
-# How many pieces of output to take from what is left when a command has ended.
+# How many chunks of output to read after a command has ended.
 DRAINS = 64
 
-# How much of what a command said goes into the message when it had to succeed.
+# How much output goes into the error message of a command that had to succeed.
 SAID = 2000
 
 # Stays with a command on the workspace itself, and leads its process group. Descriptor 3 is the
@@ -85,7 +85,7 @@ Engine = Literal["overlay", "scan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a command said, and what became of what it changed."""
+    """A command's output, and whether its changes were kept."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -97,35 +97,31 @@ class CommandResult:
     stderr_truncated: bool = False
     timed_out: bool = False
     stopped: str | None = None
-    """Why the one who watched it had it killed."""
+    """Why its watch had it killed."""
     kept: bool = True
     """False when the command was killed: then the workspace is as if it had never run."""
     engine: Engine
     engine_reason: str | None = None
-    """Why it is not the overlay; None when it is."""
+    """Why no overlay was used; None if one was."""
 
     @property
     def ok(self) -> bool:
-        """Whether the command ended by itself, and well."""
+        """Whether the command ended by itself, with exit code 0."""
         return self.returncode == 0 and self.kept
 
 
 @dataclass(slots=True)
 class Output:
-    """One stream of a command: its beginning and its end, when it is too long to keep."""
+    """One output stream of a command; only its beginning and its end if it is too long."""
 
     limit: int
-    head: bytearray
-    tail: bytearray
+    """How many bytes are kept."""
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
     dropped: int = 0
 
-    @classmethod
-    def of(cls, limit: int) -> Output:
-        """Return an empty one that keeps up to ``limit`` bytes."""
-        return cls(limit, bytearray(), bytearray())
-
     def add(self, data: bytes) -> None:
-        """Take in what the command said next."""
+        """Add the next output."""
         room = self.limit - self.limit // 2 - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -138,7 +134,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """What the command said, with a line in the place of what was dropped."""
+        """The output, with a line in the place of what was dropped."""
         if not self.dropped:
             return (self.head + self.tail).decode(errors="replace")
         return (
@@ -185,7 +181,7 @@ def _collect(
 
 @contextlib.contextmanager
 def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
-    """Give a descriptor that can be read once the process has ended, where the system has one."""
+    """Give a descriptor that becomes readable when the process ends, where the system has one."""
     try:
         exited = os.pidfd_open(process.pid)
     except (AttributeError, OSError):
@@ -198,7 +194,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
 
 
 def _take(selector: selectors.BaseSelector, wait: float) -> bool:
-    """Take in what is there to be read; False when nothing was."""
+    """Read what is there; False when nothing was."""
     taken = False
     for key, _ in selector.select(wait):
         output: Output | None = key.data
@@ -213,23 +209,23 @@ def _take(selector: selectors.BaseSelector, wait: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A command under way, for those who watch it."""
+    """A running command, as its watch sees it."""
 
     pid: int
     """The process that all others of the command descend from."""
     layer: Path | None
-    """Where what it writes lies until it is kept; None when that is the workspace itself."""
+    """The directory that it writes to; None when that is the workspace itself."""
     ended: bool = False
-    """It has ended by itself: this is the last look, before what it changed is kept."""
+    """It has ended by itself: this is the last look, before its changes are kept."""
 
 
 Watch = Callable[[Running], str | None]
-"""Looks at a command again and again while it runs; what it returns is why to kill it."""
+"""Called again and again while a command runs; what it returns is why to kill the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program to start, and how."""
+    """A program to start, and how to start it."""
 
     argv: tuple[str, ...]
     directory: Path = Path()
@@ -250,7 +246,7 @@ class Command:
         limit: int = DEFAULT_OUTPUT_LIMIT,
         watch: Watch | None = None,
     ) -> Command:
-        """Return the command that was asked for, if it can be one."""
+        """Return a command; raise if it cannot be run."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)
         if not words or not words[0]:
             raise FilesystemError("A command needs the name of a program")
@@ -279,7 +275,7 @@ def _is_plain(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command that has ended, one way or another."""
+    """A command that has ended or was killed."""
 
     command: Command
     returncode: int
@@ -289,12 +285,12 @@ class Ran:
     stopped: str | None = None
 
     def is_kept(self, check: bool) -> bool:
-        """Whether what the command changed is to stay."""
+        """Whether the command's changes are kept."""
         killed = self.ending != "ended" or self.returncode == KILLED
         return not killed and not (check and self.returncode != 0)
 
     def result(self, engine: Engine, reason: str | None, *, check: bool) -> CommandResult:
-        """Return what to tell; raise it when the command had to succeed and did not."""
+        """Return the result; raise CommandFailed when the command had to succeed and did not."""
         result = CommandResult(
             argv=self.command.argv,
             returncode=self.returncode if self.ending == "ended" else KILLED,
@@ -323,7 +319,7 @@ def _failure(result: CommandResult, timeout: float | None) -> str:
 
 
 class Commands:
-    """The commands of a workspace: how they are run, and which are under way over overlays."""
+    """The running commands of a workspace."""
 
     def __init__(self, store: Store) -> None:
         self._folder = store.path / "commands"
@@ -334,11 +330,11 @@ class Commands:
         self._logged = False
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
         for folder in (self._folder, store.path / "views"):
-            # Of a process that was killed: nothing of it has reached the workspace.
+            # Left by a process that was killed: nothing of it has reached the workspace.
             _discard(folder, partial(remove_tree, folder))
 
     def way(self, workspace: Path) -> Way | str:
-        """Return how a command is run over an overlay, or why it cannot be."""
+        """Return how to run a command over an overlay, or why that is not possible."""
         way = find_way(workspace, self._store)
         if isinstance(way, str) and not self._logged:
             self._logged = True
@@ -368,7 +364,7 @@ class Commands:
         self._sweeper.shutdown()
 
     def wait(self) -> None:
-        """Return when no command is under way: what lies below an overlay must not change."""
+        """Return when no command runs over an overlay: the directory below one must not change."""
         with self._ended:
             self._ended.wait_for(lambda: not self._running)
 
@@ -385,7 +381,7 @@ class Commands:
                 self._ended.notify_all()
 
     def wait_in_place(self) -> None:
-        """Return when no command works on the workspace itself: it would go on after an undo."""
+        """Return when no command runs on the workspace itself: it would go on after an undo."""
         with self._ended:
             self._ended.wait_for(lambda: not self._in_place)
 
@@ -411,7 +407,7 @@ def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> R
 
 
 def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
-    """Run a command on the workspace itself; others must find out what it changed."""
+    """Run a command on the workspace itself; the caller finds out what it changed."""
     with tempfile.NamedTemporaryFile() as stdin, store.running() as lock:
         stdin.write(command.stdin)
         stdin.flush()
@@ -433,7 +429,7 @@ def _run(
     layer: Path | None,
     stopped: Callable[[], bool],
 ) -> Ran:
-    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
+    outputs = Output(command.output_limit), Output(command.output_limit)
     reason: str | None = None
 
     def is_stopped() -> bool:
@@ -460,9 +456,9 @@ def _run(
 
 
 def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
-    """Make what a command changed a change of the workspace, or of a private view.
+    """Make a command's changes in the workspace, or in a private view.
 
-    ``check`` is asked before each step: False leaves it out, and it raises if it must not be made.
+    ``check`` is called before each step: False skips the step, and it raises if that is forbidden.
     """
     for step in steps:
         if not check(step):
@@ -504,7 +500,7 @@ def _link(handle: Handle, parts: Parts, edit: Edit) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """Which engine undoes the changes of tools that change files in one way, and why."""
+    """Which engine undoes the changes of tools with one kind of ``writes``, and why."""
 
     writes: Literal["api", "command", "external"]
     engine: Literal["journal", "overlay", "scan"]
@@ -512,7 +508,7 @@ class EngineUse:
 
 
 def engines(fs: HostFilesystem) -> tuple[EngineUse, ...]:
-    """Return what is used for each of the ways in which tools change files on this workspace."""
+    """Return the engine for each kind of ``writes`` on this workspace."""
     way = find_way(fs.root, fs.store)
     command = (
         EngineUse(writes="command", engine="scan", reason=way)

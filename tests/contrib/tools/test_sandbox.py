@@ -838,9 +838,9 @@ def test_the_first_that_works_is_taken_and_the_others_have_reasons(
 
 
 def test_none_is_taken_only_if_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from weakincentives.contrib.tools.sandbox import sandbox
+    from weakincentives.contrib.tools.sandbox import engines
 
-    monkeypatch.setattr(sandbox.sys, "platform", "plan9")
+    monkeypatch.setattr(engines.sys, "platform", "plan9")
 
     with pytest.raises(SandboxUnavailable) as refusal:
         find_sandbox()
@@ -959,7 +959,7 @@ def test_a_disk_that_others_fill_is_not_held_against_a_command(
 
 CHILD = '''
 import json, sys
-from weakincentives.contrib.tools.sandbox.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
 from weakincentives.filesystem import HostFilesystem
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from installed import Installed
-from weakincentives.contrib.tools.sandbox.engines import INSIDE, Order
+from weakincentives.contrib.tools.sandbox.engines import INSIDE, Order, Sandbox, find_sandbox
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, SandboxWatch
-from weakincentives.contrib.tools.sandbox.sandbox import Sandbox, find_sandbox
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.commands import Running
@@ -43,7 +42,7 @@ def ours(tmp_path: Path) -> Installed:
 
 ATTACKS = """
 import weakincentives.filesystem.commands as commands
-from weakincentives.contrib.tools.sandbox.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 engine, overlay = json.loads(os.environ["HOW"])
 if not overlay:
     commands.find_way = lambda *_: "none here"
@@ -98,7 +97,7 @@ def test_the_state_directory_cannot_be_read(ours: Installed, engine: str):
     state = ours.root / "home/.state"
     said = ours.run(
         """
-from weakincentives.contrib.tools.sandbox.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.state import Seals
 Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
@@ -123,7 +122,7 @@ def test_programs_of_ours_are_started_from_what_was_read_before(tmp_path: Path, 
     ours.run(
         """
 from weakincentives.contrib.tools import AstevalSection
-from weakincentives.contrib.tools.sandbox.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.mcp.server_process import _launched
 import subprocess
 package = root / place

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         plan_done,
         planning_tools,
     )
+    from weakincentives.contrib.tools.sandbox.engines import Sandbox, find_sandbox
     from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
-    from weakincentives.contrib.tools.sandbox.sandbox import Sandbox, find_sandbox
     from weakincentives.contrib.tools.sandbox.section import (
         CommandOutput,
         EvaluatePythonParams,
@@ -117,7 +117,7 @@ if not TYPE_CHECKING:  # a type checker shall still find a misspelled name
                 "planning_tools",
             ],
             "sandbox.limits": ["SandboxLimits"],
-            "sandbox.sandbox": ["Sandbox", "find_sandbox"],
+            "sandbox.engines": ["Sandbox", "find_sandbox"],
             "sandbox.section": [
                 "CommandOutput",
                 "EvaluatePythonParams",

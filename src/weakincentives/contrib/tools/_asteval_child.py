@@ -24,6 +24,7 @@ import warnings
 
 TYPE_CHECKING = False  # to import typing takes as long as all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 INNER = {"numpy": ("fft", "linalg", "random")}
@@ -126,46 +127,64 @@ def filter_syscalls(number: int, program: bytes) -> None:
         raise OSError(f"the kernel sets no seccomp filter ({reason})")
 
 
-# Talking to the parent: pieces behind their length, which hold JSON or the content of a file
+# Talking to the parent, which uses the same class
 
 
-def send(message: dict) -> None:
-    send_bytes(json.dumps(message).encode())
+class Channel:
+    """One end of a socket: chunks after their length, JSON or the content of a file."""
+
+    def __init__(self, read: Callable[[int], bytes], write: Callable[[memoryview], int]) -> None:
+        self._read = read
+        self._write = write
+
+    def send(self, message: dict[str, object]) -> None:
+        self.send_bytes(json.dumps(message).encode())
+
+    def send_bytes(self, data: bytes) -> None:
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        while rest:
+            rest = rest[self._write(rest) :]
+
+    def receive(self) -> dict[str, Any]:
+        return json.loads(self.receive_bytes())
+
+    def receive_bytes(self, most: int = 1 << 32) -> bytes:
+        """Return the next chunk; raise OverflowError if it is larger than this."""
+        size = int.from_bytes(self._take(4), "big")
+        if size > most:
+            raise OverflowError
+        return self._take(size)
+
+    def _take(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._read(min(size - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionError
+            data += piece
+        return bytes(data)
 
 
-def send_bytes(data: bytes) -> None:
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(CHANNEL, rest) :]
+def read(size: int) -> bytes:
+    data = os.read(CHANNEL, size)
+    if not data:
+        os._exit(1)  # the parent is gone
+    return data
 
 
-def receive() -> dict:
-    return json.loads(receive_bytes())
-
-
-def receive_bytes() -> bytes:
-    return take(int.from_bytes(take(4), "big"))
-
-
-def take(size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(CHANNEL, min(size - len(data), 1 << 20))
-        if not piece:
-            os._exit(1)  # the parent is gone
-        data += piece
-    return bytes(data)
+PARENT = Channel(read, lambda data: os.write(CHANNEL, data))
+send, receive = PARENT.send, PARENT.receive
 
 
 def ask(operation: str, argument: str, content: bytes | None = None) -> Any:
     """Return what the parent answers; raise what it says went wrong."""
     send({"operation": operation, "argument": argument})
     if content is not None:
-        send_bytes(content)
+        PARENT.send_bytes(content)
     answer = receive()
     if "error" in answer:
         raise getattr(builtins, answer["kind"])(answer["error"])
-    return receive_bytes() if operation == "read" else answer["value"]
+    return PARENT.receive_bytes() if operation == "read" else answer["value"]
 
 
 # The workspace, as scripts see it
@@ -428,9 +447,15 @@ NOTHING_HAPPENED = [], None, None, None
 
 
 def catches(clause: ast.ExceptHandler, error: Exception) -> bool:
+    return clause.type is None or isinstance(error, tuple(caught(clause)))
+
+
+def caught(clause: ast.ExceptHandler) -> list:
+    """Return the built-in names that a clause names, with None for one that does not exist."""
     if clause.type is None:
-        return True
-    return isinstance(error, getattr(builtins, getattr(clause.type, "id", "")))
+        return []
+    named = clause.type.elts if isinstance(clause.type, ast.Tuple) else [clause.type]
+    return [getattr(builtins, getattr(each, "id", ""), None) for each in named]
 
 
 def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
@@ -462,25 +487,11 @@ def parsed(code: str, handlers: dict) -> ast.AST:
     """Return a script as the interpreter takes it; refuse what it does not know, or gets wrong."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try):
-            node.handlers = [each for handler in node.handlers for each in separate(handler)]
-    for node in ast.walk(tree):
         what = unsupported(node, handlers)
         if what:
             place = ("script", getattr(node, "lineno", None), None, None)
             raise SyntaxError(f"{what} is not supported here", place)
     return tree
-
-
-def separate(handler: ast.ExceptHandler) -> list[ast.ExceptHandler]:
-    """Return the clauses that ``except (A, B)`` stands for."""
-    if not isinstance(handler.type, ast.Tuple):
-        return [handler]
-    place = {"lineno": handler.lineno, "col_offset": handler.col_offset}
-    return [
-        ast.ExceptHandler(type=each, name=handler.name, body=handler.body, **place)
-        for each in handler.type.elts
-    ]
 
 
 def unsupported(node: ast.AST, handlers: dict) -> str:
@@ -496,10 +507,10 @@ def unsupported(node: ast.AST, handlers: dict) -> str:
         return "* or / among parameters"
     if isinstance(node, ast.Raise) and node.exc is None:
         return "raise without an exception"
-    if isinstance(node, ast.ExceptHandler) and node.type is not None:
-        kind = getattr(builtins, getattr(node.type, "id", ""), None)
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            return "except with an exception that is not built in"
+    if isinstance(node, ast.ExceptHandler) and not all(
+        isinstance(each, type) and issubclass(each, BaseException) for each in caught(node)
+    ):
+        return "except with an exception that is not built in"
     return ""
 
 

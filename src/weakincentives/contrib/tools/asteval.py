@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
@@ -24,6 +24,8 @@ from typing import Any, Literal, Unpack, cast
 from pydantic import TypeAdapter, ValidationError
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.tools._asteval_child import Channel
+from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.seccomp import computing_program, seccomp_number
 from weakincentives.errors import FilesystemError, MissingExtra
 from weakincentives.ours import program, source_of
@@ -35,7 +37,7 @@ from weakincentives.retry import TIMEOUT
 
 __all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
 
-_CHILD = source_of(__file__, "_asteval_child.py")
+_CHILD = byte_code(source_of(__file__, "_asteval_child.py"))
 
 MODULES = (
     "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
@@ -304,10 +306,11 @@ def _start(process: subprocess.Popen[bytes], channel: _Channel) -> None:
         )
 
 
-class _Channel:
-    """To and from the process: chunks after their length, JSON or the content of a file."""
+class _Channel(Channel):
+    """Our end of the channel: what the process sends is limited in time and size."""
 
     def __init__(self, ours: socket.socket, stopped: Callable[[], bool], largest: int) -> None:
+        super().__init__(partial(self._waiting, ours.recv), partial(self._waiting, ours.send))
         self._socket = ours
         self._stopped = stopped
         self._largest = largest
@@ -318,41 +321,16 @@ class _Channel:
         self._socket.settimeout(_LOOK_SECONDS)
         self._until = SYSTEM_CLOCK.monotonic() + seconds
 
-    def send(self, message: dict[str, object]) -> None:
-        self.send_bytes(json.dumps(message).encode())
-
-    def send_bytes(self, data: bytes) -> None:
-        rest = memoryview(len(data).to_bytes(4, "big") + data)
-        while rest:
-            # The process need not read: then there is no room, and the time runs out.
-            rest = rest[self._waiting(lambda rest=rest: self._socket.send(rest)) :]
-
     def receive(self) -> dict[str, object]:
-        data = self.receive_bytes(self._largest)
         try:
-            message: object = None if data is None else json.loads(data)
-        except (ValueError, RecursionError):
+            message: object = json.loads(self.receive_bytes(self._largest))
+        except (ValueError, OverflowError, RecursionError):
             raise _nonsense() from None
         if not isinstance(message, dict):
             raise _nonsense()
         return cast("dict[str, object]", message)
 
-    def receive_bytes(self, most: int) -> bytes | None:
-        """Return the next chunk; None if it is larger, and then nothing can come after it."""
-        size = int.from_bytes(self._take(4), "big")
-        return self._take(size) if size <= most else None
-
-    def _take(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            room = min(size - len(data), 1 << 20)
-            piece = self._waiting(lambda room=room: self._socket.recv(room))
-            if not piece:
-                raise ConnectionError
-            data += piece
-        return bytes(data)
-
-    def _waiting(self, operation: Callable[[], Any]) -> Any:
+    def _waiting(self, operation: Callable[[Any], Any], argument: object) -> Any:
         while True:
             if self._stopped():
                 raise _Ended("Nobody waits for the script any more", code="CANCELLED")
@@ -360,11 +338,11 @@ class _Channel:
                 # What came in time is taken, also when it is we who are late.
                 self._socket.setblocking(False)
             try:
-                return operation()
+                return operation(argument)
             except BlockingIOError:
                 raise TimeoutError from None
             except TimeoutError:
-                pass
+                pass  # the process need not read or write: then the time runs out
 
 
 # The files
@@ -410,14 +388,14 @@ class _Bridge:
             channel.send({"value": value})
 
     def _content(self, path: str, channel: _Channel) -> bytes:
-        content = channel.receive_bytes(self._limit)
-        if content is None:
+        try:
+            return channel.receive_bytes(self._limit)
+        except OverflowError:
             raise _Ended(
                 f"The script was ended: a script may write {self._limit} bytes in all, and {path} "
                 "has more",
                 code="LIMIT_EXCEEDED",
-            )
-        return content
+            ) from None
 
     def _read(self, path: str) -> bytes:
         self._use("read", self._files.stat(path).size, path)

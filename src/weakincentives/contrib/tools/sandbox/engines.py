@@ -1,50 +1,57 @@
-"""The programs and kernel features that confine commands, each a way to wrap a command."""
+"""Sandboxes: commands run on a workspace, and can see, change and use up nothing else.
+
+A sandbox is a way to wrap a command: with podman, with bubblewrap, or in namespaces of our own. The
+workspace's own ``HostFilesystem.run`` runs it, so rollback, private views and the history work as
+for every command.
+"""
 
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import marshal
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Literal, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Literal, Protocol, cast, get_args
 
+from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.limits import (
     SandboxLimits,
+    SandboxWatch,
     cgroup,
     new_name,
     remove_cgroups,
 )
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
-from weakincentives.filesystem.confined import remove_tree
+from weakincentives.errors import CommandFailed, SandboxUnavailable, ToolValidationError
+from weakincentives.filesystem import CommandResult, HostFilesystem
+from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command
+from weakincentives.filesystem.overlay import remove_tree
+from weakincentives.filesystem.protocol import Parts
 from weakincentives.ours import program, source_of
 
-__all__ = [
-    "Bubblewrap",
-    "EngineName",
-    "Kit",
-    "Namespaces",
-    "Order",
-    "Podman",
-    "SandboxEngine",
-    "Unconfined",
-    "Wrapped",
-]
+__all__ = ["EngineName", "Order", "Sandbox", "SandboxChoice", "find_sandbox"]
 
+SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
 EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
 """A command's environment besides what it is given; nothing of ours."""
+
+TRIAL = 60.0
+"""Seconds that the first command may take; podman can be slow on a busy machine."""
 
 INSIDE = "/workspace"
 """Where a command sees the workspace: the file tools call it the same."""
@@ -56,7 +63,7 @@ ENV = "/.wink-env"
 ENTER = f". {ENV}"
 """How a command's environment gets into the sandbox: see ``Kit.folder``."""
 
-LAUNCHER = source_of(__file__, "launcher.py")
+LAUNCHER = byte_code(source_of(__file__, "launcher.py"))
 
 # Joins the groups named up to `--`, and makes the process the first to be killed when memory runs
 # out. Descriptor 8 is bwrap's own arguments, 9 the seccomp filter.
@@ -312,8 +319,9 @@ class Bubblewrap:
             limits = order.limits.rlimits(memory=not entrances)
             argv = ["sh", "-c", PRELUDE, "wink", str(folder / "options"), str(self.kit.filter)]
             argv += [*entrances, "--"]
-            if os.geteuid() == 0:
-                uid, gid = order.owner
+            uid, gid = order.owner
+            ours = *os.getresuid(), *os.getresgid(), *os.getgroups()
+            if os.geteuid() == 0 and {uid, gid, *ours} != {0}:
                 argv += ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
             argv += ["bwrap", "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
@@ -366,7 +374,7 @@ class Namespaces:
                 "host": order.owner,
                 "user": USER,
                 "mounts": self.kit.mounts(order),
-                "filter": str(self.kit.filter),
+                "rules": str(self.kit.filter),
                 "entrances": entrances,
                 "rlimits": order.limits.rlimits(memory=not entrances),
             }
@@ -532,3 +540,197 @@ class Unconfined:
     @contextmanager
     def wrapped(self, order: Order) -> Generator[Wrapped]:
         yield Wrapped(order.argv, order.env, watched=True)
+
+
+# Finding one, and running commands in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sandbox:
+    """Runs commands on a workspace; made by :func:`find_sandbox`."""
+
+    engine: SandboxEngine
+    limits: SandboxLimits
+    python: str
+    """The Python that commands find."""
+    passed_over: tuple[tuple[EngineName, str], ...] = ()
+    """The engines that come before this one, and why they are not used."""
+
+    @property
+    def name(self) -> EngineName:
+        return self.engine.name
+
+    def run(
+        self,
+        fs: HostFilesystem,
+        argv: Sequence[str] | str,
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str | None = None,
+        timeout: float | None = None,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> CommandResult:
+        """Run a command on the workspace; its changes are kept only if it exits with 0.
+
+        Args:
+            argv: The program and its arguments; one string is run by ``sh -c``.
+            cwd: Where to start it, as the filesystem calls it.
+            env: Variables to add to the bare minimum that it finds in its environment.
+            stdin: Its input; nothing by default.
+            timeout: Seconds after which it is killed.
+            output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
+        """
+        words = Command.of(argv).argv
+        inside = str(PurePosixPath(INSIDE, fs.normalize(cwd)))
+        given = {**self._path(), "PWD": inside, **_checked(env or {})}
+        order = replace(
+            self._order(words, fs.root, given),
+            cwd=inside,
+            read_only=_present(fs, fs.reserved.trees),
+            hidden=_present(fs, fs.reserved.hidden),
+        )
+        with self.engine.wrapped(order) as wrapped:
+            watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=wrapped.watched)
+            try:
+                result = fs.run(
+                    wrapped.argv,
+                    cwd=cwd,
+                    env=wrapped.env,
+                    stdin=stdin,
+                    timeout=timeout,
+                    output_limit=output_limit,
+                    check=True,
+                    watch=watch,
+                )
+            except CommandFailed as error:
+                result = cast(CommandResult, error.result)
+        return replace(result, argv=words)
+
+    def _order(self, argv: Sequence[str], workspace: Path, env: Mapping[str, str]) -> Order:
+        return Order(
+            argv=argv,
+            workspace=workspace,
+            cwd=INSIDE,
+            env={**CLEAN, **env},
+            owner=_owner(workspace),
+            limits=self.limits,
+        )
+
+    def _path(self) -> Mapping[str, str]:
+        """Let commands find a Python of ours by its name, where the system has none."""
+        place = os.path.dirname(self.python)
+        return {"PATH": f"{CLEAN['PATH']}:{place}"} if place else {}
+
+    def problem(self) -> str | None:
+        """Return why no command can be run here, if so; it is tried."""
+        missing = self.engine.missing()
+        if missing is not None:
+            return missing
+        with tempfile.TemporaryDirectory(prefix="wink-") as folder:
+            # It works if the command can write there, and cannot see it by its own name.
+            test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
+            try:
+                with self.engine.wrapped(self._order(test, Path(folder), {})) as wrapped:
+                    tried = subprocess.run(
+                        wrapped.argv, env=wrapped.env, capture_output=True, timeout=TRIAL
+                    )
+            except (OSError, subprocess.TimeoutExpired, SandboxUnavailable) as error:
+                return str(error)
+        if tried.returncode == 0:
+            return None
+        said = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return said or f"a first command ended with {tried.returncode}"
+
+
+def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
+    """Return the protected paths that can be mounted over themselves; a link cannot."""
+    paths = ["/".join(parts) for parts in trees if parts]
+    return [
+        path
+        for path in paths
+        if os.path.exists(fs.root / path) and not (fs.root / path).is_symlink()
+    ]
+
+
+def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
+    for name in env:
+        if not (name.isascii() and name.isidentifier()):
+            raise ToolValidationError(
+                f"{name!r} cannot be the name of a variable: use letters, digits and underscores"
+            )
+        if "\0" in env[name]:
+            raise ToolValidationError(f"the variable {name} cannot contain a NUL character")
+    return env
+
+
+def _owner(workspace: Path) -> tuple[int, int]:
+    """Return who the command is outside: root does not stay root where others own the files."""
+    if os.geteuid() != 0:
+        return os.geteuid(), os.getegid()
+    status = os.stat(workspace)
+    return status.st_uid, status.st_gid
+
+
+def find_sandbox(
+    choice: SandboxChoice = "auto",
+    *,
+    limits: SandboxLimits | None = None,
+    image: str | None = None,
+    read_only: Sequence[str | os.PathLike[str]] = (),
+) -> Sandbox:
+    """Return the first sandbox that works here: podman, bubblewrap, then namespaces of our own.
+
+    Raises SandboxUnavailable, with the reason for each, where none does.
+
+    Args:
+        choice: One of them by its name; ``"none"`` runs commands without any.
+        image: An image of podman's to run commands in; the host's programs without one.
+        read_only: Directories of the host that commands can read besides its programs.
+    """
+    if choice not in get_args(SandboxChoice):
+        raise ValueError(f"sandbox must be one of {get_args(SandboxChoice)}, got {choice!r}")
+    if image is not None and choice not in ("auto", "podman"):
+        raise ValueError(f"an image needs podman, but the sandbox is {choice!r}")
+    for path in read_only:
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, "nothing to show in the sandbox", str(path))
+    if choice != "none" and sys.platform != "linux":
+        raise _unavailable(f"they need Linux, this is {sys.platform}")
+    python = "python3"
+    if image is None and is_missing(python):
+        python, read_only = os.path.realpath(sys.executable), (*read_only, sys.base_prefix)
+    passed_over: list[tuple[EngineName, str]] = []
+    for engine in _engines(choice, image, read_only):
+        sandbox = Sandbox(
+            engine=engine,
+            limits=limits or SandboxLimits(),
+            python=python,
+            passed_over=tuple(passed_over),
+        )
+        problem = None if choice == "none" else sandbox.problem()
+        if problem is None:
+            return sandbox
+        passed_over.append((engine.name, problem))
+    raise _unavailable("; ".join(f"{name}: {reason}" for name, reason in passed_over))
+
+
+def _unavailable(reason: str) -> SandboxUnavailable:
+    return SandboxUnavailable(
+        f"No sandbox works here, so no command is run ({reason}). "
+        "sandbox='none' would run them without one"
+    )
+
+
+def _engines(
+    choice: SandboxChoice, image: str | None, read_only: Sequence[str | os.PathLike[str]]
+) -> list[SandboxEngine]:
+    """Return the engines to try, the best first."""
+    if choice == "none":
+        return [Unconfined()]
+    kit = Kit(read_only)
+    podman = Podman(kit, image)
+    if image is not None:
+        return [podman]
+    engines: list[SandboxEngine] = [podman, Bubblewrap(kit), Namespaces(kit)]
+    return [each for each in engines if choice in ("auto", each.name)]

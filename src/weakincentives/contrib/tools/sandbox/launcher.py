@@ -15,26 +15,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn, TypedDict
-
-    class Plan(TypedDict):
-        """What to run, and what it sees."""
-
-        argv: list[str]
-        env: dict[str, str]
-        cwd: str
-        host: tuple[int, int]
-        """The user and group that the command's files belong to outside."""
-        user: tuple[int, int]
-        """The user and group that the command sees as its own."""
-        mounts: list[tuple[str, str, str]]
-        """What the command sees: see ``Mount`` in ``engines.py``."""
-        filter: str
-        """A file with the seccomp program."""
-        entrances: list[str]
-        """Files to write the number of the process to, so that it joins its cgroups."""
-        rlimits: dict[str, tuple[int, int]]
-
+    from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -62,34 +43,56 @@ AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP = 2, 2, 0x8914, 1
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(path: str) -> NoReturn:
-    """Run the command, and end as it ended."""
-    with open(path, "rb") as file:
-        plan: Plan = marshal.load(file)
-    with open(plan["filter"], "rb") as file:
-        rules = file.read()
-    for entrance in plan["entrances"]:
+def main(
+    *,
+    argv: list[str],
+    env: dict[str, str],
+    cwd: str,
+    host: tuple[int, int],
+    user: tuple[int, int],
+    mounts: list[tuple[str, str, str]],
+    rules: str,
+    entrances: list[str],
+    rlimits: dict[str, tuple[int, int]],
+) -> NoReturn:
+    """Run the command, and end as it ended.
+
+    Args:
+        host: The user and group that the command's files belong to outside.
+        user: The user and group that the command sees as its own.
+        mounts: What the command sees: see ``Mount`` in ``engines.py``.
+        rules: A file with the seccomp program.
+        entrances: Files to write the number of the process to, so that it joins its cgroups.
+    """
+    with open(rules, "rb") as file:
+        program = file.read()
+    for entrance in entrances:
         _write(entrance, str(os.getpid()))
     _write("/proc/self/oom_score_adj", "1000")
-    _become(plan["host"])
-    _unshare(plan["host"], plan["user"])
+    _become(*host)
+    _check(libc.unshare(sum(CLONE.values())), "unshare")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user[0]} {host[0]} 1")
+    _write("/proc/self/gid_map", f"{user[1]} {host[1]} 1")
     first = os.fork()
     if first:
         _end_as(first)
     # From here on this is the first process of the namespace: when it ends, all others do.
     _prctl(PR_SET_PDEATHSIG, SIGKILL)
-    _build(plan["mounts"])
+    _build(mounts)
     _check(libc.sethostname(b"sandbox", 7), "sethostname")
     _raise_loopback()
-    _confine(plan, rules)
+    for name, limit in rlimits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
+    _give_up_rights(program)
     command = os.fork()
     if not command:
-        _execute(plan)
+        _execute(argv, env, cwd)
     _end_as(command)
 
 
 def _end_as(process: int) -> NoReturn:
-    """Wait for a process, and whatever else ends before it; end with its code."""
+    """Wait for a process, and others that end before it; end with its code."""
     while True:
         pid, status = os.wait()
         if pid == process:
@@ -97,14 +100,14 @@ def _end_as(process: int) -> NoReturn:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _execute(plan: Plan) -> NoReturn:
-    name, problem = plan["argv"][0], FileNotFoundError(2, "No such file or directory")
-    places = [""] if "/" in name else plan["env"].get("PATH", "").split(":")
+def _execute(argv: list[str], env: dict[str, str], cwd: str) -> NoReturn:
+    name, problem = argv[0], FileNotFoundError(2, "No such file or directory")
+    places = [""] if "/" in name else env.get("PATH", "").split(":")
     os.closerange(3, 1 << 20)
-    os.chdir(plan["cwd"])
+    os.chdir(cwd)
     for place in places:
         try:
-            os.execve(os.path.join(place, name), plan["argv"], plan["env"])
+            os.execve(os.path.join(place, name), argv, env)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -116,27 +119,17 @@ def _execute(plan: Plan) -> NoReturn:
 # Who it is
 
 
-def _become(host: tuple[int, int]) -> None:
+def _become(uid: int, gid: int) -> None:
     if os.geteuid() == 0:
-        uid, gid = host
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
-        # Else what is its own in /proc belongs to root from now on.
+        # Otherwise its own files in /proc belong to root from now on.
         _prctl(PR_SET_DUMPABLE, 1)
 
 
-def _unshare(host: tuple[int, int], user: tuple[int, int]) -> None:
-    _check(libc.unshare(sum(CLONE.values())), "unshare")
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{user[0]} {host[0]} 1")
-    _write("/proc/self/gid_map", f"{user[1]} {host[1]} 1")
-
-
-def _confine(plan: Plan, rules: bytes) -> None:
+def _give_up_rights(rules: bytes) -> None:
     """Give up for good every right that the command does not need."""
-    for name, limit in plan["rlimits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
     with open("/proc/sys/kernel/cap_last_cap") as file:
         for capability in range(int(file.read()) + 1):
             _prctl(PR_CAPBSET_DROP, capability)
@@ -259,7 +252,9 @@ def _check(result: int, what: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        with open(sys.argv[1], "rb") as plan:
+            arguments = marshal.load(plan)
+        main(**arguments)
     except OSError as error:
         os.write(2, f"The sandbox could not be made: {error.strerror} {error.filename}\n".encode())
         os._exit(125)

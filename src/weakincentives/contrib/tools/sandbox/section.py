@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from pydantic import Field
 
 from weakincentives.contrib.tools.asteval import Evaluation
-from weakincentives.contrib.tools.sandbox.engines import INSIDE
+from weakincentives.contrib.tools.sandbox.engines import (
+    INSIDE,
+    Sandbox,
+    SandboxChoice,
+    find_sandbox,
+)
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, in_words
-from weakincentives.contrib.tools.sandbox.sandbox import Sandbox, SandboxChoice, find_sandbox
 from weakincentives.contrib.tools.vfs_mounts import HostMount, LeftOut, left_out_text, read_mount
 from weakincentives.contrib.tools.vfs_tools import FileLimits, file_tools
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
-from weakincentives.filesystem.confined import remove_tree
+from weakincentives.filesystem.overlay import remove_tree
 from weakincentives.filesystem.protocol import DEFAULT_ROOT, split_path, split_root
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import Section, SectionOptions
@@ -166,8 +170,6 @@ class PodmanSandboxSection(Section[None]):
         if self.filesystem is None and config.workspace is None:
             self.filesystem, self.left_out = _own_workspace(config)
             self._remove_own = weakref.finalize(self, _remove, self.filesystem)
-        self._finding = threading.Lock()
-        self._found: Sandbox | SandboxUnavailable | None = None
         options.setdefault("title", "Sandbox")
         options.setdefault("policies", (ReadBeforeWritePolicy(),))
         tools = (*file_tools(limits=config.file_limits), *self._command_tools())
@@ -179,21 +181,22 @@ class PodmanSandboxSection(Section[None]):
     @property
     def sandbox(self) -> Sandbox:
         """What commands are run in, found when first asked for; raises SandboxUnavailable."""
-        with self._finding:
-            if self._found is None:
-                config = self.config
-                try:
-                    self._found = find_sandbox(
-                        config.sandbox,
-                        limits=config.limits,
-                        image=config.image,
-                        read_only=config.read_only_paths,
-                    )
-                except SandboxUnavailable as error:
-                    self._found = error
-            if isinstance(self._found, SandboxUnavailable):
-                raise SandboxUnavailable(str(self._found))
-            return self._found
+        if isinstance(self._found, SandboxUnavailable):
+            raise SandboxUnavailable(str(self._found))
+        return self._found
+
+    @cached_property
+    def _found(self) -> Sandbox | SandboxUnavailable:
+        config = self.config
+        try:
+            return find_sandbox(
+                config.sandbox,
+                limits=config.limits,
+                image=config.image,
+                read_only=config.read_only_paths,
+            )
+        except SandboxUnavailable as error:
+            return error
 
     def close(self) -> None:
         """Remove the directory if it is the section's own; so does the end of the program."""
