@@ -16,7 +16,7 @@ from typing import get_args
 
 from timing import Samples, compare, emit, is_quick
 from weakincentives.contrib.tools import Sandbox, find_sandbox
-from weakincentives.contrib.tools.sandbox_engines import EngineName
+from weakincentives.contrib.tools.sandbox.engines import EngineName
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
 

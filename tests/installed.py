@@ -21,7 +21,7 @@ from weakincentives.filesystem import HostFilesystem
 root = Path(os.environ["ROOT"])
 assert Path(weakincentives.__file__).is_relative_to(root), weakincentives.__file__
 place = str(Path(weakincentives.__file__).parent.relative_to(root))
-launcher = f"{place}/contrib/tools/sandbox_launcher.py"
+launcher = f"{place}/contrib/tools/sandbox/launcher.py"
 def refused(attempt):
     try:
         attempt()

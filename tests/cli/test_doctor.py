@@ -15,7 +15,7 @@ from terminal import WINK
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
-from weakincentives.contrib.tools.sandbox_filter import container_profile
+from weakincentives.contrib.tools.sandbox.seccomp import container_profile
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 from weakincentives.runtime import CallOutcome, OutcomeLedger
 

@@ -335,7 +335,7 @@ def test_our_own_code_in_the_workspace_is_out_of_reach_of_file_tools(ours: Insta
     before = look(ours.root)
     ours.run("""
 with HostFilesystem(root) as fs:
-    launcher = f"{place}/contrib/tools/sandbox_launcher.py"
+    launcher = f"{place}/contrib/tools/sandbox/launcher.py"
     refused(lambda: fs.write(launcher, "evil"))
     refused(lambda: fs.write(f"{place}/contrib/tools/__pycache__/asteval.cpython-311.pyc", "evil"))
     refused(lambda: fs.write(f"{place}/../sitecustomize.py", "evil"))
@@ -367,7 +367,7 @@ import weakincentives.filesystem.commands as commands
 if not {overlay}:
     commands.find_way = lambda *_: "none here"
 with HostFilesystem(root) as fs:
-    launcher = f"{{place}}/contrib/tools/sandbox_launcher.py"
+    launcher = f"{{place}}/contrib/tools/sandbox/launcher.py"
     for script in (f"echo evil >> {{launcher}}", "mv tools elsewhere", "rm -rf tools",
                    f"echo evil > {{place}}/../evil.pth", f"ln {{launcher}} x; echo evil >> x",
                    "rm tools/.venv/bin/python; cp /bin/sh tools/.venv/bin/python"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weakincentives.cli.view import CallEnded, Event
     from weakincentives.contrib.tools import Sandbox
-    from weakincentives.contrib.tools.sandbox import SandboxChoice
+    from weakincentives.contrib.tools.sandbox.engines import SandboxChoice
 
 __all__ = ["register"]
 

@@ -396,7 +396,7 @@ def admit_code(settings: Settings) -> None:
 def load_types(settings: Settings) -> None:
     """Load what defines the values that a session may hold: one that is resumed needs them."""
     admit_code(settings)
-    for name in ("asteval", "digest", "planning", "podman", "file_values", "files"):
+    for name in ("asteval", "digest", "planning", "sandbox.section", "file_values", "files"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
     for spec in settings.sections:
         _loaded("sections", spec, settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import selectors
@@ -14,9 +13,10 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -24,14 +24,11 @@ from weakincentives.errors import CommandFailed, FilesystemError
 from weakincentives.filesystem.overlay import (
     Handle,
     Layers,
+    Process,
     Step,
     Way,
     find_way,
-    kill_group,
     remove_tree,
-    start_apart,
-    wait_for_group,
-    with_odd_variables,
 )
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
@@ -60,14 +57,14 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_OUTPUT_LIMIT = 1 << 20
 
-# How often to look whether someone asked to stop, or whether the command ended while a process it
+# Seconds between looks: whether the command was asked to stop, or has ended while a process that it
 # left behind still holds its output open.
 LOOK = 0.05
 
-# How many pieces of output to take from what is left when a command has ended.
+# How many chunks of output to read after a command has ended.
 DRAINS = 64
 
-# How much of what a command said goes into the message when it had to succeed.
+# How much output goes into the error message of a command that had to succeed.
 SAID = 2000
 
 # Stays with a command on the workspace itself, and leads its process group. Descriptor 3 is the
@@ -88,7 +85,7 @@ Engine = Literal["overlay", "scan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """What a command said, and what became of what it changed."""
+    """A command's output, and whether its changes were kept."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -100,35 +97,31 @@ class CommandResult:
     stderr_truncated: bool = False
     timed_out: bool = False
     stopped: str | None = None
-    """Why the one who watched it had it killed."""
+    """Why its watch had it killed."""
     kept: bool = True
     """False when the command was killed: then the workspace is as if it had never run."""
     engine: Engine
     engine_reason: str | None = None
-    """Why it is not the overlay; None when it is."""
+    """Why no overlay was used; None if one was."""
 
     @property
     def ok(self) -> bool:
-        """Whether the command ended by itself, and well."""
+        """Whether the command ended by itself, with exit code 0."""
         return self.returncode == 0 and self.kept
 
 
 @dataclass(slots=True)
 class Output:
-    """One stream of a command: its beginning and its end, when it is too long to keep."""
+    """One output stream of a command; only its beginning and its end if it is too long."""
 
     limit: int
-    head: bytearray
-    tail: bytearray
+    """How many bytes are kept."""
+    head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
     dropped: int = 0
 
-    @classmethod
-    def of(cls, limit: int) -> Output:
-        """Return an empty one that keeps up to ``limit`` bytes."""
-        return cls(limit, bytearray(), bytearray())
-
     def add(self, data: bytes) -> None:
-        """Take in what the command said next."""
+        """Add the next output."""
         room = self.limit - self.limit // 2 - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -141,7 +134,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """What the command said, with a line in the place of what was dropped."""
+        """The output, with a line in the place of what was dropped."""
         if not self.dropped:
             return (self.head + self.tail).decode(errors="replace")
         return (
@@ -153,32 +146,32 @@ class Output:
 Ending = Literal["ended", "timed out", "stopped"]
 
 
-def collect(
-    process: subprocess.Popen[bytes],
+def _collect(
+    process: Process,
     outputs: tuple[Output, Output],
     *,
     timeout: float | None,
     stopped: Callable[[], bool],
-    kill: Callable[[], None],
 ) -> Ending:
-    """Read a command's output until it ends, has to, or is asked to; then nothing of it is left."""
+    """Read a command's output until it ends, has to, or is asked to; then it is killed."""
+    popen = process.popen
     until = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
-    with selectors.DefaultSelector() as selector, _exit_of(process) as exited:
+    with selectors.DefaultSelector() as selector, _exit_of(popen) as exited:
         if exited is not None:
             selector.register(exited, selectors.EVENT_READ)
-        for stream, output in zip((process.stdout, process.stderr), outputs, strict=True):
+        for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
             _take(selector, LOOK)
-            if process.poll() is not None:
+            if popen.poll() is not None:
                 ending = "ended"
             elif stopped():
                 ending = "stopped"
             elif until is not None and SYSTEM_CLOCK.monotonic() >= until:
                 ending = "timed out"
-        kill()
+        process.kill()
         # What is in the pipes, and no more: a process that got away may go on writing.
         for _ in range(DRAINS):
             if not _take(selector, 0):
@@ -188,7 +181,7 @@ def collect(
 
 @contextlib.contextmanager
 def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
-    """Give a descriptor that can be read once the process has ended, where the system has one."""
+    """Give a descriptor that becomes readable when the process ends, where the system has one."""
     try:
         exited = os.pidfd_open(process.pid)
     except (AttributeError, OSError):
@@ -201,7 +194,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
 
 
 def _take(selector: selectors.BaseSelector, wait: float) -> bool:
-    """Take in what is there to be read; False when nothing was."""
+    """Read what is there; False when nothing was."""
     taken = False
     for key, _ in selector.select(wait):
         output: Output | None = key.data
@@ -216,23 +209,23 @@ def _take(selector: selectors.BaseSelector, wait: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A command under way, for those who watch it."""
+    """A running command, as its watch sees it."""
 
     pid: int
     """The process that all others of the command descend from."""
     layer: Path | None
-    """Where what it writes lies until it is kept; None when that is the workspace itself."""
+    """The directory that it writes to; None when that is the workspace itself."""
     ended: bool = False
-    """It has ended by itself: this is the last look, before what it changed is kept."""
+    """It has ended by itself: this is the last look, before its changes are kept."""
 
 
 Watch = Callable[[Running], str | None]
-"""Looks at a command again and again while it runs; what it returns is why to kill it."""
+"""Called again and again while a command runs; what it returns is why to kill the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program to start, and how."""
+    """A program to start, and how to start it."""
 
     argv: tuple[str, ...]
     directory: Path = Path()
@@ -247,13 +240,13 @@ class Command:
         cls,
         argv: Sequence[str] | str,
         *,
-        env: Mapping[str, str] | None,
-        stdin: bytes | str | None,
-        timeout: float | None,
-        limit: int,
-        watch: Watch | None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | str | None = None,
+        timeout: float | None = None,
+        limit: int = DEFAULT_OUTPUT_LIMIT,
+        watch: Watch | None = None,
     ) -> Command:
-        """Return the command that was asked for, if it can be one."""
+        """Return a command; raise if it cannot be run."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)
         if not words or not words[0]:
             raise FilesystemError("A command needs the name of a program")
@@ -268,10 +261,21 @@ class Command:
             argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit, watch=watch
         )
 
+    @property
+    def words(self) -> Sequence[str]:
+        """What to start, so that variables which a shell does not pass on reach the command."""
+        env = os.environ if self.env is None else self.env
+        odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
+        return ["env", *odd, *self.argv] if odd else self.argv
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and name.isidentifier()
+
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command that has ended, one way or another."""
+    """A command that has ended or was killed."""
 
     command: Command
     returncode: int
@@ -281,12 +285,12 @@ class Ran:
     stopped: str | None = None
 
     def is_kept(self, check: bool) -> bool:
-        """Whether what the command changed is to stay."""
+        """Whether the command's changes are kept."""
         killed = self.ending != "ended" or self.returncode == KILLED
         return not killed and not (check and self.returncode != 0)
 
     def result(self, engine: Engine, reason: str | None, *, check: bool) -> CommandResult:
-        """Return what to tell; raise it when the command had to succeed and did not."""
+        """Return the result; raise CommandFailed when the command had to succeed and did not."""
         result = CommandResult(
             argv=self.command.argv,
             returncode=self.returncode if self.ending == "ended" else KILLED,
@@ -315,7 +319,7 @@ def _failure(result: CommandResult, timeout: float | None) -> str:
 
 
 class Commands:
-    """The commands of a workspace: how they are run, and which are under way over overlays."""
+    """The running commands of a workspace."""
 
     def __init__(self, store: Store) -> None:
         self._folder = store.path / "commands"
@@ -324,15 +328,13 @@ class Commands:
         self._in_place = 0
         self._ended = threading.Condition()
         self._logged = False
-        self._rubbish: SimpleQueue[Layers | None] = SimpleQueue()
-        self._sweeper: threading.Thread | None = None
-        self._is_open = True
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
         for folder in (self._folder, store.path / "views"):
-            # Of a process that was killed: nothing of it has reached the workspace.
-            _discard(folder)
+            # Left by a process that was killed: nothing of it has reached the workspace.
+            _discard(folder, partial(remove_tree, folder))
 
     def way(self, workspace: Path) -> Way | str:
-        """Return how a command is run over an overlay, or why it cannot be."""
+        """Return how to run a command over an overlay, or why that is not possible."""
         way = find_way(workspace, self._store)
         if isinstance(way, str) and not self._logged:
             self._logged = True
@@ -347,31 +349,22 @@ class Commands:
         return Layers(self._folder / os.urandom(8).hex(), workspace, way)
 
     def end(self, layers: Layers) -> None:
-        """Let the workspace change again."""
-        with undisturbed(), self._ended:
-            self._running -= 1
-            self._ended.notify_all()
-            if self._is_open:
-                self._rubbish.put(layers)
-                if self._sweeper is None or not self._sweeper.is_alive():
-                    self._sweeper = threading.Thread(
-                        target=_sweep, args=(self._rubbish,), name="wink-sweeper", daemon=True
-                    )
-                    self._sweeper.start()
-                return
-        _discard(layers.place, layers.discard)
+        """Let the workspace change again; the layers are removed in the background."""
+        with undisturbed():
+            with self._ended:
+                self._running -= 1
+                self._ended.notify_all()
+            try:
+                self._sweeper.submit(_discard, layers.place, layers.discard)
+            except RuntimeError:  # an abandoned call ends its command when all else is closed
+                _discard(layers.place, layers.discard)
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
-        with self._ended:  # a call that was given up may be ending its command just now
-            self._is_open = False
-            sweeper = self._sweeper
-        if sweeper is not None:
-            self._rubbish.put(None)
-            sweeper.join()
+        self._sweeper.shutdown()
 
     def wait(self) -> None:
-        """Return when no command is under way: what lies below an overlay must not change."""
+        """Return when no command runs over an overlay: the directory below one must not change."""
         with self._ended:
             self._ended.wait_for(lambda: not self._running)
 
@@ -388,145 +381,84 @@ class Commands:
                 self._ended.notify_all()
 
     def wait_in_place(self) -> None:
-        """Return when no command works on the workspace itself: it would go on after an undo."""
+        """Return when no command runs on the workspace itself: it would go on after an undo."""
         with self._ended:
             self._ended.wait_for(lambda: not self._in_place)
 
 
-def _sweep(rubbish: SimpleQueue[Layers | None]) -> None:
-    # Nobody needs to wait for this: removing directories is slow, above all on a busy machine.
-    while (layers := rubbish.get()) is not None:
-        _discard(layers.place, layers.discard)
-
-
-def _discard(place: Path, remove: Callable[[], None] | None = None) -> None:
-    """Remove what is not needed any more. Whatever goes wrong is logged: nothing depends on it."""
+def _discard(place: Path, remove: Callable[[], None]) -> None:
+    """Remove what is no longer needed. A failure is logged: nothing depends on it."""
     try:
-        (remove or functools.partial(remove_tree, place))()
+        remove()
     except Exception as error:
         logger.warning("%s could not be removed: %s", place, error)
 
 
 def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:
     """Run a command over an overlay; what it changed is then in the upper layer."""
-    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    try:
-        # An interrupt waits until it is known what there is to be killed.
-        with undisturbed():
-            process = _start_over(layers, command)
-        watched = _Watched(command.watch, Running(process.pid, layers.upper), stopped)
-        ending = collect(
-            process, outputs, timeout=command.timeout, stopped=watched, kill=layers.kill
-        )
-    finally:
-        layers.end()
-    if ending == "ended" and not layers.started:
-        raise _not_started(outputs[1].text.strip())
-    ending = watched.at_the_end(ending)
-    return Ran(command, _as_shells_count(process.returncode), *outputs, ending, watched.reason)
 
+    def start() -> Process:
+        return layers.start(command.words, directory=command.directory, env=command.env)
 
-@dataclass(slots=True)
-class _Watched:
-    """Whether a command is to be stopped; it keeps the reason."""
-
-    watch: Watch | None
-    running: Running
-    stopped: Callable[[], bool]
-    reason: str | None = None
-
-    def __call__(self) -> bool:
-        if self.watch is not None:
-            self.reason = self.watch(self.running)
-        return self.reason is not None or self.stopped()
-
-    def at_the_end(self, ending: Ending) -> Ending:
-        """Look once more: what is watched may have happened between two looks."""
-        if ending == "ended" and self.watch is not None:
-            self.reason = self.watch(replace(self.running, ended=True))
-        return ending if self.reason is None else "stopped"
-
-
-def _start_over(layers: Layers, command: Command) -> subprocess.Popen[bytes]:
-    try:
-        return layers.start(command.argv, directory=command.directory, env=command.env)
-    except OSError as error:
-        raise _not_started(str(error.strerror)) from error
-
-
-def _not_started(reason: str) -> FilesystemError:
-    return FilesystemError(f"The command could not be started over an overlay: {reason}")
+    ran = _run(command, start, layers.upper, stopped)
+    if ran.ending == "ended" and not layers.started:
+        raise _not_started(ran.stderr.text.strip())
+    return ran
 
 
 def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
-    """Run a command on the workspace itself; others must find out what it changed."""
-    outputs = Output.of(command.output_limit), Output.of(command.output_limit)
-    with tempfile.NamedTemporaryFile() as stdin, contextlib.ExitStack() as ending:
+    """Run a command on the workspace itself; the caller finds out what it changed."""
+    with tempfile.NamedTemporaryFile() as stdin, store.running() as lock:
         stdin.write(command.stdin)
         stdin.flush()
-        try:
-            # An interrupt waits until it is known what there is to be killed.
-            with undisturbed():
-                process, lifeline = _start_plainly(command, store, stdin.name)
-                ending.callback(_end_plainly, process, lifeline)
-        except OSError as error:
-            # As a shell puts it, and as it is over an overlay.
-            outputs[1].add(f"{command.argv[0]}: {error.strerror}\n".encode())
-            code = 127 if isinstance(error, FileNotFoundError) else 126
-            return Ran(command, code, *outputs, "ended")
-        watched = _Watched(command.watch, Running(process.pid, None), stopped)
-        how = collect(
-            process,
-            outputs,
-            timeout=command.timeout,
-            stopped=watched,
-            kill=lambda: kill_group(process),
-        )
-    how = watched.at_the_end(how)
-    return Ran(command, _as_shells_count(process.returncode), *outputs, how, watched.reason)
+        argv = ["/bin/sh", "-c", SCRIPT, "wink", stdin.name, *command.words]
+
+        def start() -> Process:
+            return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
+
+        return _run(command, start, None, stopped)
 
 
-def _start_plainly(
-    command: Command, store: Store, stdin: str
-) -> tuple[subprocess.Popen[bytes], int]:
-    """Start a command; it is killed when the descriptor returned with it is closed, or we die."""
-    argv = with_odd_variables(command.argv, os.environ if command.env is None else command.env)
-    reading, lifeline = os.pipe()
-    try:
-        with store.running() as lock:
-            process = start_apart(
-                ["/bin/sh", "-c", SCRIPT, "wink", stdin, *argv],
-                cwd=command.directory,
-                env=command.env,
-                stdin=reading,
-                inherited=[lock],
-            )
-    except BaseException:
-        os.close(lifeline)
-        raise
-    finally:
-        os.close(reading)
-    return process, lifeline
+def _not_started(reason: str | None) -> FilesystemError:
+    return FilesystemError(f"The command could not be started: {reason}")
 
 
-def _end_plainly(process: subprocess.Popen[bytes], lifeline: int) -> None:
-    kill_group(process)
-    wait_for_group(process)  # or what it was just writing would come after the look for changes
-    process.wait()
-    os.close(lifeline)
-    for stream in (process.stdout, process.stderr):
-        assert stream is not None
-        stream.close()
+def _run(
+    command: Command,
+    start: Callable[[], Process],
+    layer: Path | None,
+    stopped: Callable[[], bool],
+) -> Ran:
+    outputs = Output(command.output_limit), Output(command.output_limit)
+    reason: str | None = None
 
+    def is_stopped() -> bool:
+        nonlocal reason
+        reason = None if command.watch is None else command.watch(running)
+        return reason is not None or stopped()
 
-def _as_shells_count(returncode: int) -> int:
-    return returncode if returncode >= 0 else 128 - returncode
+    with contextlib.ExitStack() as at_end:
+        # An interrupt waits until it is known what there is to be killed.
+        with undisturbed():
+            try:
+                process = start()
+            except OSError as error:
+                raise _not_started(error.strerror) from error
+            at_end.callback(process.end)
+        running = Running(process.popen.pid, layer)
+        ending = _collect(process, outputs, timeout=command.timeout, stopped=is_stopped)
+    if ending == "ended" and command.watch is not None:
+        # Once more: what is watched may have happened between two looks.
+        reason = command.watch(replace(running, ended=True))
+        ending = ending if reason is None else "stopped"
+    code = process.popen.returncode
+    return Ran(command, code if code >= 0 else 128 - code, *outputs, ending, reason)
 
 
 def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
-    """Make what a command changed a change of the workspace, or of a private view.
+    """Make a command's changes in the workspace, or in a private view.
 
-    ``check`` is asked before each step: False leaves it out, and it raises if it must not be made.
+    ``check`` is called before each step: False skips the step, and it raises if that is forbidden.
     """
     for step in steps:
         if not check(step):
@@ -568,7 +500,7 @@ def _link(handle: Handle, parts: Parts, edit: Edit) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUse:
-    """Which engine undoes the changes of tools that change files in one way, and why."""
+    """Which engine undoes the changes of tools with one kind of ``writes``, and why."""
 
     writes: Literal["api", "command", "external"]
     engine: Literal["journal", "overlay", "scan"]
@@ -576,7 +508,7 @@ class EngineUse:
 
 
 def engines(fs: HostFilesystem) -> tuple[EngineUse, ...]:
-    """Return what is used for each of the ways in which tools change files on this workspace."""
+    """Return the engine for each kind of ``writes`` on this workspace."""
     way = find_way(fs.root, fs.store)
     command = (
         EngineUse(writes="command", engine="scan", reason=way)

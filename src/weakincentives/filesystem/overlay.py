@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.rooms import TEMPORARY
 
-__all__ = ["Attributes", "Layers", "Step", "Way", "available", "find_way"]
+__all__ = ["Attributes", "Layers", "Process", "Step", "Way", "find_way"]
 
 SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -79,83 +80,97 @@ class Way:
     owner: tuple[int, int] | None
     """The user and group a command keeps; None for root, which needs no user namespace."""
 
-    def start(self, command: Inside) -> subprocess.Popen[bytes]:
-        """Start a command over an overlay of the workspace."""
-        options = f"lowerdir={command.lower},{self.options}"
-        wrapped = [self.unshare, "--mount", "--mount-proc"]
-        inner = [str(command.directory), str(command.place)]
-        if self.owner is None:
-            wrapped += ["--", self.shell, "-c", SCRIPT, "wink", *inner]
-            return command.start([*wrapped, *command.argv], before=lambda: _enter(command, options))
-        # Mounting takes the namespace's root; the command runs as the user it is.
-        uid, gid = self.owner
-        user = [self.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
-        wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-        wrapped += ["--", self.shell, "-c", MOUNT + SCRIPT, "wink"]
-        wrapped += [self.mount, options, str(command.workspace), *inner, *user]
-        return command.start([*wrapped, *command.argv])
 
+class Process:
+    """A program and all that it starts. It is killed when it is told to end, or when we die.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
-    """A command, and what it is to be started with."""
+    Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
+    leads the program's process group then kills the others.
 
-    argv: Sequence[str]
-    env: Mapping[str, str] | None
-    directory: Path
-    workspace: Path
-    place: Path
-    lower: str
-    lifeline: int
-    """What comes to its end when the command has to."""
-
-    def start(
-        self, wrapped: Sequence[str], *, before: Callable[[], None] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start it, wrapped in what brings it into its namespaces."""
-        return start_apart(
-            wrapped, cwd=self.place, env=self.env, stdin=self.lifeline, before=before
-        )
-
-
-def start_apart(
-    argv: Sequence[str],
-    *,
-    cwd: Path,
-    env: Mapping[str, str] | None,
-    stdin: int,
-    inherited: Sequence[int] = (),
-    before: Callable[[], None] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a program from a thread of its own, after ``before`` was called there.
-
-    An interrupt that comes meanwhile is raised once the program is known, and killed.
+    Args:
+        before: Called in the thread that starts the program.
+        namespace: Whether it has a pid namespace of its own, so that nothing outlives its leader.
     """
-    started: Future[subprocess.Popen[bytes]] = Future()
 
-    def start() -> None:
-        if not started.set_running_or_notify_cancel():
-            return
-        try:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None,
+        inherited: Sequence[int] = (),
+        before: Callable[[], None] | None = None,
+        namespace: bool = False,
+    ) -> None:
+        reading, writing = os.pipe()
+        self._namespace = namespace
+        self._lifeline: int | None = writing
+
+        def start() -> subprocess.Popen[bytes]:
             if before is not None:
                 before()
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 argv,
                 cwd=cwd,
                 env=env,
-                stdin=stdin,
+                stdin=reading,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=inherited,
             )
-        except BaseException as error:
-            started.set_exception(error)
-        else:
-            started.set_result(process)
+
+        try:
+            self.popen = _in_a_thread(start)
+        except BaseException:
+            os.close(writing)
+            raise
+        finally:
+            os.close(reading)
+
+    def kill(self) -> None:
+        """Kill the program and everything that it started."""
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)
+        if not self._namespace:
+            kill_group(self.popen)
+
+    def end(self) -> None:
+        """Kill it, and wait until nothing of it is left."""
+        self.kill()
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+        if not self._namespace:
+            # What it was just writing would come after the look for changes.
+            wait_for_group(self.popen)
+        try:
+            self.popen.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            # The command killed the process that would have killed it.
+            kill_group(self.popen)
+            self.popen.wait()
+
+
+def _in_a_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a program from a thread of its own, which may enter namespaces.
+
+    An interrupt that comes meanwhile is raised once the program is known, and killed.
+    """
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def run() -> None:
+        if started.set_running_or_notify_cancel():
+            try:
+                process = start()
+            except BaseException as error:
+                started.set_exception(error)
+            else:
+                started.set_result(process)
 
     try:
-        threading.Thread(target=start, name="wink-command").start()
+        threading.Thread(target=run, name="wink-command").start()
         return started.result()
     except BaseException:
         if not started.cancel() and started.exception() is None:
@@ -189,20 +204,6 @@ def _runs(group: int) -> bool:
     return False
 
 
-def _enter(command: Inside, options: str) -> None:
-    """Bring this thread, and what it starts, into namespaces with the overlay in the right place.
-
-    The rest of the process sees nothing of it. Programs that do the same would take much longer.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
-    _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    # The working directory is this thread's alone by now. It keeps odd names out of the options.
-    os.chdir(command.place)
-    target = os.fsencode(command.workspace)
-    _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
-
-
 def _check(result: int) -> None:
     if result:
         number = ctypes.get_errno()
@@ -211,12 +212,6 @@ def _check(result: int) -> None:
 
 _ways: dict[tuple[Path, int], Way | str] = {}
 _finding = threading.Lock()
-
-
-def available(workspace: Path, store: Path) -> str | None:
-    """Return None where commands can run over an overlay of the workspace, else why not."""
-    way = find_way(workspace, store)
-    return way if isinstance(way, str) else None
 
 
 def find_way(workspace: Path, store: Path) -> Way | str:
@@ -271,13 +266,14 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
     layers = Layers(place, workspace, way)
     try:
         layers.prepare()
+        process = layers.start(["touch", "probe"], directory=workspace)
         try:
-            process = layers.start(["touch", "probe"], directory=workspace)
-            _, said = process.communicate(timeout=PATIENCE)
+            _, said = process.popen.communicate(timeout=PATIENCE)
         finally:
-            layers.end()
-        if process.returncode or not (layers.upper / "probe").exists():
-            return said.decode(errors="replace").strip() or f"exit code {process.returncode}"
+            process.end()
+        code = process.popen.returncode
+        if code or not (layers.upper / "probe").exists():
+            return said.decode(errors="replace").strip() or f"exit code {code}"
         return None
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
@@ -295,8 +291,6 @@ class Layers:
         """What lies between the workspace and the upper layer, when a view's changes do."""
         self.workspace = workspace
         self._way = way
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
         self._trees: list[Tree] = []
 
     def prepare(self, stdin: bytes = b"") -> None:
@@ -322,46 +316,39 @@ class Layers:
 
     def start(
         self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start the command over the overlay; its output is to be read from the process."""
-        reading, writing = os.pipe()
-        command = Inside(
-            argv=with_odd_variables(argv, os.environ if env is None else env),
-            env=env,
-            directory=directory,
-            workspace=self.workspace,
-            place=self.place,
-            lower="staged:lower" if self.staged.exists() else "lower",
-            lifeline=reading,
-        )
-        self._lifeline = writing
-        try:
-            self._process = self._way.start(command)
-            return self._process
-        finally:
-            os.close(reading)
+    ) -> Process:
+        """Start the command over the overlay."""
+        way = self._way
+        lower = "staged:lower" if self.staged.exists() else "lower"
+        options = f"lowerdir={lower},{way.options}"
+        wrapped = [way.unshare, "--mount", "--mount-proc"]
+        inner = [str(directory), str(self.place)]
+        before = None
+        if way.owner is None:
+            wrapped += ["--", way.shell, "-c", SCRIPT, "wink", *inner]
+            before = partial(self._enter, options)
+        else:
+            # Mounting takes the namespace's root; the command runs as the user it is.
+            uid, gid = way.owner
+            wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+            wrapped += ["--", way.shell, "-c", MOUNT + SCRIPT, "wink"]
+            wrapped += [way.mount, options, str(self.workspace), *inner]
+            wrapped += [way.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
+        argv = [*wrapped, *argv]
+        return Process(argv, cwd=self.place, env=env, before=before, namespace=True)
 
-    def kill(self) -> None:
-        """Kill the command and everything that it started."""
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
+    def _enter(self, options: str) -> None:
+        """Bring this thread, and what it starts, into namespaces with the overlay mounted.
 
-    def end(self) -> None:
-        """Wait until nothing that the command started is left; what is still there is killed."""
-        self.kill()
-        process = self._process
-        if process is None:
-            return
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            # The command killed the process that would have killed it.
-            kill_group(process)
-            process.wait()
+        The rest of the process sees nothing of it. Programs that do the same take much longer.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
+        _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+        # The working directory is this thread's alone by now. It keeps odd names out of options.
+        os.chdir(self.place)
+        target = os.fsencode(self.workspace)
+        _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
 
     @property
     def started(self) -> bool:
@@ -379,35 +366,19 @@ class Layers:
 
         They lead to what is in the layers: apply them before these are discarded.
         """
+        prefix = self._way.xattrs
+        lower = Lower(tree, self._opened(self.staged), prefix)
+        index = self._opened(self.place / "work" / "index") if self._way.owner is None else None
         upper = self._opened(self.upper)
-        index = self.place / "work" / "index"
-        indexed = self._opened(index) if self._way.owner is None and _has_any(index) else None
-        lower = Lower(tree, self.staged, self._way.xattrs)
-        try:
-            return _Reader(self.workspace, upper, lower, indexed, self._way.xattrs).read()
-        finally:
-            lower.close()
+        assert upper is not None
+        return _Reader(self.workspace, upper, lower, index, prefix).read()
 
-    def _opened(self, place: Path) -> Tree:
+    def _opened(self, place: Path) -> Tree | None:
+        """Return a layer that is there; it stays open until all are discarded."""
+        if not place.exists():
+            return None
         self._trees.append(Tree(place))
         return self._trees[-1]
-
-
-def _has_any(directory: Path) -> bool:
-    try:
-        return bool(os.listdir(directory))
-    except OSError:
-        return False  # not every overlay has an index
-
-
-def with_odd_variables(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return ``argv`` so that variables which a shell does not pass on reach the command."""
-    odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
-    return ["env", *odd, *argv] if odd else list(argv)
-
-
-def _is_plain(name: str) -> bool:
-    return name.isascii() and name.isidentifier()
 
 
 # Laying a private view's changes over the workspace
@@ -514,9 +485,6 @@ def _take_after(place: Path | str, status: os.stat_result, original: Path | str)
 # Reading the upper layer
 
 
-Xattrs = tuple[tuple[str, bytes], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Attributes:
     """What belongs to a path besides its content."""
@@ -525,16 +493,18 @@ class Attributes:
     mtime_ns: int
     uid: int
     gid: int
-    xattrs: Xattrs
+    xattrs: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(cls, place: str | int, status: os.stat_result, prefix: str) -> Attributes:
+        """Return those of a path or an open file, without the overlay's own."""
+        xattrs = tuple(one for one in xattrs_of(place) if not one[0].startswith(prefix))
+        mode = stat.S_IMODE(status.st_mode)
+        return cls(mode, status.st_mtime_ns, status.st_uid, status.st_gid, xattrs)
 
     def differs(self, other: Attributes) -> bool:
         """Tell whether anything but the time differs."""
-        return (self.mode, self.uid, self.gid, self.xattrs) != (
-            other.mode,
-            other.uid,
-            other.gid,
-            other.xattrs,
-        )
+        return replace(self, mtime_ns=other.mtime_ns) != other
 
 
 _HANDLE_TYPE = 4
@@ -587,15 +557,10 @@ class Step:
 class Lower:
     """What the command saw before it changed anything: the workspace, and a staged layer on it."""
 
-    def __init__(self, tree: Tree, staged: Path, prefix: str) -> None:
+    def __init__(self, tree: Tree, staged: Tree | None, prefix: str) -> None:
         self._tree = tree
-        self._staged = Tree(staged) if staged.exists() else None
+        self._staged = staged
         self._prefix = prefix
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        if self._staged is not None:
-            self._staged.close()
 
     def status(self, parts: Parts) -> os.stat_result | None:
         """Return what is there, or None."""
@@ -610,11 +575,10 @@ class Lower:
         """Return a descriptor to read the file with."""
         return self._found(parts).open_file(parts)
 
-    def xattrs(self, parts: Parts) -> Xattrs:
-        """Return a path's extended attributes."""
+    def attributes(self, parts: Parts, status: os.stat_result) -> Attributes:
+        """Return a path's attributes, given its status."""
         with self._found(parts).reached(parts) as path:
-            found = xattrs_of(path)
-        return tuple((name, value) for name, value in found if not name.startswith(self._prefix))
+            return Attributes.of(path, status, self._prefix)
 
     def walk(self, parts: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
         """Yield what is at a path and below it, as far as one tree has it."""
@@ -694,8 +658,8 @@ class _Reader:
             if ino in self._settled or self._index is None:
                 continue
             with self._index.reached((name,)) as path:
-                own = _attributes(path, os.lstat(path), self._prefix)
-                was, same, attributes = _compare(handle, path) or (None, True, own)
+                own = Attributes.of(path, os.lstat(path), self._prefix)
+                was, same, attributes = _compare(handle, path, self._prefix) or (None, True, own)
             if was is None or (same and own == attributes):
                 continue
             parts = self._name_of(was)
@@ -721,7 +685,7 @@ class _Reader:
         """Look at all that is in a directory of the upper layer, then at itself."""
         with self._upper.reached(parts) as path:
             status = os.lstat(path)
-            own = _attributes(path, status, self._prefix)
+            own = Attributes.of(path, status, self._prefix)
             if os.geteuid() and status.st_mode & 0o700 != 0o700:
                 os.chmod(path, status.st_mode | 0o700)
         self._pending.append((parts, merged, own))
@@ -736,7 +700,7 @@ class _Reader:
         status = self._lower.status(parts)
         if status is None:
             return
-        was = _from(status, self._lower.xattrs(parts))
+        was = self._lower.attributes(parts, status)
         # A directory is in the upper layer when anything below it changed, and its time moves
         # when an entry comes or goes: neither is a change of its own.
         moved = own.mtime_ns != was.mtime_ns and parts not in self._changed
@@ -775,7 +739,7 @@ class _Reader:
     def _file(
         self, path: str, parts: Parts, status: os.stat_result, below: os.stat_result | None
     ) -> None:
-        own = _attributes(path, status, self._prefix)
+        own = Attributes.of(path, status, self._prefix)
         handle = self._handles.get(status.st_ino)
         if handle is not None and self._linked(path, parts, status, own, handle, below):
             return
@@ -786,7 +750,7 @@ class _Reader:
             or not self._same_bytes(path, parts, status, below)
         ):
             self._move(path, parts, below)
-        elif own.differs(_from(below, self._lower.xattrs(parts))):
+        elif own.differs(self._lower.attributes(parts, below)):
             self._add(Step("attributes", parts, attributes=own))
 
     def _linked(
@@ -799,7 +763,7 @@ class _Reader:
         below: os.stat_result | None,
     ) -> bool:
         """Add the steps for a file that had several names before: it keeps them, and its inode."""
-        compared = _compare(handle, path)
+        compared = _compare(handle, path, self._prefix)
         if compared is None:
             return False
         was, same, attributes = compared
@@ -847,7 +811,9 @@ class _Reader:
         self._add(step)
 
 
-def _compare(handle: Handle, path: str) -> tuple[os.stat_result, bool, Attributes] | None:
+def _compare(
+    handle: Handle, path: str, prefix: str
+) -> tuple[os.stat_result, bool, Attributes] | None:
     """Return what a handle stands for, whether it holds the same as the file at a path, and its
     attributes; None where the system does not give it.
     """
@@ -859,7 +825,7 @@ def _compare(handle: Handle, path: str) -> tuple[os.stat_result, bool, Attribute
         with open(f"/proc/self/fd/{opened}", "rb") as old, open(path, "rb") as new:
             sizes = was.st_size == os.fstat(new.fileno()).st_size
             same = sizes and _equal(old.fileno(), new.fileno())
-            return was, same, _from(was, xattrs_of(old.fileno()))
+            return was, same, Attributes.of(old.fileno(), was, prefix)
     finally:
         os.close(opened)
 
@@ -880,17 +846,6 @@ def _is_marked(path: str, name: str) -> bool:
         return os.getxattr(path, name, follow_symlinks=False) == b"y"
     except OSError:
         return False
-
-
-def _attributes(path: str, status: os.stat_result, prefix: str) -> Attributes:
-    """Return a path's attributes without those of the overlay itself."""
-    found = xattrs_of(path)
-    return _from(status, tuple(one for one in found if not one[0].startswith(prefix)))
-
-
-def _from(status: os.stat_result, xattrs: Xattrs) -> Attributes:
-    mode = stat.S_IMODE(status.st_mode)
-    return Attributes(mode, status.st_mtime_ns, status.st_uid, status.st_gid, xattrs)
 
 
 def _scrub(path: str, prefix: str) -> None:

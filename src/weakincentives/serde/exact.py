@@ -473,6 +473,7 @@ def current_name(name: str) -> str:
 
 _MOVED = {
     "weakincentives.contrib.tools.digest_facts": "weakincentives.contrib.tools.digest",
+    "weakincentives.contrib.tools.podman": "weakincentives.contrib.tools.sandbox.section",
     "weakincentives.contrib.tools.vfs_mounts": "weakincentives.contrib.tools.mounts",
     "weakincentives.contrib.tools.vfs_values": "weakincentives.contrib.tools.file_values",
     "weakincentives.prompt.visibility": "weakincentives.prompt.section",

@@ -7,6 +7,7 @@ import io
 import json
 
 from weakincentives.contrib.tools import _asteval_child as child
+from weakincentives.contrib.tools.asteval import MODULES
 
 SNIPPETS = r'''
 x = [1,2,3]; x[1:2] = [9,8]; print(x, x[::-1], x[-1])
@@ -422,7 +423,7 @@ def by_python(code: str) -> str:
 
 
 def by_interpreter(code: str) -> str:
-    evaluate = child.prepare([name for name in child.MODULES if name in code], False, 10_000)
+    evaluate = child.prepare([name for name in MODULES if name in code], False, 10_000)
     answer = evaluate(code)
     return answer["stdout"] if answer["error"] is None else str(answer["error"])
 

@@ -23,8 +23,8 @@ from attacks import ATTACKS, BYPASS, ESCAPES, NUMPY, PRIVILEGED, SECRET, Host
 import weakincentives as wink
 from ordinary_user import OrdinaryUser
 from weakincentives.contrib.tools import AstevalConfig, AstevalSection, asteval
-from weakincentives.contrib.tools._asteval_child import SYSCALLS
 from weakincentives.contrib.tools.asteval import Evaluation
+from weakincentives.contrib.tools.sandbox import seccomp
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, MissingExtra
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
@@ -612,8 +612,8 @@ def test_the_numbers_of_the_system_calls_are_those_of_the_kernel():
         defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text())
         numbers = {name: int(number) for name, number in defined}
 
-        assert {name: numbers[name] for name in SYSCALLS} == {
-            name: pair[column] for name, pair in SYSCALLS.items()
+        assert {name: numbers[name] for name in seccomp.COMPUTING} == {
+            name: pair[column] for name, pair in seccomp.COMPUTING.items()
         }
 
 
@@ -738,14 +738,23 @@ def test_without_a_filter_it_refuses(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_filter_that_cannot_be_set_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
-    source = asteval._CHILD.replace('MACHINES = {"x86_64"', 'MACHINES = {"vax"')
-    monkeypatch.setattr(asteval, "_CHILD", source.replace('"aarch64": (1', '"pdp11": (1'))
+    monkeypatch.setattr(seccomp, "MACHINES", {"vax": (0, 0)})
 
     result = Agent()("1 + 1")
 
     assert result.failure is not None
     assert result.failure.code == "NO_ISOLATION"
     assert f"the system calls of {platform.machine()} are not known" in result.message
+
+
+def test_a_filter_that_the_kernel_does_not_take_is_a_refusal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asteval, "computing_program", lambda: bytes(8))
+
+    result = Agent()("1 + 1")
+
+    assert result.failure is not None
+    assert result.failure.code == "NO_ISOLATION"
+    assert "the kernel sets no seccomp filter" in result.message
 
 
 def test_without_isolation_it_runs_when_asked_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -232,9 +232,9 @@ def test_the_model_is_told_what_commands_run_in():
 
 
 def test_without_a_sandbox_commands_are_refused_and_files_work(monkeypatch: pytest.MonkeyPatch):
-    from weakincentives.contrib.tools import sandbox
+    from weakincentives.contrib.tools.sandbox import engines
 
-    monkeypatch.setattr(sandbox.sys, "platform", "plan9")
+    monkeypatch.setattr(engines.sys, "platform", "plan9")
     with agent_on({"a.txt": "one\n"}, sandbox="auto") as agent:
         result = agent.call("shell_execute", command="echo hello")
 

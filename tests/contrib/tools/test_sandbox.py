@@ -20,12 +20,12 @@ import pytest
 
 from ordinary_user import OrdinaryUser, place_for_others
 from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
-from weakincentives.contrib.tools.sandbox_filter import (
+from weakincentives.contrib.tools.sandbox.limits import SandboxWatch, cgroup_mounts, sweep_cgroups
+from weakincentives.contrib.tools.sandbox.seccomp import (
     REFUSED,
     container_profile,
     filter_program,
 )
-from weakincentives.contrib.tools.sandbox_limits import SandboxWatch, cgroup_mounts, sweep_cgroups
 from weakincentives.errors import FilesystemError, SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, HostFilesystem
 from weakincentives.filesystem.commands import Running
@@ -729,10 +729,10 @@ def test_the_keys_of_this_process_stay_here(box: Box):
 
 
 def test_nothing_is_left_of_a_command_that_was_killed(box: Box, monkeypatch: pytest.MonkeyPatch):
-    from weakincentives.contrib.tools import sandbox_engines, sandbox_limits
+    from weakincentives.contrib.tools.sandbox import engines, limits
 
     name = f"wink-test-{os.getpid()}"
-    for module in (sandbox_engines, sandbox_limits):
+    for module in (engines, limits):
         monkeypatch.setattr(module, "new_name", lambda: name)
     places = [box.sandbox.engine.kit.place, Path("/run/runc"), Path("/run/crun")]  # type: ignore[attr-defined]
     before = [sorted(place.glob("*")) for place in places]
@@ -814,12 +814,12 @@ def test_what_only_the_caller_can_enter_is_no_obstacle(
 def test_the_first_that_works_is_taken_and_the_others_have_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    from weakincentives.contrib.tools import sandbox_engines
+    from weakincentives.contrib.tools.sandbox import engines
 
-    installed = sandbox_engines.shutil.which
+    installed = engines.shutil.which
     absent = {"podman"}
     monkeypatch.setattr(
-        sandbox_engines.shutil,
+        engines.shutil,
         "which",
         lambda name, **o: None if name in absent else installed(name, **o),
     )
@@ -838,9 +838,9 @@ def test_the_first_that_works_is_taken_and_the_others_have_reasons(
 
 
 def test_none_is_taken_only_if_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from weakincentives.contrib.tools import sandbox
+    from weakincentives.contrib.tools.sandbox import engines
 
-    monkeypatch.setattr(sandbox.sys, "platform", "plan9")
+    monkeypatch.setattr(engines.sys, "platform", "plan9")
 
     with pytest.raises(SandboxUnavailable) as refusal:
         find_sandbox()
@@ -881,7 +881,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_root_is_refused_where_nothing_would_limit_it(monkeypatch: pytest.MonkeyPatch):
-    from weakincentives.contrib.tools import sandbox_limits
+    from weakincentives.contrib.tools.sandbox import limits as sandbox_limits
 
     if os.geteuid() != 0:
         pytest.skip("others are limited without a cgroup")
@@ -939,7 +939,7 @@ def test_a_disk_that_others_fill_is_not_held_against_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Only what is in its layer counts, unless half of what was free is gone."""
-    from weakincentives.contrib.tools import sandbox_limits
+    from weakincentives.contrib.tools.sandbox import limits as sandbox_limits
 
     free = 1000 * MIB
     monkeypatch.setattr(sandbox_limits, "_free", lambda place: free)
@@ -959,8 +959,8 @@ def test_a_disk_that_others_fill_is_not_held_against_a_command(
 
 CHILD = '''
 import json, sys
-from weakincentives.contrib.tools.sandbox import find_sandbox
-from weakincentives.contrib.tools.sandbox_limits import SandboxLimits
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
+from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
 from weakincentives.filesystem import HostFilesystem
 
 limits = SandboxLimits(memory=128 << 20, processes=32, disk=16 << 20, scratch=8 << 20)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from installed import Installed
-from weakincentives.contrib.tools.sandbox import Sandbox, find_sandbox
-from weakincentives.contrib.tools.sandbox_engines import INSIDE, Order
-from weakincentives.contrib.tools.sandbox_limits import SandboxLimits, SandboxWatch
+from weakincentives.contrib.tools.sandbox.engines import INSIDE, Order, Sandbox, find_sandbox
+from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, SandboxWatch
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.commands import Running
@@ -43,7 +42,7 @@ def ours(tmp_path: Path) -> Installed:
 
 ATTACKS = """
 import weakincentives.filesystem.commands as commands
-from weakincentives.contrib.tools.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 engine, overlay = json.loads(os.environ["HOW"])
 if not overlay:
     commands.find_way = lambda *_: "none here"
@@ -98,7 +97,7 @@ def test_the_state_directory_cannot_be_read(ours: Installed, engine: str):
     state = ours.root / "home/.state"
     said = ours.run(
         """
-from weakincentives.contrib.tools.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.state import Seals
 Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
@@ -123,7 +122,7 @@ def test_programs_of_ours_are_started_from_what_was_read_before(tmp_path: Path, 
     ours.run(
         """
 from weakincentives.contrib.tools import AstevalSection
-from weakincentives.contrib.tools.sandbox import find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import find_sandbox
 from weakincentives.mcp.server_process import _launched
 import subprocess
 package = root / place
@@ -131,7 +130,7 @@ sandbox = find_sandbox("namespaces")
 registry = weakincentives.ToolRegistry.from_section(AstevalSection(), workspace=root)
 evil = f"open({os.environ['MARK']!r}, 'w').close()"
 # As if somebody had got past all that protects them.
-for name in ("contrib/tools/sandbox_launcher.py", "contrib/tools/_asteval_child.py",
+for name in ("contrib/tools/sandbox/launcher.py", "contrib/tools/_asteval_child.py",
              "mcp/server_launcher.py", "../sitecustomize.py", "../usercustomize.py"):
     (package / name).write_text(evil)
 (package.parent / "evil.pth").write_text("import os; " + evil)
@@ -277,7 +276,7 @@ def test_a_command_makes_so_many_files_and_no_more(
 
 def test_files_that_others_make_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Only what is in the command's own layer does; and where nobody counts, that is looked at."""
-    from weakincentives.contrib.tools import sandbox_limits
+    from weakincentives.contrib.tools.sandbox import limits as sandbox_limits
 
     free: int | None = 10_000
     monkeypatch.setattr(sandbox_limits, "_free_files", lambda place: free)

@@ -24,14 +24,8 @@ import warnings
 
 TYPE_CHECKING = False  # to import typing takes as long as all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
-
-MODULES = (
-    "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
-    "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math", "operator",
-    "random", "re", "statistics", "string", "textwrap", "time", "unicodedata", "zlib",
-)  # fmt: skip
-"""What scripts may import."""
 
 INNER = {"numpy": ("fft", "linalg", "random")}
 """Modules that are offered as a part of others."""
@@ -64,12 +58,12 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     sys.path += options["path"]
     try:
-        limit_resources(options["memory"], options["cpu"], options["isolation"])
+        limit_resources(options["memory"], options["cpu"], optional=options["seccomp"] is None)
         evaluate = prepare(options["modules"], options["numpy"], options["output"])
     except Exception as error:  # memory that is too small for it, a package that is broken
         return send({"failed": f"{type(error).__name__}: {error}"})
     try:
-        give_up(options["isolation"])
+        give_up(options["seccomp"])
     except OSError as error:
         return send({"refused": str(error)})
     send({"ready": True})
@@ -80,11 +74,11 @@ def main() -> None:
 # Giving up
 
 
-def limit_resources(memory: int, cpu: int, isolation: str) -> None:
+def limit_resources(memory: int, cpu: int, optional: bool) -> None:
     import resource
 
-    # Not every system has all of them; where nothing else is asked for, they are not vital.
-    optional = (ValueError, OSError) if isolation == "none" else ()
+    # Not every system has all of them; without seccomp, nothing depends on them.
+    missing = (ValueError, OSError) if optional else ()
     for kind, limit in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, cpu),
@@ -92,7 +86,7 @@ def limit_resources(memory: int, cpu: int, isolation: str) -> None:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NPROC, 0),
     ):
-        with contextlib.suppress(*optional):
+        with contextlib.suppress(*missing):
             set_limit(kind, limit)
 
 
@@ -104,119 +98,93 @@ def set_limit(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, limit))
 
 
-def give_up(isolation: str) -> None:
-    """Keep nothing but the channel to the parent."""
+def give_up(seccomp: list | None) -> None:
+    """Keep nothing but the channel to the parent, and the system calls of the filter."""
     import resource
 
     os.closerange(CHANNEL + 1, 4096)
     set_limit(resource.RLIMIT_NOFILE, CHANNEL + 1)
-    if isolation == "seccomp":
-        filter_syscalls()
+    if seccomp is not None:
+        filter_syscalls(seccomp[0], bytes.fromhex(seccomp[1]))
 
-
-# What a computation needs of the kernel, with the numbers on x86-64 and on 64-bit Arm. Nothing
-# that names a file, an address or a process: nothing can be opened, connected, started or killed.
-SYSCALLS = {
-    "read": (0, 63),
-    "write": (1, 64),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "madvise": (28, 233),
-    "futex": (202, 98),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "sched_yield": (24, 124),
-    "clock_gettime": (228, 113),
-    "clock_nanosleep": (230, 115),
-    "gettimeofday": (96, 169),
-    "getrandom": (318, 278),
-    "restart_syscall": (219, 128),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
-}
-# By machine: where its numbers are, what the kernel calls it, and the number of seccomp(2).
-MACHINES = {"x86_64": (0, 0xC000_003E, 317), "aarch64": (1, 0xC000_00B7, 277)}
 
 PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER, ALL_THREADS = 1, 1
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF_0000, 0x0005_0000 | 1, 0x8000_0000  # 1 is EPERM
 
 
-def filter_syscalls() -> None:
-    """Give up every system call that is not needed to compute and to talk to the parent."""
+def filter_syscalls(number: int, program: bytes) -> None:
+    """Set the filter by the system call of that number, which sets it for all threads."""
     import ctypes
     import struct
 
-    kind = os.uname().machine
-    if kind not in MACHINES:
-        raise OSError(f"the system calls of {kind} are not known")
-    column, machine, seccomp = MACHINES[kind]
-    allowed = [numbers[column] for numbers in SYSCALLS.values()]
-    program = [
-        (LOAD, 0, 0, 4),  # seccomp_data.arch
-        (EQUAL, 1, 0, machine),
-        (RETURN, 0, 0, KILL),
-        (LOAD, 0, 0, 0),  # seccomp_data.nr
-        *((EQUAL, len(allowed) - n, 0, number) for n, number in enumerate(allowed)),
-        (RETURN, 0, 0, REFUSE),
-        (RETURN, 0, 0, ALLOW),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
-    filters = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    code = ctypes.create_string_buffer(program, len(program))
+    filters = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     libc, long = ctypes.CDLL(None, use_errno=True), ctypes.c_long
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(
-        long(seccomp), long(SET_MODE_FILTER), long(ALL_THREADS), filters
+        long(number), long(SET_MODE_FILTER), long(ALL_THREADS), filters
     ):
         reason = os.strerror(ctypes.get_errno())
         raise OSError(f"the kernel sets no seccomp filter ({reason})")
 
 
-# Talking to the parent: pieces behind their length, which hold JSON or the content of a file
+# Talking to the parent, which uses the same class
 
 
-def send(message: dict) -> None:
-    send_bytes(json.dumps(message).encode())
+class Channel:
+    """One end of a socket: chunks after their length, JSON or the content of a file."""
+
+    def __init__(self, read: Callable[[int], bytes], write: Callable[[memoryview], int]) -> None:
+        self._read = read
+        self._write = write
+
+    def send(self, message: dict[str, object]) -> None:
+        self.send_bytes(json.dumps(message).encode())
+
+    def send_bytes(self, data: bytes) -> None:
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        while rest:
+            rest = rest[self._write(rest) :]
+
+    def receive(self) -> dict[str, Any]:
+        return json.loads(self.receive_bytes())
+
+    def receive_bytes(self, most: int = 1 << 32) -> bytes:
+        """Return the next chunk; raise OverflowError if it is larger than this."""
+        size = int.from_bytes(self._take(4), "big")
+        if size > most:
+            raise OverflowError
+        return self._take(size)
+
+    def _take(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._read(min(size - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionError
+            data += piece
+        return bytes(data)
 
 
-def send_bytes(data: bytes) -> None:
-    rest = memoryview(len(data).to_bytes(4, "big") + data)
-    while rest:
-        rest = rest[os.write(CHANNEL, rest) :]
+def read(size: int) -> bytes:
+    data = os.read(CHANNEL, size)
+    if not data:
+        os._exit(1)  # the parent is gone
+    return data
 
 
-def receive() -> dict:
-    return json.loads(receive_bytes())
-
-
-def receive_bytes() -> bytes:
-    return take(int.from_bytes(take(4), "big"))
-
-
-def take(size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(CHANNEL, min(size - len(data), 1 << 20))
-        if not piece:
-            os._exit(1)  # the parent is gone
-        data += piece
-    return bytes(data)
+PARENT = Channel(read, lambda data: os.write(CHANNEL, data))
+send, receive = PARENT.send, PARENT.receive
 
 
 def ask(operation: str, argument: str, content: bytes | None = None) -> Any:
     """Return what the parent answers; raise what it says went wrong."""
     send({"operation": operation, "argument": argument})
     if content is not None:
-        send_bytes(content)
+        PARENT.send_bytes(content)
     answer = receive()
     if "error" in answer:
         raise getattr(builtins, answer["kind"])(answer["error"])
-    return receive_bytes() if operation == "read" else answer["value"]
+    return PARENT.receive_bytes() if operation == "read" else answer["value"]
 
 
 # The workspace, as scripts see it
@@ -479,9 +447,15 @@ NOTHING_HAPPENED = [], None, None, None
 
 
 def catches(clause: ast.ExceptHandler, error: Exception) -> bool:
+    return clause.type is None or isinstance(error, tuple(caught(clause)))
+
+
+def caught(clause: ast.ExceptHandler) -> list:
+    """Return the built-in names that a clause names, with None for one that does not exist."""
     if clause.type is None:
-        return True
-    return isinstance(error, getattr(builtins, getattr(clause.type, "id", "")))
+        return []
+    named = clause.type.elts if isinstance(clause.type, ast.Tuple) else [clause.type]
+    return [getattr(builtins, getattr(each, "id", ""), None) for each in named]
 
 
 def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
@@ -513,25 +487,11 @@ def parsed(code: str, handlers: dict) -> ast.AST:
     """Return a script as the interpreter takes it; refuse what it does not know, or gets wrong."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try):
-            node.handlers = [each for handler in node.handlers for each in separate(handler)]
-    for node in ast.walk(tree):
         what = unsupported(node, handlers)
         if what:
             place = ("script", getattr(node, "lineno", None), None, None)
             raise SyntaxError(f"{what} is not supported here", place)
     return tree
-
-
-def separate(handler: ast.ExceptHandler) -> list[ast.ExceptHandler]:
-    """Return the clauses that ``except (A, B)`` stands for."""
-    if not isinstance(handler.type, ast.Tuple):
-        return [handler]
-    place = {"lineno": handler.lineno, "col_offset": handler.col_offset}
-    return [
-        ast.ExceptHandler(type=each, name=handler.name, body=handler.body, **place)
-        for each in handler.type.elts
-    ]
 
 
 def unsupported(node: ast.AST, handlers: dict) -> str:
@@ -547,10 +507,10 @@ def unsupported(node: ast.AST, handlers: dict) -> str:
         return "* or / among parameters"
     if isinstance(node, ast.Raise) and node.exc is None:
         return "raise without an exception"
-    if isinstance(node, ast.ExceptHandler) and node.type is not None:
-        kind = getattr(builtins, getattr(node.type, "id", ""), None)
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            return "except with an exception that is not built in"
+    if isinstance(node, ast.ExceptHandler) and not all(
+        isinstance(each, type) and issubclass(each, BaseException) for each in caught(node)
+    ):
+        return "except with an exception that is not built in"
     return ""
 
 

@@ -1,12 +1,11 @@
 """``evaluate_python``: expressions and small scripts over the workspace, in a process of their own.
 
-Interpreters of this kind have been escaped from before. So it is not the interpreter that protects
-but the process it runs in: that can open, connect, start and signal nothing, whatever runs there.
+Interpreters of this kind have been escaped from before. So the protection is not the interpreter
+but its process, which can open, connect, start and signal nothing, whatever runs in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,14 +13,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Unpack, cast
 
+from pydantic import TypeAdapter, ValidationError
+
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.contrib.tools._asteval_child import MODULES
+from weakincentives.contrib.tools._asteval_child import Channel
+from weakincentives.contrib.tools.sandbox import byte_code
+from weakincentives.contrib.tools.sandbox.seccomp import computing_program, seccomp_number
 from weakincentives.errors import FilesystemError, MissingExtra
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
@@ -32,13 +37,20 @@ from weakincentives.state import program, source_of
 
 __all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
 
-_CHILD = source_of(__file__, "_asteval_child.py")
+_CHILD = byte_code(source_of(__file__, "_asteval_child.py"))
+
+MODULES = (
+    "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "decimal", "difflib",
+    "fractions", "functools", "hashlib", "heapq", "html", "itertools", "json", "math", "operator",
+    "random", "re", "statistics", "string", "textwrap", "time", "unicodedata", "zlib",
+)  # fmt: skip
+"""What scripts may import."""
 
 _START_SECONDS = 60.0
-"""For Python to start, also on a machine that has much else to do."""
+"""For Python to start, also on a busy machine."""
 
 _LOOK_SECONDS = 0.05
-"""How often to look whether anybody still waits for the script."""
+"""How often to look whether the call was cancelled."""
 
 _TEMPLATE = """
 Use `{tool}` to compute, and to {purpose} many files at once. It runs a subset of
@@ -148,10 +160,8 @@ def _library_path(package: str) -> list[str]:
 
 def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluation]:
     def evaluate(params: AstevalParams, *, context: ToolContext) -> ToolResult[Evaluation]:
-        bridge = _Bridge(context, config)
         try:
-            with _Interpreter(config, path, params.code, context) as interpreter:
-                outcome = interpreter.run(params.code, bridge)
+            outcome = _run(params.code, config, path, context)
         except _Ended as ended:
             return ToolResult.error(str(ended), code=ended.code, recoverable=ended.recoverable)
         return outcome.result(params.code, config.output_limit)
@@ -166,7 +176,7 @@ def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluat
 
 
 class _Ended(Exception):
-    """The script got no chance to come to an end."""
+    """The script was ended before it finished."""
 
     def __init__(self, message: str, *, code: str, recoverable: bool = True) -> None:
         super().__init__(message)
@@ -177,112 +187,6 @@ class _Ended(Exception):
 def _nonsense() -> _Ended:
     # Only a script that has taken over the interpreter gets here.
     return _Ended("The script broke the interpreter and was ended", code="SCRIPT_ENDED")
-
-
-# The process
-
-
-class _Interpreter:
-    """A process that evaluates one script; nothing of it is left at the end of ``with``."""
-
-    def __init__(
-        self, config: AstevalConfig, path: list[str], code: str, context: ToolContext
-    ) -> None:
-        if config.isolation == "seccomp" and sys.platform != "linux":
-            raise _refusal(f"there is no seccomp on {sys.platform}")
-        if os.name != "posix":
-            raise _refusal("there are no limits on processes", "Use a POSIX system")
-        deadline = context.deadline
-        left = config.timeout if deadline is None else deadline.remaining()
-        self._seconds = min(config.timeout, left)
-        ours, theirs = socket.socketpair()
-        # A character may take twelve bytes: printed, in the value, and in the error.
-        largest = 36 * config.output_limit + (1 << 16)
-        self._channel = _Channel(ours, lambda: context.signal.cancelled, largest)
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    _program(config, path, code),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    # numpy's threads would only fight over the one CPU's time that there is.
-                    env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                    start_new_session=True,
-                )
-            except BaseException:
-                ours.close()
-                raise
-
-    def __enter__(self) -> _Interpreter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._channel.close()
-        self._end()
-
-    def _end(self) -> int:
-        if self._process.returncode is None:  # its number, and that of its group, is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
-
-    def run(self, code: str, bridge: _Bridge) -> _Outcome:
-        """Return what the script came to; the bridge answers what it wants of the files."""
-        try:
-            self._start()
-            self._channel.limit(self._seconds)
-            self._channel.send({"code": code})
-            while "operation" in (message := self._channel.receive()):
-                bridge.answer(message, self._channel)
-            return _Outcome.of(message)
-        except TimeoutError:
-            raise _Ended(
-                f"The script took longer than {self._seconds:g} s and was ended. Do less at once",
-                code=TIMEOUT,
-            ) from None
-        except ConnectionError:
-            raise self._died() from None
-
-    def _start(self) -> None:
-        self._channel.limit(_START_SECONDS)
-        try:
-            hello = self._channel.receive()
-        except (ConnectionError, TimeoutError):
-            hello: dict[str, object] = {"failed": f"it ended with {self._end()}"}
-        if "refused" in hello:
-            raise _refusal(str(hello["refused"]))
-        if "failed" in hello:
-            raise _Ended(
-                f"The process for scripts cannot be started: {hello['failed']}",
-                code="NOT_STARTED",
-                recoverable=False,
-            )
-
-    def _died(self) -> _Ended:
-        code = self._end()
-        why = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _Ended(
-            f"The script broke the interpreter ({why}). It may take too much memory or CPU time, "
-            "or go too deep",
-            code="SCRIPT_ENDED",
-        )
-
-
-def _program(config: AstevalConfig, path: list[str], code: str) -> list[str]:
-    options = {
-        "memory": config.memory_bytes,
-        # Wall time ends a script first, unless our process is gone.
-        "cpu": int(config.timeout) + 2,
-        "path": path,
-        # Those that are named: to load them all takes as long again as Python itself.
-        "modules": sorted(config.modules.intersection(re.findall(r"\w+", code))),
-        "numpy": config.numpy,
-        "output": config.output_limit,
-        "isolation": config.isolation,
-    }
-    return [*program(_CHILD, json.dumps(options))]
 
 
 def _refusal(
@@ -296,56 +200,137 @@ def _refusal(
     )
 
 
-class _Channel:
-    """To and from the process: pieces behind their length, JSON or the content of a file."""
+# The process
+
+
+def _run(code: str, config: AstevalConfig, path: list[str], context: ToolContext) -> _Outcome:
+    """Evaluate a script in a process of its own; nothing of it is left afterwards."""
+    argv = program(_CHILD, json.dumps(_options(code, config, path)))
+    deadline = context.deadline
+    seconds = config.timeout if deadline is None else min(config.timeout, deadline.remaining())
+    bridge = _Bridge(context, config)
+    # A character may take twelve bytes: printed, in the value, and in the error.
+    largest = 36 * config.output_limit + (1 << 16)
+    with _process(argv) as (process, ours):
+        channel = _Channel(ours, lambda: context.signal.cancelled, largest)
+        _start(process, channel)
+        try:
+            channel.limit(seconds)
+            channel.send({"code": code})
+            while "operation" in (message := channel.receive()):
+                bridge.answer(message, channel)
+            return _Outcome.of(message)
+        except TimeoutError:
+            raise _Ended(
+                f"The script took longer than {seconds:g} s and was ended. Do less at once",
+                code=TIMEOUT,
+            ) from None
+        except ConnectionError:
+            ended = _end(process)
+            why = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
+            raise _Ended(
+                f"The script broke the interpreter ({why}). It may take too much memory or CPU "
+                "time, or go too deep",
+                code="SCRIPT_ENDED",
+            ) from None
+
+
+def _options(code: str, config: AstevalConfig, path: list[str]) -> dict[str, object]:
+    """Return what the process is told; raise where scripts could not be confined."""
+    seccomp = None
+    if config.isolation == "seccomp":
+        if sys.platform != "linux":
+            raise _refusal(f"there is no seccomp on {sys.platform}")
+        rules = computing_program()
+        if rules is None:
+            raise _refusal(f"the system calls of {os.uname().machine} are not known")
+        seccomp = seccomp_number(), rules.hex()
+    if os.name != "posix":
+        raise _refusal("there are no limits on processes", "Use a POSIX system")
+    return {
+        "memory": config.memory_bytes,
+        # Wall time ends a script first, unless our process is gone.
+        "cpu": int(config.timeout) + 2,
+        "path": path,
+        # Only those that are named: to load them all takes as long again as Python itself.
+        "modules": sorted(config.modules.intersection(re.findall(r"\w+", code))),
+        "numpy": config.numpy,
+        "output": config.output_limit,
+        "seccomp": seccomp,
+    }
+
+
+@contextmanager
+def _process(argv: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """Give a process, and a socket to its input; it is killed at the end."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                argv,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                # More threads of numpy's would only compete for the one CPU's time that there is.
+                env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        try:
+            yield process, ours
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    if process.returncode is None:  # its number, and that of its group, is still its own
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _start(process: subprocess.Popen[bytes], channel: _Channel) -> None:
+    """Wait until the process has given up its rights; raise if it could not."""
+    channel.limit(_START_SECONDS)
+    try:
+        hello = channel.receive()
+    except (ConnectionError, TimeoutError):
+        hello: dict[str, object] = {"failed": f"it ended with {_end(process)}"}
+    if "refused" in hello:
+        raise _refusal(str(hello["refused"]))
+    if "failed" in hello:
+        raise _Ended(
+            f"The process for scripts cannot be started: {hello['failed']}",
+            code="NOT_STARTED",
+            recoverable=False,
+        )
+
+
+class _Channel(Channel):
+    """Our end of the channel: what the process sends is limited in time and size."""
 
     def __init__(self, ours: socket.socket, stopped: Callable[[], bool], largest: int) -> None:
+        super().__init__(partial(self._waiting, ours.recv), partial(self._waiting, ours.send))
         self._socket = ours
         self._stopped = stopped
         self._largest = largest
         self._until = 0.0
-        self.close = ours.close
 
     def limit(self, seconds: float) -> None:
         """Raise TimeoutError from what takes longer, counted from now."""
         self._socket.settimeout(_LOOK_SECONDS)
         self._until = SYSTEM_CLOCK.monotonic() + seconds
 
-    def send(self, message: dict[str, object]) -> None:
-        self.send_bytes(json.dumps(message).encode())
-
-    def send_bytes(self, data: bytes) -> None:
-        rest = memoryview(len(data).to_bytes(4, "big") + data)
-        while rest:
-            # It need not read: then there is no room, and the time runs out.
-            rest = rest[self._waiting(lambda rest=rest: self._socket.send(rest)) :]
-
     def receive(self) -> dict[str, object]:
-        data = self.receive_bytes(self._largest)
         try:
-            message: object = None if data is None else json.loads(data)
-        except (ValueError, RecursionError):
+            message: object = json.loads(self.receive_bytes(self._largest))
+        except (ValueError, OverflowError, RecursionError):
             raise _nonsense() from None
         if not isinstance(message, dict):
             raise _nonsense()
         return cast("dict[str, object]", message)
 
-    def receive_bytes(self, most: int) -> bytes | None:
-        """Return what comes next; None when that is too much, and then nothing can come after."""
-        size = int.from_bytes(self._take(4), "big")
-        return self._take(size) if size <= most else None
-
-    def _take(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            room = min(size - len(data), 1 << 20)
-            piece = self._waiting(lambda room=room: self._socket.recv(room))
-            if not piece:
-                raise ConnectionError
-            data += piece
-        return bytes(data)
-
-    def _waiting(self, operation: Callable[[], Any]) -> Any:
+    def _waiting(self, operation: Callable[[Any], Any], argument: object) -> Any:
         while True:
             if self._stopped():
                 raise _Ended("Nobody waits for the script any more", code="CANCELLED")
@@ -353,18 +338,18 @@ class _Channel:
                 # What came in time is taken, also when it is we who are late.
                 self._socket.setblocking(False)
             try:
-                return operation()
+                return operation(argument)
             except BlockingIOError:
                 raise TimeoutError from None
             except TimeoutError:
-                pass
+                pass  # the process need not read or write: then the time runs out
 
 
 # The files
 
 
 class _Bridge:
-    """Answers what a script wants of the workspace, through the call's own view of it."""
+    """Does what a script asks of the workspace, through the call's own view of it."""
 
     def __init__(self, context: ToolContext, config: AstevalConfig) -> None:
         self._context = context
@@ -373,7 +358,9 @@ class _Bridge:
         self._limit = config.file_bytes
         self._left = {"read": config.file_bytes, "write": config.file_bytes}
         self._operations_left = config.file_operations
-        self._operations: dict[object, Callable[[str], object]] = {
+        self._operations: dict[str, Callable[..., object]] = {
+            "read": self._read,
+            "write": self._write,
             "list": self._list,
             "glob": self._files.glob,
             "exists": self._files.exists,
@@ -381,37 +368,34 @@ class _Bridge:
         }
 
     def answer(self, message: dict[str, object], channel: _Channel) -> None:
-        """Answer what a script asks for; raise when it makes no sense."""
+        """Answer a script's request; raise if it makes no sense."""
         self._operations_left -= 1
         if self._operations_left < 0:
             raise _Ended("The script used files too often and was ended", code="LIMIT_EXCEEDED")
-        operation, path = message.get("operation"), message.get("argument")
-        if not isinstance(operation, str) or not isinstance(path, str):
+        operation, path = str(message.get("operation")), message.get("argument")
+        if operation not in self._operations or not isinstance(path, str):
             raise _nonsense()
-        content = self._content(path, channel) if operation == "write" else b""
+        content = [self._content(path, channel)] if operation == "write" else []
         try:
-            if operation == "read":
-                content = self._read(path)
-                channel.send({})
-                channel.send_bytes(content)
-            elif operation == "write":
-                channel.send({"value": self._write(path, content)})
-            elif operation in self._operations:
-                channel.send({"value": self._operations[operation](path)})
-            else:
-                raise _nonsense()
+            value = self._operations[operation](path, *content)
         except FilesystemError as error:
             channel.send({"error": str(error), "kind": _builtin_kind(error)})
+            return
+        if isinstance(value, bytes):
+            channel.send({})
+            channel.send_bytes(value)
+        else:
+            channel.send({"value": value})
 
     def _content(self, path: str, channel: _Channel) -> bytes:
-        content = channel.receive_bytes(self._limit)
-        if content is None:
+        try:
+            return channel.receive_bytes(self._limit)
+        except OverflowError:
             raise _Ended(
                 f"The script was ended: a script may write {self._limit} bytes in all, and {path} "
                 "has more",
                 code="LIMIT_EXCEEDED",
-            )
-        return content
+            ) from None
 
     def _read(self, path: str) -> bytes:
         self._use("read", self._files.stat(path).size, path)
@@ -440,7 +424,7 @@ class _Bridge:
         self._left[what] -= size
 
     def _note(self, path: str) -> None:
-        """Let the policies know which files the agent has seen."""
+        """Tell the policies that the agent has seen a file."""
         for policy, tool in self._rules:
             policy.on_result(
                 tool, {policy.path_field: path}, ToolResult.ok(), context=self._context
@@ -448,9 +432,7 @@ class _Bridge:
 
 
 def _file_rules(context: ToolContext) -> list[tuple[ReadBeforeWritePolicy, Tool[Any, Any]]]:
-    """Return the policies on unread files, each with a tool it governs: a script is no way round
-    what holds for that.
-    """
+    """Return the policies on unread files, each with a tool that it governs: scripts obey them."""
     rendering = context.rendering
     found: dict[int, tuple[ReadBeforeWritePolicy, Tool[Any, Any]]] = {}
     for offer in () if rendering is None else rendering.offers.values():
@@ -467,48 +449,42 @@ def _builtin_kind(error: FilesystemError) -> str:
     return "OSError" if kind is Exception else kind.__name__
 
 
-# What came of it
+# The outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    type: str
+    message: str
+    line: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the process says it came to: the word of a script, if it has taken the process over."""
+    """What the process answers: the word of a script, if that has taken the process over."""
 
     value: str
     value_chars: int
     stdout: str
     stdout_chars: int
-    error: tuple[str, str, int | None] | None
+    error: _Failure | None = None
 
     @classmethod
     def of(cls, message: dict[str, object]) -> _Outcome:
-        error = message.get("error")
-        failure: tuple[str, str, int | None] | None = None
-        if isinstance(error, dict):
-            told = cast("dict[str, object]", error)
-            line = told.get("line")
-            failure = (
-                _text(told.get("type")),
-                _text(told.get("message")),
-                line if isinstance(line, int) else None,
-            )
-        elif error is not None:
-            raise _nonsense()
-        return cls(
-            _text(message.get("value")),
-            _number(message.get("value_chars")),
-            _text(message.get("stdout")),
-            _number(message.get("stdout_chars")),
-            failure,
-        )
+        # Half a surrogate pair is no text that a model could be sent.
+        text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        try:
+            return _outcome_type().validate_json(text, strict=True)
+        except ValidationError:
+            raise _nonsense() from None
 
     def result(self, code: str, limit: int) -> ToolResult[Evaluation]:
         stdout = _cut(self.stdout, self.stdout_chars, limit)
         if self.error is None:
             value = _cut(self.value, self.value_chars, limit)
             return ToolResult.ok(Evaluation(value, stdout))
-        kind, text, line = self.error
-        message = f"{kind[:100]}: {_cut(text, len(text), limit)}"
+        text, line = self.error.message, self.error.line
+        message = f"{self.error.type[:100]}: {_cut(text, len(text), limit)}"
         lines = code.split("\n")
         if line is not None and 1 <= line <= len(lines):
             message = f"Line {line}: {message}\n{line} | {lines[line - 1][:200]}"
@@ -517,17 +493,9 @@ class _Outcome:
         return ToolResult.error(message, code="SCRIPT_FAILED")
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _nonsense()
-    # Half a surrogate pair is no text that a model could be sent.
-    return value.encode("utf-8", "replace").decode()
-
-
-def _number(value: object) -> int:
-    if not isinstance(value, int):
-        raise _nonsense()
-    return value
+@cache
+def _outcome_type() -> TypeAdapter[_Outcome]:
+    return TypeAdapter(_Outcome)
 
 
 def _cut(text: str, length: int, limit: int) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -17,9 +17,13 @@ from pydantic import Field
 from weakincentives.contrib.tools.asteval import Evaluation
 from weakincentives.contrib.tools.files import FileLimits, file_tools
 from weakincentives.contrib.tools.mounts import HostMount, LeftOut, left_out_text, read_mount
-from weakincentives.contrib.tools.sandbox import Sandbox, SandboxChoice, find_sandbox
-from weakincentives.contrib.tools.sandbox_engines import INSIDE
-from weakincentives.contrib.tools.sandbox_limits import SandboxLimits, in_words
+from weakincentives.contrib.tools.sandbox.engines import (
+    INSIDE,
+    Sandbox,
+    SandboxChoice,
+    find_sandbox,
+)
+from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, in_words
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, Filesystem, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
@@ -167,8 +171,6 @@ class PodmanSandboxSection(Section[None]):
         if self.filesystem is None and config.workspace is None:
             self.filesystem, self.left_out = _own_workspace(config)
             self._remove_own = weakref.finalize(self, _remove, self.filesystem)
-        self._finding = threading.Lock()
-        self._found: Sandbox | SandboxUnavailable | None = None
         options.setdefault("title", "Sandbox")
         options.setdefault("policies", (ReadBeforeWritePolicy(),))
         tools = (*file_tools(limits=config.file_limits), *self._command_tools())
@@ -180,21 +182,22 @@ class PodmanSandboxSection(Section[None]):
     @property
     def sandbox(self) -> Sandbox:
         """What commands are run in, found when first asked for; raises SandboxUnavailable."""
-        with self._finding:
-            if self._found is None:
-                config = self.config
-                try:
-                    self._found = find_sandbox(
-                        config.sandbox,
-                        limits=config.limits,
-                        image=config.image,
-                        read_only=config.read_only_paths,
-                    )
-                except SandboxUnavailable as error:
-                    self._found = error
-            if isinstance(self._found, SandboxUnavailable):
-                raise SandboxUnavailable(str(self._found))
-            return self._found
+        if isinstance(self._found, SandboxUnavailable):
+            raise SandboxUnavailable(str(self._found))
+        return self._found
+
+    @cached_property
+    def _found(self) -> Sandbox | SandboxUnavailable:
+        config = self.config
+        try:
+            return find_sandbox(
+                config.sandbox,
+                limits=config.limits,
+                image=config.image,
+                read_only=config.read_only_paths,
+            )
+        except SandboxUnavailable as error:
+            return error
 
     def close(self) -> None:
         """Remove the directory if it is the section's own; so does the end of the program."""
@@ -210,28 +213,27 @@ class PodmanSandboxSection(Section[None]):
     # The tools
 
     def _command_tools(self) -> tuple[Tool[Any, Any], ...]:
-        # An unconfined command reaches outside, and nobody can take that back.
-        reach = None if self.config.sandbox == "none" else "reversible"
-        timeout = self.config.max_timeout + _GRACE
+        options: dict[str, Any] = {
+            # An unconfined command reaches outside, and that cannot be undone.
+            "reach": None if self.config.sandbox == "none" else "reversible",
+            "writes": "command",
+            "timeout": self.config.max_timeout + _GRACE,
+        }
         return (
             Tool[ShellExecuteParams, CommandOutput](
                 name="shell_execute",
                 description="Run a command in the sandbox, on the files of the workspace. "
                 "What a command that fails has changed is undone.",
                 handler=self._shell_execute,
-                reach=reach,
-                writes="command",
-                timeout=timeout,
                 examples=(_EXAMPLE,),
+                **options,
             ),
             Tool[EvaluatePythonParams, Evaluation](
                 name="evaluate_python",
                 description="Run Python code in the sandbox, on the files of the workspace. "
                 "What code that fails has changed is undone.",
                 handler=self._evaluate_python,
-                reach=reach,
-                writes="command",
-                timeout=timeout,
+                **options,
             ),
         )
 
@@ -239,53 +241,62 @@ class PodmanSandboxSection(Section[None]):
         self, params: ShellExecuteParams, *, context: ToolContext
     ) -> ToolResult[CommandOutput]:
         done = self._run(
-            params.command, context, params.timeout, params.cwd, params.env, params.stdin
+            self._usable(),
+            params.command,
+            context,
+            params.timeout,
+            cwd=params.cwd,
+            env=params.env,
+            stdin=params.stdin,
         )
         output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept)
         if done.ok:
             return ToolResult.ok(output, "The command ended with exit code 0.")
-        return self._failure("The command", done, params.timeout, output)
+        return _failed(self._why("The command", done, params.timeout), done, output)
 
     def _evaluate_python(
         self, params: EvaluatePythonParams, *, context: ToolContext
     ) -> ToolResult[Evaluation]:
+        sandbox = self._usable()
         mark = f"\n{os.urandom(16).hex()}:"
         most = self.config.output_limit // 4
-        request = json.dumps({"code": params.code, "mark": mark, "most": most})
         done = self._run(
-            [self._usable().python, "-c", _DRIVER],
+            sandbox,
+            [sandbox.python, "-c", _DRIVER],
             context,
             params.timeout,
             env={"PYTHONDONTWRITEBYTECODE": "1"},
-            stdin=request,
+            stdin=json.dumps({"code": params.code, "mark": mark, "most": most}),
         )
         stdout, _, value = done.stdout.partition(mark)
         if done.ok:
             return ToolResult.ok(Evaluation(value, stdout), done.stderr.strip())
-        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept)
-        failed = self._failure("The code", done, params.timeout, None)
-        failed.message = f"{failed.message}\n{output.render()}".rstrip()
+        output = CommandOutput(done.returncode, done.stdout, done.stderr, done.kept).render()
+        failed = _failed(self._why("The code", done, params.timeout), done, None)
+        failed.message = f"{failed.message}\n{output}".rstrip()
         return failed
 
     def _run(
         self,
+        sandbox: Sandbox,
         argv: Sequence[str] | str,
         context: ToolContext,
         timeout: float | None,
+        *,
+        env: Mapping[str, str],
+        stdin: str,
         cwd: str = ".",
-        env: Mapping[str, str] | None = None,
-        stdin: str = "",
     ) -> CommandResult:
         files, config = context.filesystem, self.config
         if not isinstance(files, HostFilesystem):
             raise ToolValidationError(
                 f"Commands need files in a directory, and these are in a {type(files).__name__}"
             )
-        return self._usable().run(
+        return sandbox.run(
             files,
             argv,
             cwd=cwd,
-            env={**config.env, **(env or {})},
+            env={**config.env, **env},
             stdin=stdin,
             timeout=self._timeout(timeout),
             output_limit=config.output_limit,
@@ -298,25 +309,50 @@ class PodmanSandboxSection(Section[None]):
             raise ToolValidationError(str(error)) from error
 
     def _timeout(self, asked: float | None) -> float:
-        config = self.config
-        return config.timeout if asked is None else min(asked, config.max_timeout)
+        return self.config.timeout if asked is None else min(asked, self.config.max_timeout)
 
-    def _failure(
-        self, what: str, done: CommandResult, timeout: float | None, value: Any
-    ) -> ToolResult[Any]:
-        """Return what the model is told when its changes are undone."""
+    def _why(self, what: str, done: CommandResult, timeout: float | None) -> str:
+        """Return what the model is told about a command whose changes are undone."""
         if done.timed_out:
             how = f"was killed: it took longer than {self._timeout(timeout):g} s"
         elif done.stopped is not None:
             how = f"was killed: {done.stopped}"
         else:
             how = f"ended with exit code {done.returncode}"
-        message = f"{what} {how}. Nothing that it changed was kept."
-        code = TIMEOUT if done.timed_out else "COMMAND_FAILED"
-        return ToolResult(message, value, success=False, failure=ToolError(code, message))
+        return f"{what} {how}. Nothing that it changed was kept."
 
 
-_DRIVER = source_of(__file__, "sandbox_python.py")
+def _failed(message: str, done: CommandResult, value: Any) -> ToolResult[Any]:
+    code = TIMEOUT if done.timed_out else "COMMAND_FAILED"
+    return ToolResult(message, value, success=False, failure=ToolError(code, message))
+
+
+_DRIVER = """
+import ast, json, sys, traceback
+
+def run(code):
+    tree, names = ast.parse(code, "<code>"), {"__name__": "__main__"}
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<code>", "exec"), names)
+    if last is not None:
+        return eval(compile(ast.Expression(last.value), "<code>", "eval"), names)
+
+request = json.load(sys.stdin)
+try:
+    value = run(request["code"])
+except Exception as error:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != "<code>":
+        trace = trace.tb_next
+    traceback.print_exception(error.with_traceback(trace))
+    sys.exit(1)
+shown, most = "" if value is None else repr(value), request["most"]
+if len(shown) > most:
+    shown = f"{shown[:most]}... ({len(shown)} characters)"
+sys.stdout.write(request["mark"] + shown)
+"""
+# Runs in the sandbox: the value of the last expression is written behind a mark. The traceback of
+# an error is shown without the frames of this program.
 
 
 # The workspace

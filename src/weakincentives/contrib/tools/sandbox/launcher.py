@@ -1,8 +1,7 @@
-"""A program that runs a command in namespaces of its own, where there is nothing else to do it.
+"""A program that runs a command in namespaces of its own, where nothing else is installed for it.
 
-Started for every command, handed over as text, so it imports little: no packages, and not what
-takes long.
-What to do comes in a file: see ``Namespaces`` in ``sandbox_engines.py``.
+It is started for every command, from its text, so it imports little, and nothing that takes long.
+Its plan comes in a file: see ``Namespaces`` in ``engines.py``.
 """
 
 from __future__ import annotations
@@ -16,36 +15,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import NoReturn, TypedDict
-
-    class Plan(TypedDict):
-        """What to run, and what it shall see."""
-
-        argv: list[str]
-        env: dict[str, str]
-        cwd: str
-        workspace: str
-        inside: str
-        """Where the command sees the workspace."""
-        shields: list[tuple[str, str]]
-        """What it sees read-only over parts of the workspace, and where."""
-        host: tuple[int, int]
-        """The user and group that the command's files belong to outside."""
-        user: tuple[int, int]
-        """The user and group that the command takes itself for."""
-        binds: list[tuple[str, str]]
-        """What of the system it can read, and where."""
-        links: list[tuple[str, str]]
-        """What links lead to, and their names."""
-        covers: list[tuple[str, str]]
-        """What it sees instead of parts of ``/proc``."""
-        filter: str
-        """A file with the program that says which system calls are refused."""
-        entrances: list[str]
-        """Where to write the number of the process, to come under limits for all processes."""
-        rlimits: dict[str, tuple[int, int]]
-        scratch: int
-
+    from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -70,39 +40,59 @@ CAPABILITY_VERSION = 0x2008_0522
 SIGKILL = 9
 AF_INET, SOCK_DGRAM, SIOCSIFFLAGS, IFF_UP = 2, 2, 0x8914, 1
 
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(path: str) -> NoReturn:
-    """Run the command, and end as it ended."""
-    with open(path, "rb") as file:
-        plan: Plan = marshal.load(file)
-    with open(plan["filter"], "rb") as file:
-        rules = file.read()
-    for entrance in plan["entrances"]:
+def main(
+    *,
+    argv: list[str],
+    env: dict[str, str],
+    cwd: str,
+    host: tuple[int, int],
+    user: tuple[int, int],
+    mounts: list[tuple[str, str, str]],
+    rules: str,
+    entrances: list[str],
+    rlimits: dict[str, tuple[int, int]],
+) -> NoReturn:
+    """Run the command, and end as it ended.
+
+    Args:
+        host: The user and group that the command's files belong to outside.
+        user: The user and group that the command sees as its own.
+        mounts: What the command sees: see ``Mount`` in ``engines.py``.
+        rules: A file with the seccomp program.
+        entrances: Files to write the number of the process to, so that it joins its cgroups.
+    """
+    with open(rules, "rb") as file:
+        program = file.read()
+    for entrance in entrances:
         _write(entrance, str(os.getpid()))
     _write("/proc/self/oom_score_adj", "1000")
-    _become(plan["host"])
-    _unshare(plan["host"], plan["user"])
+    _become(*host)
+    _check(libc.unshare(sum(CLONE.values())), "unshare")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user[0]} {host[0]} 1")
+    _write("/proc/self/gid_map", f"{user[1]} {host[1]} 1")
     first = os.fork()
     if first:
         _end_as(first)
     # From here on this is the first process of the namespace: when it ends, all others do.
     _prctl(PR_SET_PDEATHSIG, SIGKILL)
-    _build(plan)
+    _build(mounts)
     _check(libc.sethostname(b"sandbox", 7), "sethostname")
     _raise_loopback()
-    _confine(plan, rules)
+    for name, limit in rlimits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
+    _give_up_rights(program)
     command = os.fork()
     if not command:
-        _execute(plan)
+        _execute(argv, env, cwd)
     _end_as(command)
 
 
 def _end_as(process: int) -> NoReturn:
-    """Wait for a process, and whatever else ends before it; end with its code."""
+    """Wait for a process, and others that end before it; end with its code."""
     while True:
         pid, status = os.wait()
         if pid == process:
@@ -110,14 +100,14 @@ def _end_as(process: int) -> NoReturn:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _execute(plan: Plan) -> NoReturn:
-    name, problem = plan["argv"][0], FileNotFoundError(2, "No such file or directory")
-    places = [""] if "/" in name else plan["env"].get("PATH", "").split(":")
+def _execute(argv: list[str], env: dict[str, str], cwd: str) -> NoReturn:
+    name, problem = argv[0], FileNotFoundError(2, "No such file or directory")
+    places = [""] if "/" in name else env.get("PATH", "").split(":")
     os.closerange(3, 1 << 20)
-    os.chdir(plan["cwd"])
+    os.chdir(cwd)
     for place in places:
         try:
-            os.execve(os.path.join(place, name), plan["argv"], plan["env"])
+            os.execve(os.path.join(place, name), argv, env)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -129,27 +119,17 @@ def _execute(plan: Plan) -> NoReturn:
 # Who it is
 
 
-def _become(host: tuple[int, int]) -> None:
+def _become(uid: int, gid: int) -> None:
     if os.geteuid() == 0:
-        uid, gid = host
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
-        # Else what is its own in /proc belongs to root from now on.
+        # Otherwise its own files in /proc belong to root from now on.
         _prctl(PR_SET_DUMPABLE, 1)
 
 
-def _unshare(host: tuple[int, int], user: tuple[int, int]) -> None:
-    _check(libc.unshare(sum(CLONE.values())), "unshare")
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"{user[0]} {host[0]} 1")
-    _write("/proc/self/gid_map", f"{user[1]} {host[1]} 1")
-
-
-def _confine(plan: Plan, rules: bytes) -> None:
+def _give_up_rights(rules: bytes) -> None:
     """Give up for good every right that the command does not need."""
-    for name, limit in plan["rlimits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
     with open("/proc/sys/kernel/cap_last_cap") as file:
         for capability in range(int(file.read()) + 1):
             _prctl(PR_CAPBSET_DROP, capability)
@@ -164,12 +144,12 @@ def _confine(plan: Plan, rules: bytes) -> None:
 # What it sees
 
 
-def _build(plan: Plan) -> None:
+def _build(mounts: list[tuple[str, str, str]]) -> None:
     """Make a root directory of what the command may see, and put it in the place of the real one.
 
     The old root is seen at ``/old`` meanwhile, whatever lies above the place of the new one.
     """
-    umask = os.umask(0o022)  # what is made here is there to be seen; the command gets its own back
+    umask = os.umask(0o022)  # for the mount points; the command gets its own back
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -177,18 +157,8 @@ def _build(plan: Plan) -> None:
     _check(libc.pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
     _mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
-    _scratch("/new/tmp", plan["scratch"])  # first: what is to be read may lie below
-    for source, target in plan["binds"]:
-        _bind(f"/old{source}", f"/new{target}", MS_RDONLY | MS_NOSUID | MS_NODEV)
-    for target, name in plan["links"]:
-        os.makedirs(os.path.dirname(f"/new{name}"), exist_ok=True)
-        os.symlink(target, f"/new{name}")
-    _bind(f"/old{plan['workspace']}", f"/new{plan['inside']}", MS_NOSUID | MS_NODEV)
-    for source, target in plan["shields"]:
-        _bind(f"/old{source}", f"/new{target}", MS_RDONLY | MS_NOSUID | MS_NODEV)
-    _build_proc(plan["covers"])
-    _build_dev(plan["scratch"])
-    _mount("none", "/new", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for kind, source, target in mounts:
+        _add(kind, source, f"/new{target}")
     os.chdir("/new")
     _check(libc.pivot_root(b".", b"."), "pivot_root")
     _check(libc.umount2(b".", MNT_DETACH), "umount")
@@ -196,30 +166,36 @@ def _build(plan: Plan) -> None:
     os.umask(umask)
 
 
-def _build_proc(covers: list[tuple[str, str]]) -> None:
-    os.mkdir("/new/proc")
-    _mount("proc", "/new/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for source, target in covers:
-        _bind(f"/old{source}", f"/new{target}", MS_RDONLY | MS_NOSUID)
+def _add(kind: str, source: str, target: str) -> None:
+    if kind == "read":
+        _bind(f"/old{source}", target, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    elif kind == "write":
+        _bind(f"/old{source}", target, MS_NOSUID | MS_NODEV)
+    elif kind == "link":
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(source, target)
+    elif kind == "lock":
+        own = MS_NOSUID if target == "/new/dev" else MS_NOSUID | MS_NODEV
+        _mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | own)
+    else:
+        os.mkdir(target)
+        if kind == "scratch":
+            _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={source}")
+        elif kind == "proc":
+            _mount("proc", target, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        else:
+            _build_dev(target)
 
 
-def _build_dev(scratch: int) -> None:
-    os.mkdir("/new/dev")
-    _mount("tmpfs", "/new/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k")
-    for name in DEVICES:
-        _bind(f"/old/dev/{name}", f"/new/dev/{name}", MS_NOSUID)
+def _build_dev(dev: str) -> None:
+    _mount("tmpfs", dev, "tmpfs", MS_NOSUID, "mode=755,size=64k")
+    for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        _bind(f"/old/dev/{name}", f"{dev}/{name}", MS_NOSUID)
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
-        os.symlink(f"/proc/self/fd{target}", f"/new/dev/{name}")
-    os.mkdir("/new/dev/pts")
-    _mount("devpts", "/new/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666")
-    os.symlink("pts/ptmx", "/new/dev/ptmx")
-    _scratch("/new/dev/shm", scratch)
-    _mount("none", "/new/dev", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID)
-
-
-def _scratch(path: str, size: int) -> None:
-    os.mkdir(path)
-    _mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={size}")
+        os.symlink(f"/proc/self/fd{target}", f"{dev}/{name}")
+    os.mkdir(f"{dev}/pts")
+    _mount("devpts", f"{dev}/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666")
+    os.symlink("pts/ptmx", f"{dev}/ptmx")
 
 
 def _bind(source: str, target: str, flags: int) -> None:
@@ -276,7 +252,9 @@ def _check(result: int, what: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        with open(sys.argv[1], "rb") as plan:
+            arguments = marshal.load(plan)
+        main(**arguments)
     except OSError as error:
         os.write(2, f"The sandbox could not be made: {error.strerror} {error.filename}\n".encode())
         os._exit(125)

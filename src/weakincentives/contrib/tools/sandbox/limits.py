@@ -1,4 +1,4 @@
-"""What a command in a sandbox may use at most, and how it is held to that."""
+"""What a command in a sandbox may use, and how that is enforced."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
 from weakincentives.filesystem.confined import files_below
 
 __all__ = [
-    "Cgroup",
     "SandboxLimits",
     "SandboxWatch",
+    "cgroup",
     "cgroup_mounts",
     "remove_cgroups",
     "sweep_cgroups",
 ]
 
-# How often a command is looked at, and how much longer than a look the time between two of them is.
+# Seconds between two looks at a command, or this many times as long as a look takes.
 LOOK = 0.05
 REST = 5
 
-# Processes that shut a command in and belong to nobody's limit.
+# Processes around a command that do not count towards its limit.
 WRAPPERS = 16
 
 GIB = 1 << 30
@@ -36,9 +38,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one command may use, all its processes together where nothing else is said.
+    """What one command may use, all its processes together unless stated otherwise.
 
-    A command that wants more is refused it or killed, and nothing that it changed is kept.
+    A command that wants more is refused or killed, and nothing that it changed is kept.
     """
 
     memory: int = GIB
@@ -77,46 +79,43 @@ class SandboxLimits:
             # Not the address space: programs reserve far more of it than they ever use.
             limits["data"] = (self.memory, self.memory)
         for name, (soft, hard) in limits.items():
-            # What we are limited to ourselves is nobody's to raise.
+            # A limit of our own cannot be raised.
             most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
             if most != resource.RLIM_INFINITY:
                 limits[name] = min(soft, most), min(hard, most)
         return limits
 
 
-# Limits of the kernel for many processes together
+# Limits that the kernel enforces for a group of processes
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroup:
-    """A group of processes that may use so much together. Only root can make one."""
+@contextlib.contextmanager
+def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
+    """Give the files through which a process joins a new group with these limits; only for root.
 
-    name: str
-    entrances: tuple[str, ...]
-    """Files to write the number of a process to that shall belong to the group."""
-
-    @classmethod
-    def make(cls, limits: SandboxLimits) -> Cgroup | str:
-        """Return a new group, or why there can be none. It is to be removed after its use."""
-        name = new_name()
-        places = {controller: place for place, controller in _controllers()}
-        if not {"memory", "pids"} <= places.keys():
-            return "the system has no cgroups that limit memory and processes"
-        memory, pids = places["memory"] / name, places["pids"] / name
-        folders = sorted({memory, pids})  # two hierarchies, or a single one
+    Raises SandboxUnavailable where no group can be made.
+    """
+    name = new_name()
+    places = {controller: place for place, controller in _controllers()}
+    if not {"memory", "pids"} <= places.keys():
+        raise _no_cgroup("the system has no cgroups that limit memory and processes")
+    memory, pids = places["memory"] / name, places["pids"] / name
+    folders = sorted({memory, pids})  # two hierarchies, or a single one
+    try:
         try:
             for folder in folders:
                 folder.mkdir()
             _write(pids / "pids.max", limits.processes)
             _limit_memory(memory, limits.memory)
         except OSError as error:
-            remove_cgroups(name)
-            return f"no cgroup can be made: {error.strerror}"
-        return cls(name, tuple(str(folder / "cgroup.procs") for folder in folders))
+            raise _no_cgroup(f"no cgroup can be made: {error.strerror}") from error
+        yield tuple(str(folder / "cgroup.procs") for folder in folders)
+    finally:
+        remove_cgroups(name)
 
-    def remove(self) -> None:
-        """Remove the group; nothing of it runs any more."""
-        remove_cgroups(self.name)
+
+def _no_cgroup(reason: str) -> SandboxUnavailable:
+    return SandboxUnavailable(f"root is held to limits by cgroups only, and {reason}")
 
 
 def new_name() -> str:
@@ -147,7 +146,7 @@ def _controllers() -> Iterator[tuple[Path, str]]:
             given = place / "cgroup.subtree_control"
             missing = {"memory", "pids"} & set(unified.read_text().split())
             missing -= set(given.read_text().split())
-            with contextlib.suppress(OSError):  # then these are not given to groups below
+            with contextlib.suppress(OSError):  # then groups below do not have these
                 if missing:
                     given.write_text(" ".join(f"+{each}" for each in missing))
             options = given.read_text().split()
@@ -156,7 +155,7 @@ def _controllers() -> Iterator[tuple[Path, str]]:
 
 
 def cgroup_mounts() -> Iterator[tuple[Path, list[str]]]:
-    """Yield where the hierarchies of groups are, and with which options they are mounted."""
+    """Yield where the hierarchies of groups are mounted, and with which options."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -165,14 +164,14 @@ def cgroup_mounts() -> Iterator[tuple[Path, list[str]]]:
 
 
 _unused: set[str] = set()
-"""Groups that are to be removed."""
+"""Groups that are still to be removed."""
 
 
 def remove_cgroups(name: str) -> None:
     """Remove the groups of that name from every hierarchy, with those below.
 
-    For the kernel a process belongs to its group for a moment after it has ended. What cannot be
-    removed yet is tried again with the next, and once more when the program ends.
+    A process belongs to its group for a moment after it has ended. A group that cannot be removed
+    yet is tried again with the next one, and once more when the program ends.
     """
     _sweep_at_exit()
     _unused.add(name)
@@ -185,40 +184,40 @@ def _sweep_at_exit() -> None:
 
 
 def sweep_cgroups(patience: float = 0.0) -> bool:
-    """Remove the groups that are not used any more; tell whether all are gone."""
+    """Remove the groups that are no longer used; tell whether all are gone."""
     until = SYSTEM_CLOCK.monotonic() + patience
     while True:
         for name in tuple(_unused):
-            if all(_remove_tree(place / name) for place, _ in cgroup_mounts()):
+            if all(_remove_group(place / name) for place, _ in cgroup_mounts()):
                 _unused.discard(name)
         if not _unused or SYSTEM_CLOCK.monotonic() >= until:
             return not _unused
         threading.Event().wait(0.005)
 
 
-def _remove_tree(folder: Path) -> bool:
+def _remove_group(folder: Path) -> bool:
     for each, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(each)
     return not folder.exists()
 
 
-# Limits that are kept by looking
+# Limits that are enforced by looking
 
 
 class SandboxWatch:
-    """Looks after a command: the disk, and where no cgroup does it, the memory and the processes.
+    """Enforces the limits on the disk, and without a cgroup those on memory and processes.
 
     Args:
         places: Directories on the filesystems that the command's changes are written to.
-        processes: Whether to look after what the command's processes are and have.
+        processes: Whether to watch the command's processes and their memory.
     """
 
     def __init__(self, limits: SandboxLimits, *, places: Sequence[Path], processes: bool) -> None:
         self._limits = limits
         self._processes = processes
-        self._free = {place: _free(place) for place in places}
-        self._free_files = {place: _free_files(place) for place in places}
+        self._bytes = {place: _free(place) for place in places}
+        self._files = {place: _free_files(place) for place in places}
         self._next = 0.0
 
     def __call__(self, running: Running) -> str | None:
@@ -232,10 +231,10 @@ class SandboxWatch:
         return reason
 
     def _look(self, running: Running) -> str | None:
-        limits = self._limits
-        if self._floods(running.layer):
+        limits, layer = self._limits, running.layer
+        if any(self._used(self._bytes, _free, limits.disk, layer, _written, most_of_it=True)):
             return f"it wrote more than {in_words(limits.disk)} to the disk"
-        if self._litters(running.layer):
+        if any(self._used(self._files, _free_files, limits.files, layer, _made)):
             return f"it made or changed more than {limits.files:,} files"
         if not self._processes or running.ended:
             return None
@@ -246,37 +245,39 @@ class SandboxWatch:
             return f"it used more than {in_words(limits.memory)} of memory"
         return None
 
-    def _floods(self, layer: Path | None) -> bool:
-        """Tell whether the command has written too much.
+    def _used(
+        self,
+        known: dict[Path, int | None],
+        free_at: Callable[[Path], int | None],
+        limit: int,
+        layer: Path | None,
+        in_layer: Callable[[Path], Iterator[int]],
+        most_of_it: bool = False,
+    ) -> Iterator[bool]:
+        """Tell for each filesystem whether the command has used more than the limit.
 
-        The free space tells at once when there is nothing to look for. Others write to the disk as
-        well, so what the command wrote is then counted. It can have files that no name leads to:
-        therefore nothing may use up half of what was free.
+        What is free tells at once when there is nothing to look for. Others use the disk as well,
+        so the command's own layer is then counted. A command can have files without a name, which
+        cannot be counted: with ``most_of_it``, half of what was free is too much in any case.
         """
-        limit = self._limits.disk
-        for place in self._free:
-            free = _free(place)
-            # Others may make room meanwhile: what the command writes must not hide behind that.
-            before = self._free[place] = max(self._free[place], free)
-            used = before - free
-            if used > limit and (layer is None or used > before // 2 or _size(layer) > limit):
-                return True
-        return False
-
-    def _litters(self, layer: Path | None) -> bool:
-        """Tell whether the command has made too many files; what is counted is as for the bytes."""
-        limit = self._limits.files
-        for place in self._free_files:
-            free, before = _free_files(place), self._free_files[place]
-            if free is None or before is None:
-                # This filesystem has no limit of its own, so it does not count.
-                if layer is not None and _has_more(layer, limit):
-                    return True
+        for place, before in known.items():
+            free = free_at(place)
+            if free is None or before is None:  # this filesystem has no limit, so it does not count
+                yield layer is not None and _exceeds(in_layer(layer), limit)
                 continue
-            before = self._free_files[place] = max(before, free)
-            if before - free > limit and (layer is None or _has_more(layer, limit)):
-                return True
-        return False
+            # Others may make room meanwhile: what the command writes must not hide behind that.
+            before = known[place] = max(before, free)
+            used = before - free
+            yield used > limit and (
+                layer is None
+                or (most_of_it and used > before // 2)
+                or _exceeds(in_layer(layer), limit)
+            )
+
+
+def _free(place: Path) -> int | None:
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize
 
 
 def _free_files(place: Path) -> int | None:
@@ -284,10 +285,18 @@ def _free_files(place: Path) -> int | None:
     return status.f_ffree if status.f_files else None
 
 
-def _has_more(folder: Path, limit: int) -> bool:
-    """Tell whether there is more in a layer, but for marks of what was removed."""
-    count = 0
-    pending = [str(folder)]
+def _exceeds(amounts: Iterator[int], limit: int) -> bool:
+    return any(total > limit for total in accumulate(amounts))
+
+
+def _written(layer: Path) -> Iterator[int]:
+    """Yield the size of each file in a layer."""
+    return (status.st_blocks * 512 for status in files_below(layer))
+
+
+def _made(layer: Path) -> Iterator[int]:
+    """Yield 1 for each entry of a layer that is not the mark of a removed one."""
+    pending = [str(layer)]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
             for entry in entries:
@@ -295,19 +304,7 @@ def _has_more(folder: Path, limit: int) -> bool:
                     pending.append(entry.path)
                 elif not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
                     continue
-                count += 1
-                if count > limit:
-                    return True
-    return False
-
-
-def _free(place: Path) -> int:
-    status = os.statvfs(place)
-    return status.f_bavail * status.f_frsize
-
-
-def _size(folder: Path) -> int:
-    return sum(status.st_blocks * 512 for status in files_below(folder))
+                yield 1
 
 
 def family_of(pid: int) -> list[int]:
@@ -322,7 +319,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def _takes_more(pids: Sequence[int], limit: int) -> bool:
-    """Tell whether processes have more in memory; what they share counts once, if it matters."""
+    """Tell whether processes use more memory; shared memory counts once, where it matters."""
     return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
