@@ -40,8 +40,7 @@ from weakincentives.prompt.signatures import (
 )
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.prompt.typed import TypedConstructor
-from weakincentives.resources import Resolver, ResourceRegistry
-from weakincentives.resources.opening import as_resolver
+from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 from weakincentives.serde import dump, parse, schema
 from weakincentives.serde.typed import validator_for
 

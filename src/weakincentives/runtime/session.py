@@ -20,7 +20,6 @@ from weakincentives.call import current_view, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     MergeConflict,
-    ReadOnlyView,
     ReducerError,
     SessionError,
     SnapshotError,
@@ -28,6 +27,7 @@ from weakincentives.errors import (
     ViewClosed,
 )
 from weakincentives.logs import get_logger
+from weakincentives.participant import Participant
 from weakincentives.runtime.events import Dispatcher, PromptRendered
 from weakincentives.slices import (
     EMPTY,
@@ -110,6 +110,8 @@ class _Observed(_Entry):
     slice_type: type
     query: Callable[[Slice[Any]], object]
     answer: object
+    subject: str = ""
+    """What the question was about, where that is less than the slice."""
 
     def check(self, root: _Root) -> None:
         """Raise MergeConflict when the answer is another one by now."""
@@ -119,7 +121,10 @@ class _Observed(_Entry):
             same = False
         if not same:
             name = self.slice_type.__name__
-            raise MergeConflict(f"Changed by another call in the meantime: slice {name}", (name,))
+            raise MergeConflict(
+                f"Changed by another call in the meantime: {self.subject or f'slice {name}'}",
+                (self.subject or name,),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +490,7 @@ class SliceAccessor(Generic[T]):
                 )
 
 
-class Session:
+class Session(Participant):
     """What an agent knows and has done: typed slices, changed by events.
 
     >>> from dataclasses import dataclass
@@ -503,12 +508,9 @@ class Session:
     # Defaults on the class: every call makes a view, and hardly any view needs its own.
     _base: Session | None = None
     _forked_from: _Root | None = None
-    _sealed: str | None = None
     _restorable: _Restorable | None = None
     tracks_reads = False
     """Whether this is a view that depends on what is read from it."""
-    read_only: str | None = None
-    """Why writes through this view are refused; None when they are not."""
 
     def __init__(
         self,
@@ -647,12 +649,23 @@ class Session:
 
     def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
         """Return a pure function of a slice, as ``session[T].select`` does."""
-        target = current_view(self)
-        if target.tracks_reads:
-            return target._observed(slice_type, query)
-        return query(target.read_slice(slice_type))
+        return current_view(self).select_here(slice_type, query)
 
-    def _observed(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
+    def select_here(
+        self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
+    ) -> V:
+        """Like ``select``, of exactly this session or view; ``subject`` is for conflicts."""
+        if self.tracks_reads:
+            return self._observed(slice_type, query, subject)
+        return query(_slice_in(self._root, slice_type))
+
+    def slice_here(self, slice_type: type[T]) -> Slice[T]:
+        """Return a slice of exactly this session or view, which does not depend on it then."""
+        return _slice_in(self._root, slice_type)
+
+    def _observed(
+        self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
+    ) -> V:
         """Answer, and note that this view depends on the answer."""
         with self._lock:
             root = self._root
@@ -664,7 +677,7 @@ class Session:
                 and newest.query is query
                 and newest.answer is answer
             ):
-                events = (root.events, _Observed(slice_type, query, answer))
+                events = (root.events, _Observed(slice_type, query, answer, subject))
                 self._root = _Root(root.state, root.log, events)
         return answer
 
@@ -677,7 +690,7 @@ class Session:
         """
         target = current_view(self)
         with target._lock:
-            target._check_writable(event)
+            target._check_change(event)
             before = target._root
             try:
                 after = target._applied(before, event)
@@ -690,6 +703,14 @@ class Session:
                 target._root = before
                 raise
             target._root = after
+
+    def change_here(self, slice_type: type[T], change: Callable[[Slice[T]], Slice[T]]) -> None:
+        """Like ``session[T].update``, of exactly this session or view, also when it is sealed."""
+        with self._lock:
+            following = change(_slice_in(self._root, slice_type))  # its errors are the caller's
+            root = self._root
+            event = None if self._base is None else (root.events, _SliceChanged(slice_type, change))
+            self._root = _Root({**root.state, slice_type: following}, root.log, event)
 
     def register(
         self,
@@ -775,7 +796,7 @@ class Session:
             unchanged = target._root.state is snapshot.state
             own = origin is not None and target._took(snapshot, origin)
             if target._sealed is not None or not (unchanged and own):
-                target._check_writable(snapshot)
+                target._check_change(snapshot)
             target.restore_here(snapshot)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
@@ -805,6 +826,18 @@ class Session:
                 if origin is not None:
                     restorable = self._restorable_after(origin.serial, origin.serial)
             self._root, self._restorable = root, restorable
+
+    def shares_slices_with(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is of this session, or of a view of it."""
+        return snapshot.origin is not None and snapshot.origin.wiring is self._wiring
+
+    def go_to(self, snapshot: Snapshot) -> None:
+        """Like ``restore_here``, also to a snapshot that is newer than one that was restored."""
+        try:
+            self.restore_here(snapshot)
+        except SnapshotExpired:
+            with self._lock:
+                self._root = self._applied(self._root, _StateReplaced(snapshot.state))
 
     def reset(self) -> None:
         """Empty every STATE slice and forget the children; LOG slices stay as they are."""
@@ -886,11 +919,16 @@ class Session:
             view.tracks_reads = True
         return view
 
-    def merge(self, view: Session) -> None:
+    @property
+    def has_changes(self) -> bool:
+        """Whether this view has done more than to read."""
+        return not all(isinstance(entry, _Observed) for entry in self._events_since(None))
+
+    def merge(self, view: Session, *, replay: bool = False) -> None:
         """Bring in what a view changed, all or nothing. The view goes on from the outcome.
 
         Its events are dispatched again on what is here now, so that appends and whatever else
-        reducers make of events add up.
+        reducers make of events add up; with ``replay`` also when nothing has changed here.
 
         Raises:
             MergeConflict: Something the view was told has changed here since the fork.
@@ -898,14 +936,14 @@ class Session:
         if view._base is not self:
             raise SessionError("only a view that was forked from this session can be merged")
         with view._lock:
-            if not all(isinstance(e, _Observed) for e in view._events_since(None)):
-                self._check_writable(view)
-            self.settle(view, keep=True)
+            if view.has_changes:
+                self._check_change(view)
+            self.settle(view, keep=True, replay=replay)
 
-    def check_conflicts(self, view: Session) -> None:
+    def check_conflicts(self, view: Session, *, replay: bool = False) -> None:
         """Raise MergeConflict if something the view was told has changed here since the fork."""
         with self._lock:
-            if self._root is not view._forked_from:
+            if replay or self._root is not view._forked_from:
                 self._replayed(self._root, view)
 
     def settle(
@@ -915,6 +953,7 @@ class Session:
         keep: bool,
         record: object = None,
         transaction: Transaction | None = None,
+        replay: bool = False,
     ) -> None:
         """End a view: keep all it did, or only what it logged; add a record in the same step.
 
@@ -928,7 +967,7 @@ class Session:
             if keep and view._restorable is not None:
                 with view._lock:  # snapshots of an ended view are of no use, but not refused
                     restorable = (restorable or _Restorable()).merged(view._restorable)
-            if keep and root is view._forked_from:
+            if keep and not replay and root is view._forked_from:
                 # Nothing else happened since the fork: the view's slices are the outcome.
                 events = root.events
                 if self._base is not None:
@@ -949,19 +988,11 @@ class Session:
             else:
                 self._root, self._restorable, transaction.settled = root, restorable, True
 
-    def seal(self, reason: str) -> None:
-        """Refuse every write through this view from now on."""
-        with self._lock:
-            self._sealed = reason
-
     # How events apply
 
-    def _check_writable(self, change: object) -> None:
-        if self._sealed is not None:
-            _logger.error("refused %s: %s", _named(change), self._sealed)
-            raise ViewClosed(self._sealed)
-        if self.read_only is not None:
-            raise ReadOnlyView(self.read_only)
+    def _check_change(self, change: object) -> None:
+        if self._sealed is not None or self.read_only is not None:
+            self.check_writable(_named(change))
 
     def _applied(self, root: _Root, event: object) -> _Root:
         """Return what follows from the event, all of it or, by an exception, nothing."""
