@@ -86,6 +86,10 @@ class Participant:
             _logger.error("Refused %s: %s", operation, self._sealed)
             raise ViewClosed(self._sealed)
 
+    @property
+    def is_writable(self) -> bool:
+        return self._sealed is None and self.read_only is None
+
     def check_writable(self, operation: str) -> None:
         """Raise ViewClosed or ReadOnlyView where this view must not be changed."""
         self.check_open(operation)
@@ -110,10 +114,11 @@ class Adapted(Participant):
     restores it.
     """
 
-    def __init__(self, resource: Any, token: object = None) -> None:
+    _token: object = None
+
+    def __init__(self, resource: Any, *, in_place: bool) -> None:
         self._resource = resource
-        self._token = token
-        self.in_place = not can_fork(resource)
+        self.in_place = in_place
 
     @property
     def exposed(self) -> Any:
@@ -126,9 +131,11 @@ class Adapted(Participant):
         self._resource.restore(token)
 
     def fork(self) -> Self:
-        if self.in_place:
-            return type(self)(self._resource, self._resource.snapshot())
-        return type(self)(self._resource.fork())
+        if not self.in_place:
+            return type(self)(self._resource.fork(), in_place=False)
+        view = type(self)(self._resource, in_place=True)
+        view._token = self._resource.snapshot()
+        return view
 
     def check_conflicts(self, view: Any) -> None:
         self._call("check_conflicts", view.exposed)
@@ -162,7 +169,7 @@ def participant_for(resource: Any) -> Participant | None:
     methods = (getattr(resource, name, None) for name in ("snapshot", "restore"))
     if isinstance(resource, type) or not all(map(callable, methods)):
         return None
-    return Adapted(resource)
+    return Adapted(resource, in_place=not can_fork(resource))
 
 
 def can_fork(resource: object) -> bool:

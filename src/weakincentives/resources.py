@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import FunctionType, MappingProxyType, TracebackType
+from types import FunctionType, MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -187,8 +187,8 @@ class ResourceRegistry:
             )
         bindings: dict[type[Any], Binding[Any]] = {}
         for kind, value in resources.items():
-            is_binding = isinstance(value, Binding)
-            bindings[kind] = value if is_binding else Binding.instance(kind, value)
+            found = value if isinstance(value, Binding) else Binding.instance(kind, value)
+            bindings[kind] = found
         return cls(bindings)
 
     @property
@@ -336,12 +336,7 @@ class _Lifetime:
             self._instances, self._participants = {}, ()
         _close_all(reversed(to_close.values()), error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     # How an instance comes about, in call order.

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
 
@@ -67,6 +67,7 @@ _Maps: TypeAlias = "HashTrieMap[str, _Scope]"
 _NO_ENTRIES: _Scope = HashTrieMap()
 _NO_MAPS: _Maps = HashTrieMap()
 _DELETED = _Entry(None)
+_NO_FILE = nullcontext()
 
 
 def _entry(text: str | None) -> _Entry | None:
@@ -248,9 +249,10 @@ class _InSession(Participant):
             MergeConflict: Something the view read or changed has changed here since the fork.
         """
         with self._lock, view._lock:
-            if view._session.has_changes:
+            replay = self._must_replay(view)
+            if not self.is_writable and view._session.has_changes:
                 self.check_writable("merge")
-            self._session.merge(view._session, replay=self._must_replay(view))
+            self._session.settle(view._session, keep=True, replay=replay)
 
     def _must_replay(self, view: _InSession) -> bool:
         """Whether a view's changes depend on something outside the session that has changed."""
@@ -312,9 +314,13 @@ class _Entries(_InSession):
         return view
 
     def merge(self, view: Any) -> None:
-        with self._lock, self._written_through(bool(view._own(self._stored_scope))):
+        if self._parent is not None:
             super().merge(view)
-        self._sweep()
+            return
+        stages = self._store is not None and bool(view._own(_LONG_TERM))
+        with self._lock, self._written_through(stages):
+            super().merge(view)
+            self._sweep()
 
     def _must_replay(self, view: _InSession) -> bool:
         super()._must_replay(view)
@@ -380,29 +386,31 @@ class _Entries(_InSession):
 
         with self._written_through(stored):
             self._session.change_here(_Entry, updated)
-        self._sweep()
+            if self._parent is None:
+                self._sweep()
 
     def _peek(self, key: str) -> str | None:
         if isinstance(self._rows, _SeenRows):
             return self._rows.peek(key)
         return None if self._rows is None else self._rows.get(key)
 
-    def _own(self, scope: str | None) -> _Scope:
-        maps = _maps(self._session.slice_here(_Entry))
-        return _NO_ENTRIES if scope is None else maps.get(scope, _NO_ENTRIES)
+    def _own(self, scope: str) -> _Scope:
+        return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
 
     def _is_there(self, entry: _Entry) -> bool:
         return entry.text is not None and entry.is_current(self._clock)
 
-    @contextmanager
-    def _written_through(self, needed: bool = True) -> Generator[None]:
+    def _written_through(self, needed: bool = True) -> AbstractContextManager[None]:
         """Write what the block stages to the file, in one step with it; only views stage."""
         if self._store is None or self._parent is not None or not needed:
-            yield
-            return
+            return _NO_FILE
+        return self._file_transaction(self._store)
+
+    @contextmanager
+    def _file_transaction(self, store: RowStore) -> Generator[None]:
         before = self._session.snapshot_here()
         try:
-            with self._store.transaction():
+            with store.transaction():
                 yield
                 staged = self._own(_LONG_TERM)
                 if staged:
@@ -428,7 +436,7 @@ class _Entries(_InSession):
 
     def _sweep(self) -> None:
         """Drop expired entries when there are twice as many entries as after the last time."""
-        entries = self._own(_SHORT_TERM) if self._parent is None else _NO_ENTRIES
+        entries = self._own(_SHORT_TERM)
         if len(entries) >= self._sweep_at:
             current = {k: entry for k, entry in entries.items() if entry.is_current(self._clock)}
             self._sweep_at = max(_FEWEST_TO_SWEEP, 2 * len(current))

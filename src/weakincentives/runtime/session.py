@@ -12,7 +12,7 @@ import os
 import threading
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -58,15 +58,13 @@ _Events = tuple[Any, object] | None
 _serials = itertools.count(1)
 
 
+@dataclass(slots=True, eq=False)
 class _Root:
-    """Everything a session holds at one moment."""
+    """Everything a session holds at one moment. Replaced, never changed."""
 
-    __slots__ = ("events", "log", "state")
-
-    def __init__(self, state: _Slices, log: _Slices, events: _Events = None) -> None:
-        self.state = state
-        self.log = log
-        self.events = events
+    state: _Slices
+    log: _Slices
+    events: _Events = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,35 +187,25 @@ def _named(change: object) -> str:
     return type(change).__name__
 
 
+@dataclass(slots=True, eq=False)
 class _Wiring:
     """What a session and all its views share: none of it is state, none is rolled back."""
 
-    __slots__ = ("clock", "default_routes", "dispatcher", "gate", "id", "lock", "parent",
-                 "policies", "prompt", "rendered", "routes", "tags")  # fmt: skip
-
-    def __init__(
-        self,
-        session_id: str,
-        parent: Session | None,
-        dispatcher: Dispatcher,
-        clock: Clock,
-        tags: Mapping[str, str],
-    ) -> None:
-        self.id = session_id
-        self.parent = parent
-        self.dispatcher = dispatcher
-        self.clock = clock
-        self.tags = tags
-        # Replaced together, never changed: they are read without the lock.
-        self.routes: Mapping[type, tuple[_Route, ...]] = {}
-        self.policies: Mapping[type, SlicePolicy] = {}
-        # Found as events come by.
-        self.default_routes: dict[type, tuple[_Route, ...]] = {}
-        self.prompt: Prompt[Any] | None = None
-        self.rendered: RenderedPrompt | None = None
-        self.lock = RLock()
-        # Held by the call under way: calls on one session run one after the other.
-        self.gate = threading.Lock()
+    id: str
+    parent: Session | None
+    dispatcher: Dispatcher
+    clock: Clock
+    tags: Mapping[str, str]
+    # Replaced together, never changed: they are read without the lock.
+    routes: Mapping[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
+    policies: Mapping[type, SlicePolicy] = field(default_factory=dict[type, SlicePolicy])
+    default_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
+    """Found as events come by."""
+    prompt: Prompt[Any] | None = None
+    rendered: RenderedPrompt | None = None
+    lock: Any = field(default_factory=RLock)
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the call under way: calls on one session run one after the other."""
 
     def policy(self, slice_type: type) -> SlicePolicy:
         return self.policies.get(slice_type) or declared_policy(slice_type)
@@ -298,25 +286,15 @@ class _Restorable:
         return _Restorable(taken, min(self.limit, view.limit))
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
     """A session's state at one moment. Costs a reference; dropping it frees what only it held."""
 
-    __slots__ = ("__weakref__", "log", "origin", "state", "tag", "taken_at")
-
-    def __init__(
-        self,
-        state: _Slices,
-        log: _Slices,
-        *,
-        tag: str = "",
-        taken_at: float = 0.0,
-        origin: _Origin | None = None,
-    ) -> None:
-        self.state = state
-        self.log = log
-        self.tag = tag
-        self.taken_at = taken_at
-        self.origin = origin
+    state: _Slices = field(repr=False)
+    log: _Slices = field(repr=False)
+    tag: str = ""
+    taken_at: float = 0.0
+    origin: _Origin | None = field(default=None, repr=False)
 
     def slices(self) -> Iterator[tuple[SlicePolicy, type, Slice[Any]]]:
         """Yield every slice that can be carried over to another process: children cannot."""
@@ -365,23 +343,17 @@ class Snapshot:
         from weakincentives.serde import thaw
 
         known = tuple(types)
-
-        def thawed(slices: Iterable[tuple[str, object]]) -> dict[type, Slice[Any]]:
-            found: dict[type, Slice[Any]] = {}
-            for name, items in slices:
-                values = cast("tuple[object, ...]", thaw(items, types=known))
-                found[_slice_type(name, values, known)] = Slice.of(values)
-            return found
-
         try:
             if document["wink_snapshot"] != 1:
                 raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
-            return cls(
-                thawed(document["state"]),
-                thawed(document["log"]),
-                tag=str(thaw(document["tag"])),
-                taken_at=float(document["taken_at"]),
-            )
+            slices: list[dict[type, Slice[Any]]] = []
+            for kind in ("state", "log"):
+                thawed = ((name, thaw(items, types=known)) for name, items in document[kind])
+                slices.append(
+                    {_slice_type(name, values, known): Slice.of(values) for name, values in thawed}
+                )
+            tag, taken_at = str(thaw(document["tag"])), float(document["taken_at"])
+            return cls(*slices, tag=tag, taken_at=taken_at)
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
 
@@ -391,7 +363,7 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _slice_type(name: str, values: tuple[object, ...], known: tuple[type, ...]) -> type:
+def _slice_type(name: str, values: Any, known: tuple[type, ...]) -> type:
     """Return the type of the slice that held these values: theirs, or one they derive from."""
     for cls in (*known, *type(values[0]).__mro__):
         if type_name(cls) == name:
@@ -936,7 +908,7 @@ class Session(Participant):
         if view._base is not self:
             raise SessionError("only a view that was forked from this session can be merged")
         with view._lock:
-            if view.has_changes:
+            if not self.is_writable and view.has_changes:
                 self._check_change(view)
             self.settle(view, keep=True, replay=replay)
 

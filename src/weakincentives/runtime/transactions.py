@@ -7,7 +7,7 @@ or undoes the views of one call; the functions below it do the same by hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -44,6 +44,7 @@ __all__ = [
 T = TypeVar("T")
 
 _logger = get_logger(__name__)
+_AS_IT_IS = nullcontext()
 
 
 def _restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
@@ -328,17 +329,10 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Keep everything and add the record, in one step as far as anyone can see."""
         self._seal()
-        if not self.forks:
-            self.base.settle(self.session, keep=True, record=record, transaction=self)
-            self.committed = True
-            return
-        with undisturbed(self._journalled):
-            self._merged = tuple(
-                (name, base, base.snapshot_here())
-                for name, base, _ in self.forks
-                if not base.in_place
-            )
-            for _, base, view in self.forks:
+        views = [fork for fork in self.forks if not fork[1].in_place]
+        with undisturbed() if self._journalled else _AS_IT_IS:
+            self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+            for _, base, view in views:
                 base.merge(view)
             self.base.settle(self.session, keep=True, record=record, transaction=self)
         self.committed = True
@@ -395,7 +389,7 @@ class Transaction:
     @property
     def listeners(self) -> tuple[Callable[[], object], ...]:
         """How to tell resources that wait for it that what was merged into them stays."""
-        return tuple(base.after_commit for _, base, _ in self.forks)
+        return tuple(base.after_commit for _, base, _ in self.forks if not base.in_place)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
