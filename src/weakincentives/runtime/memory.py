@@ -55,9 +55,11 @@ class _Entry(NamedTuple):
     expires: float = math.inf
     """On the clock's ``monotonic``."""
 
-    def is_current(self, clock: Clock) -> bool:
-        """Whether it has not expired."""
-        return self.expires == math.inf or self.expires > clock.monotonic()
+    def is_there(self, clock: Clock) -> bool:
+        """Whether it has neither been deleted nor expired."""
+        if self.expires == math.inf:
+            return self.text is not None
+        return self.expires > clock.monotonic()
 
 
 # Keys of rpds maps are strings: it takes the NotImplemented of an ``__eq__`` for an answer, and
@@ -274,7 +276,6 @@ class _Entries(_InSession):
         self._clock = clock
         self._store = store
         self._rows: RowStore | _SeenRows | None = store
-        self._stored_scope = None if store is None else _LONG_TERM
         self._written = None if store is None else _Written()
         self._sweep_at = _FEWEST_TO_SWEEP
 
@@ -336,16 +337,17 @@ class _Entries(_InSession):
             return _maps(values).get(scope, _NO_ENTRIES).get(key)
 
         entry = self._session.select_here(_Entry, at_key, f"{scope}/{key}")
-        if entry is None and scope == self._stored_scope and self._rows is not None:
-            return _entry(self._rows.get(key))
-        return entry if entry is not None and self._is_there(entry) else None
+        rows = self._rows_of(scope)
+        if entry is None and rows is not None:
+            return _entry(rows.get(key))
+        return entry if entry is not None and entry.is_there(self._clock) else None
 
     def _list(self, scope: str, prefix: str = "") -> list[str]:
         """Return the keys of a scope, sorted; a view depends on the whole scope from now on."""
-        own = self._look_at_all(scope)
-        keys = {k for k, entry in own.items() if k.startswith(prefix) and self._is_there(entry)}
-        if scope == self._stored_scope and self._rows is not None:
-            keys.update(key for key in self._rows.keys(prefix) if key not in own)
+        own, rows = self._look_at_all(scope), self._rows_of(scope)
+        keys = {k for k, e in own.items() if k.startswith(prefix) and e.is_there(self._clock)}
+        if rows is not None:
+            keys.update(key for key in rows.keys(prefix) if key not in own)
         return sorted(keys)
 
     def _look_at_all(self, scope: str) -> Mapping[str, _Entry]:
@@ -368,37 +370,35 @@ class _Entries(_InSession):
         self, scope: str, keys: Iterable[str], change: Callable[[_Entry | None], _Entry | None]
     ) -> None:
         """Change entries by a function that a merge may apply once more, to other entries."""
-        stored = scope == self._stored_scope
+        rows = self._rows_of(scope)
 
         def updated(values: Slice[Any]) -> Slice[Any]:
             maps = _maps(values)
             entries = maps.get(scope, _NO_ENTRIES)
             for key in keys:
                 before = entries.get(key)
-                if before is None and stored:
-                    before = _entry(self._peek(key))
-                after = change(before if before is not None and self._is_there(before) else None)
-                if after is None and not stored:
+                if before is None and rows is not None:
+                    before = _entry(rows.peek(key))
+                if before is not None and not before.is_there(self._clock):
+                    before = None
+                after = change(before)
+                if after is None and rows is None:
                     entries = entries.discard(key)
                 else:
                     entries = entries.insert(key, after or _DELETED)
             return values.replace(maps.insert(scope, entries))
 
-        with self._written_through(stored):
+        with self._written_through(rows is not None):
             self._session.change_here(_Entry, updated)
             if self._parent is None:
                 self._sweep()
 
-    def _peek(self, key: str) -> str | None:
-        if isinstance(self._rows, _SeenRows):
-            return self._rows.peek(key)
-        return None if self._rows is None else self._rows.get(key)
+    def _rows_of(self, scope: str) -> RowStore | _SeenRows | None:
+        """Return where a scope is kept, if that is a file."""
+        return self._rows if scope == _LONG_TERM else None
 
     def _own(self, scope: str) -> _Scope:
         return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
-
-    def _is_there(self, entry: _Entry) -> bool:
-        return entry.text is not None and entry.is_current(self._clock)
 
     def _written_through(self, needed: bool = True) -> AbstractContextManager[None]:
         """Write what the block stages to the file, in one step with it; only views stage."""
@@ -438,7 +438,7 @@ class _Entries(_InSession):
         """Drop expired entries when there are twice as many entries as after the last time."""
         entries = self._own(_SHORT_TERM)
         if len(entries) >= self._sweep_at:
-            current = {k: entry for k, entry in entries.items() if entry.is_current(self._clock)}
+            current = {k: entry for k, entry in entries.items() if entry.is_there(self._clock)}
             self._sweep_at = max(_FEWEST_TO_SWEEP, 2 * len(current))
             self._change_maps(lambda maps: maps.insert(_SHORT_TERM, HashTrieMap(current)))
 
@@ -611,12 +611,14 @@ class MemoryManager(_Entries):
 
     def _holding(self, scope: str, words: tuple[str, ...]) -> Iterator[str]:
         """Yield the keys of the entries in a scope that hold every word, in no order."""
-        own = self._look_at_all(scope)
+        own, rows = self._look_at_all(scope), self._rows_of(scope)
         for key, entry in own.items():
-            if self._is_there(entry) and _holds(search_text(key, entry.text or "null"), words):
+            if entry.is_there(self._clock) and _holds(
+                search_text(key, entry.text or "null"), words
+            ):
                 yield key
-        if scope == self._stored_scope and self._rows is not None:
-            yield from (key for key in self._rows.search(words) if key not in own)
+        if rows is not None:
+            yield from (key for key in rows.search(words) if key not in own)
 
 
 def _scope(scope: str) -> str:

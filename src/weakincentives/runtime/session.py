@@ -41,7 +41,6 @@ from weakincentives.slices import (
 
 if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
-    from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Session", "SliceAccessor", "Snapshot"]
 
@@ -924,10 +923,12 @@ class Session(Participant):
         *,
         keep: bool,
         record: object = None,
-        transaction: Transaction | None = None,
+        transaction: Any = None,
         replay: bool = False,
     ) -> None:
         """End a view: keep all it did, or only what it logged; add a record in the same step.
+
+        A ``transaction`` is marked as settled in that step, too.
 
         A record of what is not kept only reaches LOG slices, too. Reducers that fail then are
         left out and logged: what cannot be undone must not fail.
