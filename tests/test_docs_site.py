@@ -374,9 +374,7 @@ def test_help_names_pages_by_their_titles(name: str, text: str):
     assert "[[" not in text, f"{name}: what is optional has one pair of brackets"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/index.md", "docs/tutorial.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/tutorial.md"])
 def test_examples_that_work_as_intended_print_no_traceback(page: str):
     """A newcomer who pastes them sees what they print, and nothing on standard error."""
     opening, closing = r"(?:```python|<!--- invisible-code-block: python)", r"(?:```|-->)"

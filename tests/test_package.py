@@ -35,6 +35,8 @@ LAYERS = [
     ["retry"],
     ["call"],
     ["logs", "deadlines", "budget", "dbc", "slices", "state"],
+    ["gate"],
+    ["participant"],
     ["serde"],
     ["filesystem"],
     ["resources"],

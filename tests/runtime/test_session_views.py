@@ -506,7 +506,7 @@ class TestSealing:
         for name, change in changes.items():
             with pytest.raises(ViewClosed, match="the call has ended"):
                 change()
-            assert f"refused {name}: the call has ended" in caplog.text
+            assert f"Refused {name}: the call has ended" in caplog.text
         with pytest.raises(ViewClosed):
             view.restore(snapshot)
         assert notes(view) == ["a"]
@@ -849,7 +849,7 @@ class TestInCalls:
         with caplog.at_level(logging.ERROR), pytest.raises(ViewClosed, match="has ended"):
             kept[0].dispatch(Note("late"))
         assert notes(session) == []
-        assert "refused Note" in caplog.text
+        assert "Refused Note" in caplog.text
 
 
 # A model: a view is a list of changes, and what is visible is what they make of its start.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from agents import AddStep, Counter, Noted, Plan, Step, World, changing_everything
 
+import weakincentives as wink
 from weakincentives.errors import SnapshotExpired
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import ToolContext
@@ -233,3 +234,50 @@ def test_a_context_of_the_testing_module_takes_part():
 
     assert context.filesystem.read("keep.txt") == "x"
     assert context.session[AddStep].all() == ()
+
+
+class Basket:
+    """A resource that knows nothing of the runtime, and gives each call a view of its own."""
+
+    def __init__(self, items: tuple[str, ...] = ()) -> None:
+        self.items = items
+
+    def snapshot(self) -> tuple[str, ...]:
+        return self.items
+
+    def restore(self, token: tuple[str, ...]) -> None:
+        self.items = token
+
+    def fork(self) -> Basket:
+        return Basket(self.items)
+
+    def merge(self, view: Basket) -> None:
+        self.items = view.items
+
+
+def test_a_resource_of_a_user_that_can_fork_is_forked_merged_and_forgotten():
+    basket, seen = Basket(), []
+
+    @wink.tool(reach="reversible")
+    def put(item: str, fail: bool = False, *, context: wink.ToolContext) -> str:
+        """Put something into the basket."""
+        mine = context.resources.get(Basket)
+        mine.items = (*mine.items, item)
+        seen.append(basket.items)
+        assert context.resources.get(Basket) is mine
+        if item == "outer":
+            put(item="inner", context=context)
+            put(item="lost", fail=True, context=context)
+        if fail:
+            raise ValueError("no")
+        return item
+
+    context = wink.ToolContext(session=wink.Session(), resources={Basket: basket})
+    put(item="outer", context=context)
+    assert basket.items == ("outer", "inner")
+    assert seen == [(), (), ()], "only views change until the commit"
+
+    result = put(item="more", fail=True, context=context)
+
+    assert basket.items == ("outer", "inner")
+    assert "Basket" in result.metadata.undone

@@ -97,6 +97,7 @@ from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
+from weakincentives.participant import Participant
 
 __all__ = ["HostFilesystem"]
 
@@ -378,7 +379,7 @@ def _writing(
     return on_current_view
 
 
-class HostFilesystem:
+class HostFilesystem(Participant):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
     Whatever a call changes is journalled beside the directory before it is made, so it can be
@@ -395,6 +396,8 @@ class HostFilesystem:
         unprotected: Globs of paths that may be changed although their names protect them, such as
             ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
+
+    journalled = True
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ from weakincentives.filesystem.protocol import (
     split_root,
 )
 from weakincentives.filesystem.seen import Seen, check_open, conflict
+from weakincentives.participant import Participant
 
 __all__ = ["MemoryFilesystem"]
 
@@ -119,7 +120,7 @@ def _writing(
     return on_current_view
 
 
-class MemoryFilesystem:
+class MemoryFilesystem(Participant):
     """A :class:`~weakincentives.filesystem.Filesystem` that lives in memory.
 
     >>> fs = MemoryFilesystem({"src/app.py": "print('hi')"})

@@ -17,6 +17,7 @@ from typing import Any
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.filesystem import Committed, Filesystem, HostFilesystem
+from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
@@ -448,7 +449,7 @@ def _point(session: Session, context: ToolContext) -> _Point:
     resources: Any = getattr(context.resources, "context", context.resources)
     named: Iterable[tuple[str, Any]] = getattr(resources, "snapshotables", ())
     tokens = {
-        name: getattr(resource, "snapshot_here", resource.snapshot)()
+        name: resource.snapshot_here() if isinstance(resource, Participant) else resource.snapshot()
         for name, resource in named
         # A snapshot would keep its history from being cut to size.
         if not isinstance(resource, HostFilesystem)

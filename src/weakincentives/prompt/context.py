@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakincentives.budget import BudgetTracker
 from weakincentives.call import CancellationToken, RunContext
 from weakincentives.filesystem import Filesystem
-from weakincentives.resources import Resolver, ResourceRegistry
-from weakincentives.resources.opening import as_resolver
+from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 
 if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat

@@ -64,6 +64,9 @@ class RowStore:
         found = self._rows("SELECT value FROM memory WHERE key = ?", key)
         return found[0][0] if found else None
 
+    peek = get
+    """As a call sees the file, there is a difference."""
+
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that begin with a prefix, sorted."""
         with self._lock:

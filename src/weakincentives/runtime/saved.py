@@ -380,44 +380,30 @@ class SavedSessionData:
         whole, end, _ = path.read_bytes().rpartition(b"\n")  # the rest is torn, or on its way
         if not end:
             raise SnapshotError(f"{path} holds no session: nothing was saved in it")
-        lines = whole.split(b"\n")
+        first, *lines = whole.split(b"\n")
         try:
-            text = Seals(_HEAD).unsealed(lines[0])
+            text = Seals(_HEAD).unsealed(first)
             if text is None:
                 raise _unsealed(path)
             head = _head(json.loads(text))
-            seals = _seals_after(text)
-            state: dict[str, list[Any]] = {}
-            log: dict[str, list[Any]] = {}
-            at, size, damage = head["began"], len(lines[0]) + 1, ""
-            for number, sealed in enumerate(lines[1:], 2):
+            seals, found = _seals_after(text), _Saves(head["began"])
+            size, damage = len(first) + 1, ""
+            for number, sealed in enumerate(lines, 2):
                 text = seals.unsealed(sealed, size)
                 if text is None:
                     damage = f"line {number} of {path} is damaged, or is not ours"
                     break
-                line = json.loads(text)
-                at = line["at"]
-                _apply(line["state"], state)
-                _apply(line["log"], log)
+                found.add(json.loads(text))
                 size += len(sealed) + 1
             if damage and not partly:
                 raise SnapshotError(
                     f"{damage}, so nothing goes on from it: a call that it has on record would be"
                     " made again. `wink log` shows what comes before"
                 )
-            incomplete = _incomplete({**state, **log})
-            return cls(
-                **head,
-                state=state,
-                log=log,
-                at=at,
-                size=size,
-                seals=seals,
-                incomplete=incomplete,
-                damage=damage,
-            )
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
+        held = {"state": found.state, "log": found.log, "incomplete": found.incomplete()}
+        return cls(**head, **held, at=found.at, size=size, seals=seals, damage=damage)
 
     def snapshot(self, types: Iterable[type] = ()) -> Snapshot:
         """Return what the session held; its types must be known here."""
@@ -436,6 +422,7 @@ class SavedSessionData:
 
 
 _HEAD = "session"
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def _seals_after(head: bytes) -> Seals:
@@ -456,8 +443,7 @@ def _readable(data: bytes) -> Generator[bytes]:
 
     Where the seal of the first is good, the others must be: only without the key are all bad.
     """
-    state: dict[str, list[Any]] = {}
-    log: dict[str, list[Any]] = {}
+    found = _Saves(0.0)
     lines = data.split(b"\n")[:-1]
     head = Seals(_HEAD).unsealed(lines[0]) if lines else None
     seals, place = None if head is None else _seals_after(head), 0
@@ -468,13 +454,11 @@ def _readable(data: bytes) -> Generator[bytes]:
         try:
             values = json.loads(text)
             if place:
-                float(values["at"])
-                _apply(values["state"], state)
-                _apply(values["log"], log)
+                found.add(values)
             else:
                 values["wink_session"] = VERSION
                 _head(values)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        except _UNREADABLE:
             return
         place += len(line) + 1
         yield json.dumps(values).encode()
@@ -491,16 +475,27 @@ def _head(line: Any) -> dict[str, Any]:
     }
 
 
-def _apply(changes: dict[str, tuple[int, list[Any]]], slices: dict[str, list[Any]]) -> None:
-    for name, (kept, items) in changes.items():
-        values = slices.setdefault(name, [])
-        if kept > len(values):
-            raise ValueError(f"something is missing in the slice of {name}")
-        values[kept:] = items
+class _Saves:
+    """What the saves of a file add up to, as JSON data."""
 
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.state: dict[str, list[Any]] = {}
+        self.log: dict[str, list[Any]] = {}
 
-def _incomplete(slices: Mapping[str, list[Any]]) -> frozenset[str]:
-    return frozenset(name for name, values in slices.items() if any(map(_is_unsaved, values)))
+    def add(self, line: Any) -> None:
+        self.at = float(line["at"])
+        for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
+            for name, (kept, items) in changes.items():
+                values = slices.setdefault(name, [])
+                if kept > len(values):
+                    raise ValueError(f"something is missing in the slice of {name}")
+                values[kept:] = items
+
+    def incomplete(self) -> frozenset[str]:
+        """Return the slices that hold what could not be saved."""
+        slices = {**self.state, **self.log}
+        return frozenset(name for name, values in slices.items() if any(map(_is_unsaved, values)))
 
 
 def _is_unsaved(value: Any) -> bool:

@@ -11,7 +11,7 @@ import math
 import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet, ref
 
@@ -19,7 +19,6 @@ from weakincentives.call import current_view, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     MergeConflict,
-    ReadOnlyView,
     ReducerError,
     SessionError,
     SnapshotError,
@@ -28,6 +27,7 @@ from weakincentives.errors import (
 )
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
+from weakincentives.participant import Participant
 from weakincentives.runtime.events import Dispatcher, PromptRendered
 from weakincentives.slices import (
     EMPTY,
@@ -41,7 +41,6 @@ from weakincentives.slices import (
 
 if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
-    from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Session", "SliceAccessor", "Snapshot"]
 
@@ -58,15 +57,13 @@ _Events = tuple[Any, object] | None
 _serials = itertools.count(1)
 
 
+@dataclass(slots=True, eq=False)
 class _Root:
-    """Everything a session holds at one moment."""
+    """Everything a session holds at one moment. Replaced, never changed."""
 
-    __slots__ = ("events", "log", "state")
-
-    def __init__(self, state: _Slices, log: _Slices, events: _Events = None) -> None:
-        self.state = state
-        self.log = log
-        self.events = events
+    state: _Slices
+    log: _Slices
+    events: _Events = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +107,8 @@ class _Observed(_Entry):
     slice_type: type
     query: Callable[[Slice[Any]], object]
     answer: object
+    subject: str = ""
+    """What the question was about, where that is less than the slice."""
 
     def check(self, root: _Root) -> None:
         """Raise MergeConflict when the answer is another one by now."""
@@ -119,7 +118,10 @@ class _Observed(_Entry):
             same = False
         if not same:
             name = self.slice_type.__name__
-            raise MergeConflict(f"Changed by another call in the meantime: slice {name}", (name,))
+            raise MergeConflict(
+                f"Changed by another call in the meantime: {self.subject or f'slice {name}'}",
+                (self.subject or name,),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,35 +186,25 @@ def _named(change: object) -> str:
     return type(change).__name__
 
 
+@dataclass(slots=True, eq=False)
 class _Wiring:
     """What a session and all its views share: none of it is state, none is rolled back."""
 
-    __slots__ = ("clock", "default_routes", "dispatcher", "gate", "id", "lock", "parent",
-                 "policies", "prompt", "rendered", "routes", "tags")  # fmt: skip
-
-    def __init__(
-        self,
-        session_id: str,
-        parent: Session | None,
-        dispatcher: Dispatcher,
-        clock: Clock,
-        tags: Mapping[str, str],
-    ) -> None:
-        self.id = session_id
-        self.parent = parent
-        self.dispatcher = dispatcher
-        self.clock = clock
-        self.tags = tags
-        # Replaced together, never changed: they are read without the lock.
-        self.routes: Mapping[type, tuple[_Route, ...]] = {}
-        self.policies: Mapping[type, SlicePolicy] = {}
-        # Found as events come by.
-        self.default_routes: dict[type, tuple[_Route, ...]] = {}
-        self.prompt: Prompt[Any] | None = None
-        self.rendered: RenderedPrompt | None = None
-        self.lock = RLock()
-        # Held by the call under way: calls on one session run one after the other.
-        self.gate = Gate()
+    id: str
+    parent: Session | None
+    dispatcher: Dispatcher
+    clock: Clock
+    tags: Mapping[str, str]
+    # Replaced together, never changed: they are read without the lock.
+    routes: Mapping[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
+    policies: Mapping[type, SlicePolicy] = field(default_factory=dict[type, SlicePolicy])
+    default_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
+    """Found as events come by."""
+    prompt: Prompt[Any] | None = None
+    rendered: RenderedPrompt | None = None
+    lock: Any = field(default_factory=RLock)
+    gate: Gate = field(default_factory=Gate)
+    """Held by the call under way: calls on one session run one after the other."""
 
     def policy(self, slice_type: type) -> SlicePolicy:
         return self.policies.get(slice_type) or declared_policy(slice_type)
@@ -293,25 +285,15 @@ class _Restorable:
         return _Restorable(taken, min(self.limit, view.limit))
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
     """A session's state at one moment. Costs a reference; dropping it frees what only it held."""
 
-    __slots__ = ("__weakref__", "log", "origin", "state", "tag", "taken_at")
-
-    def __init__(
-        self,
-        state: _Slices,
-        log: _Slices,
-        *,
-        tag: str = "",
-        taken_at: float = 0.0,
-        origin: _Origin | None = None,
-    ) -> None:
-        self.state = state
-        self.log = log
-        self.tag = tag
-        self.taken_at = taken_at
-        self.origin = origin
+    state: _Slices = field(repr=False)
+    log: _Slices = field(repr=False)
+    tag: str = ""
+    taken_at: float = 0.0
+    origin: _Origin | None = field(default=None, repr=False)
 
     def slices(self) -> Iterator[tuple[SlicePolicy, type, Slice[Any]]]:
         """Yield every slice that can be carried over to another process: children cannot."""
@@ -360,23 +342,17 @@ class Snapshot:
         from weakincentives.serde import thaw
 
         known = tuple(types)
-
-        def thawed(slices: Iterable[tuple[str, object]]) -> dict[type, Slice[Any]]:
-            found: dict[type, Slice[Any]] = {}
-            for name, items in slices:
-                values = cast("tuple[object, ...]", thaw(items, types=known))
-                found[_slice_type(name, values, known)] = Slice.of(values)
-            return found
-
         try:
             if document["wink_snapshot"] != 1:
                 raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
-            return cls(
-                thawed(document["state"]),
-                thawed(document["log"]),
-                tag=str(thaw(document["tag"])),
-                taken_at=float(document["taken_at"]),
-            )
+            slices: list[dict[type, Slice[Any]]] = []
+            for kind in ("state", "log"):
+                thawed = ((name, thaw(items, types=known)) for name, items in document[kind])
+                slices.append(
+                    {_slice_type(name, values, known): Slice.of(values) for name, values in thawed}
+                )
+            tag, taken_at = str(thaw(document["tag"])), float(document["taken_at"])
+            return cls(*slices, tag=tag, taken_at=taken_at)
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
 
@@ -386,7 +362,7 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _slice_type(name: str, values: tuple[object, ...], known: tuple[type, ...]) -> type:
+def _slice_type(name: str, values: Any, known: tuple[type, ...]) -> type:
     """Return the type of the slice that held these values: theirs, or one they derive from."""
     from weakincentives.serde.exact import current_name
 
@@ -488,7 +464,7 @@ class SliceAccessor(Generic[T]):
                 )
 
 
-class Session:
+class Session(Participant):
     """What an agent knows and has done: typed slices, changed by events.
 
     >>> from dataclasses import dataclass
@@ -506,12 +482,9 @@ class Session:
     # Defaults on the class: every call makes a view, and hardly any view needs its own.
     _base: Session | None = None
     _forked_from: _Root | None = None
-    _sealed: str | None = None
     _restorable: _Restorable | None = None
     tracks_reads = False
     """Whether this is a view that depends on what is read from it."""
-    read_only: str | None = None
-    """Why writes through this view are refused; None when they are not."""
 
     def __init__(
         self,
@@ -653,14 +626,24 @@ class Session:
         # As in read_slice: a call that is being admitted reads the session itself.
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
-            target = self
-        else:
-            target = transaction.view(self)
-        if target.tracks_reads:
-            return target._observed(slice_type, query)
-        return query(_slice_in(target._root, slice_type))
+            return self.select_here(slice_type, query)
+        return transaction.view(self).select_here(slice_type, query)
 
-    def _observed(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
+    def select_here(
+        self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
+    ) -> V:
+        """Like ``select``, of exactly this session or view; ``subject`` is for conflicts."""
+        if self.tracks_reads:
+            return self._observed(slice_type, query, subject)
+        return query(_slice_in(self._root, slice_type))
+
+    def slice_here(self, slice_type: type[T]) -> Slice[T]:
+        """Return a slice of exactly this session or view, which does not depend on it then."""
+        return _slice_in(self._root, slice_type)
+
+    def _observed(
+        self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
+    ) -> V:
         """Answer, and note that this view depends on the answer."""
         with self._lock:
             root = self._root
@@ -672,7 +655,7 @@ class Session:
                 and newest.query is query
                 and newest.answer is answer
             ):
-                events = (root.events, _Observed(slice_type, query, answer))
+                events = (root.events, _Observed(slice_type, query, answer, subject))
                 self._root = _Root(root.state, root.log, events)
         return answer
 
@@ -685,7 +668,7 @@ class Session:
         """
         target = current_view(self)
         with target._lock:
-            target._check_writable(event)
+            target._check_change(event)
             before = target._root
             try:
                 after = target._applied(before, event)
@@ -698,6 +681,14 @@ class Session:
                 target._root = before
                 raise
             target._root = after
+
+    def change_here(self, slice_type: type[T], change: Callable[[Slice[T]], Slice[T]]) -> None:
+        """Like ``session[T].update``, of exactly this session or view, also when it is sealed."""
+        with self._lock:
+            following = change(_slice_in(self._root, slice_type))  # its errors are the caller's
+            root = self._root
+            event = None if self._base is None else (root.events, _SliceChanged(slice_type, change))
+            self._root = _Root({**root.state, slice_type: following}, root.log, event)
 
     def register(
         self,
@@ -783,7 +774,7 @@ class Session:
             unchanged = target._root.state is snapshot.state
             own = origin is not None and target._took(snapshot, origin)
             if target._sealed is not None or not (unchanged and own):
-                target._check_writable(snapshot)
+                target._check_change(snapshot)
             target.restore_here(snapshot)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
@@ -813,6 +804,18 @@ class Session:
                 if origin is not None:
                     restorable = self._restorable_after(origin.serial, origin.serial)
             self._root, self._restorable = root, restorable
+
+    def shares_slices_with(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is of this session, or of a view of it."""
+        return snapshot.origin is not None and snapshot.origin.wiring is self._wiring
+
+    def go_to(self, snapshot: Snapshot) -> None:
+        """Like ``restore_here``, also to a snapshot that is newer than one that was restored."""
+        try:
+            self.restore_here(snapshot)
+        except SnapshotExpired:
+            with self._lock:
+                self._root = self._applied(self._root, _StateReplaced(snapshot.state))
 
     def reset(self) -> None:
         """Empty every STATE slice and forget the children; LOG slices stay as they are."""
@@ -894,11 +897,16 @@ class Session:
             view.tracks_reads = True
         return view
 
-    def merge(self, view: Session) -> None:
+    @property
+    def has_changes(self) -> bool:
+        """Whether this view has done more than to read."""
+        return not all(isinstance(entry, _Observed) for entry in self._events_since(None))
+
+    def merge(self, view: Session, *, replay: bool = False) -> None:
         """Bring in what a view changed, all or nothing. The view goes on from the outcome.
 
         Its events are dispatched again on what is here now, so that appends and whatever else
-        reducers make of events add up.
+        reducers make of events add up; with ``replay`` also when nothing has changed here.
 
         Raises:
             MergeConflict: Something the view was told has changed here since the fork.
@@ -906,14 +914,14 @@ class Session:
         if view._base is not self:
             raise SessionError("only a view that was forked from this session can be merged")
         with view._lock:
-            if not all(isinstance(e, _Observed) for e in view._events_since(None)):
-                self._check_writable(view)
-            self.settle(view, keep=True)
+            if not self.is_writable and view.has_changes:
+                self._check_change(view)
+            self.settle(view, keep=True, replay=replay)
 
-    def check_conflicts(self, view: Session) -> None:
+    def check_conflicts(self, view: Session, *, replay: bool = False) -> None:
         """Raise MergeConflict if something the view was told has changed here since the fork."""
         with self._lock:
-            if self._root is not view._forked_from:
+            if replay or self._root is not view._forked_from:
                 self._replayed(self._root, view)
 
     def settle(
@@ -922,11 +930,13 @@ class Session:
         *,
         keep: bool,
         record: object = None,
-        transaction: Transaction | None = None,
+        transaction: Any = None,
+        replay: bool = False,
     ) -> None:
         """End a view: keep all it did, or only what it logged; add a record in the same step.
 
-        A call that was refused has no view: only its record is added.
+        A ``transaction`` is marked as settled in that step, too. A call that was refused has no
+        view: only its record is added.
 
         A record of what is not kept only reaches LOG slices, too. Reducers that fail then are
         left out and logged: what cannot be undone must not fail.
@@ -939,7 +949,7 @@ class Session:
                 if view._restorable is not None:
                     with view._lock:  # snapshots of an ended view are of no use, but not refused
                         restorable = (restorable or _Restorable()).merged(view._restorable)
-                if root is view._forked_from:
+                if not replay and root is view._forked_from:
                     # Nothing else happened since the fork: the view's slices are the outcome.
                     outcome, events = view._root, root.events
                     if self._base is not None:
@@ -960,19 +970,11 @@ class Session:
                     root, restorable, _Root(root.state, root.log), root, None
                 )  # fmt: skip
 
-    def seal(self, reason: str) -> None:
-        """Refuse every write through this view from now on."""
-        with self._lock:
-            self._sealed = reason
-
     # How events apply
 
-    def _check_writable(self, change: object) -> None:
-        if self._sealed is not None:
-            _logger.error("refused %s: %s", _named(change), self._sealed)
-            raise ViewClosed(self._sealed)
-        if self.read_only is not None:
-            raise ReadOnlyView(self.read_only)
+    def _check_change(self, change: object) -> None:
+        if self._sealed is not None or self.read_only is not None:
+            self.check_writable(_named(change))
 
     def _applied(self, root: _Root, event: object) -> _Root:
         """Return what follows from the event, all of it or, by an exception, nothing."""

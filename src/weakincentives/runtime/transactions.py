@@ -1,24 +1,22 @@
 """Transactions: all of a call's changes, or none.
 
-A call works on views of the session and of resources that can ``fork``; those that can only be
-snapshotted are changed in place and restored. ``Transaction`` is that for a call; the functions
-below it are the same by hand.
+A call works on views of everything that takes part (see ``participant``). ``Transaction`` commits
+or undoes the views of one call; the functions below it do the same by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
-from weakincentives.resources import ResourceContext, Snapshotable, ToolScope
-from weakincentives.resources.opening import as_resolver
-from weakincentives.resources.registry import can_fork
+from weakincentives.participant import Participant, can_fork, participant_for
+from weakincentives.resources import ResourceContext, Snapshotable, ToolScope, as_resolver
 from weakincentives.runtime.session import Session, Snapshot
 
 if TYPE_CHECKING:
@@ -46,26 +44,26 @@ __all__ = [
 T = TypeVar("T")
 
 _logger = get_logger(__name__)
+_AS_IT_IS = nullcontext()
 
 
-def _snapshot_of(resource: Any) -> object:
-    # Ours have a form that takes exactly this object, whatever call is under way.
-    return getattr(resource, "snapshot_here", resource.snapshot)()
-
-
-def _restore_all(tokens: Sequence[tuple[str, Any, object]]) -> dict[str, str]:
+def _restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
     """Restore newest first; one that fails does not keep the others from it.
 
     Returns the names of those that failed, each with what to say about it.
     """
     failures: dict[str, str] = {}
-    for name, resource, token in reversed(tokens):
+    for name, participant, token in reversed(tokens):
         try:
-            getattr(resource, "restore_here", resource.restore)(token)
+            participant.restore_here(token)
         except Exception as error:
-            _logger.exception("restoring %s failed", name)
-            failures[name] = f"{name} could not be restored: {error}"
+            failures[name] = _failure(name, error)
     return failures
+
+
+def _failure(name: str, error: Exception) -> str:
+    _logger.error("restoring %s failed", name, exc_info=error)
+    return f"{name} could not be restored: {error}"
 
 
 class NeedsItsPlace(WinkError):
@@ -121,13 +119,11 @@ class Transaction:
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
     _kept: tuple[object, ...] = ()
-    forks: tuple[tuple[str, Any, Any], ...] = ()
+    forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
-    _tokens: tuple[tuple[str, Any, object], ...] = ()
-    _merged: tuple[tuple[str, Any, object], ...] = ()
+    _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
-    _on_disk = False
-    """Whether what it changes takes several steps to keep or to undo."""
+    _journalled = False
     _scope: ToolScope | None = None
     members: tuple[Member, ...] = ()
     """The nested calls that a snapshot alone does not take back, in the order they were made."""
@@ -178,12 +174,10 @@ class Transaction:
         return self._scope
 
     @property
-    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+    def participants(self) -> tuple[tuple[str, Participant], ...]:
         """All that takes part in transactions, under its own name."""
         return (
-            self.resource_context.snapshotables
-            if self._scope is None
-            else self._scope.snapshotables
+            self.resource_context.participants if self._scope is None else self._scope.participants
         )
 
     def resource(self, kind: type[T]) -> T:
@@ -239,7 +233,7 @@ class Transaction:
                 name = self._name_of(target, base)
                 if name is None:
                     return target
-                view = self._fork(name, base)
+                view = self._fork(name, cast("Participant", participant_for(base)))
         # Kept alive: an id in the table must not be given to another object.
         self._kept = (*self._kept, target)
         self._views[id(target)] = view
@@ -254,8 +248,8 @@ class Transaction:
         if isinstance(target, Session):
             return f"session {target.session_id}" if target.is_related_to(self.base) else None
         if can_fork(target):
-            for name, resource in self.snapshotables:
-                if resource is target:
+            for name, participant in self.participants:
+                if participant.exposed is target:
                     return name
             if target is self.context.given_memory:
                 return type(target).__name__
@@ -263,34 +257,34 @@ class Transaction:
                 return type(target).__name__
         return None
 
-    def _fork(self, name: str, base: Any) -> Any:
-        in_place = getattr(base, "fork_in_place", None)
-        if in_place is None:
+    def _fork(self, name: str, base: Participant) -> Any:
+        """Return what the call works with in place of a participant."""
+        if not base.journalled:
             return self._adopt(name, base, base.fork())
         if self._sealed and not self.beside:
-            # A handler that was given up comes to it only now. It would keep everybody else out,
-            # and nobody would end it.
+            # An abandoned handler comes to it only now. It would keep all others out, and nobody
+            # would end it.
             raise ViewClosed(self._end_reason())
-        self._on_disk = True
-        with undisturbed():  # one that nobody knows of could not be undone
-            return self._adopt(name, base, base.fork() if self.beside else in_place())
+        self._journalled = True
+        with undisturbed():  # a view that is not in the list could not be undone
+            return self._adopt(name, base, base.fork() if self.beside else base.fork_in_place())
 
-    def _adopt(self, name: str, base: Any, view: Any) -> Any:
-        if self.reads_only and hasattr(view, "read_only"):
+    def _adopt(self, name: str, base: Participant, view: Participant) -> Any:
+        if self.reads_only:
             view.read_only = _reads_only(self.call)
         if self._sealed:
-            _seal_view(view, self._end_reason())
+            view.seal(self._end_reason())
         self.forks = (*self.forks, (name, base, view))
-        self._views[id(base)] = self._views[id(view)] = view
-        return view
+        exposed = view.exposed
+        self._views[id(base.exposed)] = self._views[id(exposed)] = exposed
+        return exposed
 
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
         self.reads_only = True
         self.session.read_only = _reads_only(self.call)
         for _, _, view in self.forks:
-            if hasattr(view, "read_only"):
-                view.read_only = self.session.read_only
+            view.read_only = self.session.read_only
 
     def take_snapshots(self, *, external: bool = False) -> None:
         """Note the state of every resource that is changed in place.
@@ -298,21 +292,24 @@ class Transaction:
         ``external`` tells those that can look for it to expect changes from elsewhere.
         """
         if self.at_place:
-            for name, resource in self.resource_context.in_place:
-                self.built(name, resource)
+            for name, participant in self.resource_context.in_place:
+                self._take_snapshot(name, participant)
         if external:
-            for _, resource in self.snapshotables:
-                if hasattr(resource, "expect_external"):
-                    self.view(resource).expect_external()  # type: ignore[attr-defined]
+            for _, participant in self.participants:
+                if participant.journalled:
+                    self.view(participant).expect_external()
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Note the state of a resource as it is; a new one is seen here before anyone has it."""
-        if can_fork(instance):
-            return
+        """Note the state of a new resource before anyone has it."""
+        participant = participant_for(instance)
+        if participant is not None and participant.in_place:
+            self._take_snapshot(name, participant)
+
+    def _take_snapshot(self, name: str, participant: Participant) -> None:
         if not self.at_place:
             self.needs_place = True
         elif not self.reads_only:
-            self._tokens = (*self._tokens, (name, instance, instance.snapshot()))
+            self.forks = (*self.forks, (name, participant, participant.fork_in_place()))
 
     def holds(self, records: Sequence[ToolInvoked | Callable[[], object]]) -> bool:
         """Keep the records of nested calls until this one ends; False once it has ended."""
@@ -327,20 +324,15 @@ class Transaction:
         """Raise MergeConflict if the call depends on something that has changed since."""
         self.base.check_conflicts(self.session)
         for _, base, view in self.forks:
-            check = getattr(base, "check_conflicts", None)
-            if check is not None:
-                check(view)
+            base.check_conflicts(view)
 
     def commit(self, record: object) -> None:
         """Keep everything and add the record, in one step as far as anyone can see."""
         self._seal()
-        if not self.forks:
-            self.base.settle(self.session, keep=True, record=record, transaction=self)
-            self.committed = True
-            return
-        with undisturbed(self._on_disk):
-            self._merged = tuple((name, base, _snapshot_of(base)) for name, base, _ in self.forks)
-            for _, base, view in self.forks:
+        views = [fork for fork in self.forks if not fork[1].in_place]
+        with undisturbed() if self._journalled else _AS_IT_IS:
+            self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+            for _, base, view in views:
                 base.merge(view)
             self.base.settle(self.session, keep=True, record=record, transaction=self)
         self.committed = True
@@ -348,20 +340,17 @@ class Transaction:
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is taken again."""
         self.restore()
-        with undisturbed(self._on_disk):
-            _restore_all(self._merged)
-            self._discard()
+        self._undo_merge()
         self.settled = True
 
     def roll_back(self, record: object) -> None:
         """Take everything back but what was logged, and add the record. May be called again."""
         self._seal()
-        if self.forks:
-            with undisturbed(self._on_disk):
-                _restore_all(self._merged)
-                self._discard()
+        self._undo_merge()
         for _, base, view in self.forks:
-            if isinstance(base, Session):  # a relative of the call's session: it logs, too
+            if isinstance(base, Session) and isinstance(
+                view, Session
+            ):  # a relative of the call's session: it logs, too
                 base.settle(view, keep=False)
         try:
             self.base.settle(self.session, keep=False, record=record, transaction=self)
@@ -374,31 +363,33 @@ class Transaction:
         self._seal()
         if self.reads_only:
             return (), ()
-        with undisturbed(self._on_disk):
-            failures = {**_restore_all(self._tokens), **self._discard()}
-        names = dict.fromkeys(name for name, _, _ in (*self.forks, *self._tokens))
+        with undisturbed(self._journalled):
+            failures = self._discard(self.forks)
+        names = dict.fromkeys(name for name, _, _ in self.forks)
         return ("session", *(n for n in names if n not in failures)), tuple(failures.values())
 
-    def _discard(self) -> dict[str, str]:
-        """Undo what views have changed in place; returns by name what could not be undone."""
+    def _undo_merge(self) -> None:
+        if self.forks:
+            with undisturbed(self._journalled):
+                _restore_all(self._merged)
+                self._discard([fork for fork in self.forks if not fork[1].in_place])
+
+    def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> dict[str, str]:
+        """Undo what views have changed; returns by name what could not be undone."""
         failures: dict[str, str] = {}
-        for name, base, view in reversed(self.forks):
-            discard = getattr(base, "discard", None)
-            if discard is not None:
-                try:
-                    left = discard(view)
-                except Exception as error:
-                    _logger.exception("undoing %s failed", name)
-                    left = (f"{name} could not be restored: {error}",)
-                if left:
-                    failures[name] = "; ".join(left)
+        for name, base, view in reversed(forks):
+            try:
+                left = base.discard(view)
+            except Exception as error:
+                left = (_failure(name, error),)
+            if left:
+                failures[name] = "; ".join(left)
         return failures
 
     @property
     def listeners(self) -> tuple[Callable[[], object], ...]:
         """How to tell resources that wait for it that what was merged into them stays."""
-        tell = (getattr(base, "after_commit", None) for _, base, _ in self.forks)
-        return tuple(each for each in tell if each is not None)
+        return tuple(base.after_commit for _, base, _ in self.forks if not base.in_place)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
@@ -419,13 +410,7 @@ class Transaction:
             self._sealed = True
             self.session.seal(reason)
         for _, _, view in self.forks:
-            _seal_view(view, reason)
-
-
-def _seal_view(view: Any, reason: str) -> None:
-    seal = getattr(view, "seal", None)
-    if seal is not None:
-        seal(reason)
+            view.seal(reason)
 
 
 def _reads_only(call: ToolCall) -> str:
@@ -459,7 +444,7 @@ class CallResources:
     @property
     def snapshotables(self) -> tuple[tuple[str, Any], ...]:
         view = self.transaction.view
-        return tuple((name, view(resource)) for name, resource in self.transaction.snapshotables)
+        return tuple((name, view(each.exposed)) for name, each in self.transaction.participants)
 
     def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
         self.transaction.scope.watch(watcher)
@@ -474,12 +459,14 @@ class CompositeSnapshot:
     def __init__(self, session: Snapshot, tag: str) -> None:
         self.session = session
         self.tag = tag
-        self._tokens: list[tuple[str, Any, object]] = []
+        self._tokens: list[tuple[str, Participant, Any]] = []
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
         """Note a resource's state: as it is now, or right after it was first built."""
-        if not any(known is instance for _, known, _ in self._tokens):
-            self._tokens.append((name, instance, _snapshot_of(instance)))
+        participant = participant_for(instance)
+        known = any(each.exposed is instance for _, each, _ in self._tokens)
+        if participant is not None and not known:
+            self._tokens.append((name, participant, participant.snapshot_here()))
 
     def restore_resources(self) -> None:
         """Restore every resource; one that could not be is an error, once all were tried."""

@@ -33,14 +33,22 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.planning import UpdatePlan as UpdatePlan
     from weakincentives.contrib.tools.planning import plan_done as plan_done
     from weakincentives.contrib.tools.planning import planning_tools as planning_tools
-    from weakincentives.contrib.tools.sandbox.section import CommandOutput as CommandOutput
-    from weakincentives.contrib.tools.sandbox.section import EvaluatePythonParams as EvaluatePythonParams
-    from weakincentives.contrib.tools.sandbox.section import PodmanSandboxConfig as PodmanSandboxConfig
-    from weakincentives.contrib.tools.sandbox.section import PodmanSandboxSection as PodmanSandboxSection
-    from weakincentives.contrib.tools.sandbox.section import ShellExecuteParams as ShellExecuteParams
     from weakincentives.contrib.tools.sandbox.engines import Sandbox as Sandbox
     from weakincentives.contrib.tools.sandbox.engines import find_sandbox as find_sandbox
     from weakincentives.contrib.tools.sandbox.limits import SandboxLimits as SandboxLimits
+    from weakincentives.contrib.tools.sandbox.section import CommandOutput as CommandOutput
+    from weakincentives.contrib.tools.sandbox.section import (
+        EvaluatePythonParams as EvaluatePythonParams,
+    )
+    from weakincentives.contrib.tools.sandbox.section import (
+        PodmanSandboxConfig as PodmanSandboxConfig,
+    )
+    from weakincentives.contrib.tools.sandbox.section import (
+        PodmanSandboxSection as PodmanSandboxSection,
+    )
+    from weakincentives.contrib.tools.sandbox.section import (
+        ShellExecuteParams as ShellExecuteParams,
+    )
     from weakincentives.contrib.tools.web import ScrapedPage as ScrapedPage
     from weakincentives.contrib.tools.web import ScrapeParams as ScrapeParams
     from weakincentives.contrib.tools.web import scrape as scrape

@@ -34,7 +34,6 @@ from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import TIMEOUT
-from weakincentives.state import source_of
 
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session

@@ -1,19 +1,25 @@
-"""Instances: made when first asked for, told to those who watch, closed in reverse order.
+"""Things a tool asks for by type: made when needed, shared or fresh, closed in the end.
 
-Two lifetimes, one mechanism: a ``ResourceContext`` holds what lives until it is closed, a
-``ToolScope`` what lives for one tool call.
+``Binding`` says how an instance is made and how long it lives; a ``ResourceRegistry`` holds the
+bindings. An opened registry is a ``ResourceContext``: it makes instances when they are first asked
+for, tells those who watch, and closes them in reverse order. A ``ToolScope`` does the same for what
+lives for one tool call.
 """
-# The classes of this file are one mechanism and share its parts:
+# The classes of the second half are one mechanism and share its parts:
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import logging
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import FunctionType, MappingProxyType
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from weakincentives.errors import (
@@ -26,23 +32,221 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.gate import Gate
-from weakincentives.resources.registry import (
-    Binding,
-    Ready,
-    ResourceRegistry,
-    Scope,
-    Snapshotable,
-    can_fork,
-)
+from weakincentives.participant import Participant, participant_for
 
-__all__ = ["ResourceContext", "ToolScope", "Watcher"]
+__all__ = [
+    "Binding",
+    "Closeable",
+    "PostConstruct",
+    "Resolver",
+    "ResourceContext",
+    "ResourceRegistry",
+    "Scope",
+    "Snapshotable",
+    "ToolScope",
+    "Watcher",
+]
 
 T = TypeVar("T")
+V = TypeVar("V")
 Chain: TypeAlias = tuple[type[Any], ...]
 """The types being made, outermost first: each is needed by the one before it."""
-_InPlace: TypeAlias = tuple[tuple[str, Snapshotable], ...]
+_Participants: TypeAlias = tuple[tuple[str, Participant], ...]
 
 _log = logging.getLogger("weakincentives.resources")
+
+
+class Closeable(Protocol):
+    """A resource that needs cleaning up: closed when what it was made for ends."""
+
+    def close(self) -> None: ...
+
+
+class PostConstruct(Protocol):
+    """A resource that needs a second step: called once, before anyone gets the instance."""
+
+    def post_construct(self) -> None: ...
+
+
+class Snapshotable(Protocol):
+    """A resource that takes part in transactions."""
+
+    def snapshot(self) -> object:
+        """Return a token for the state as it is now."""
+        ...
+
+    def restore(self, token: Any, /) -> None:
+        """Put back the state that ``token`` stands for."""
+        ...
+
+
+class Resolver(Protocol):
+    """Gives instances by type: a context, a tool call's scope, or what a provider gets."""
+
+    def get(self, kind: type[T]) -> T:
+        """Return the instance for ``kind``, making it if need be."""
+        ...
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the instance for ``kind``, or None when nothing is bound for it."""
+        ...
+
+
+class Scope(Enum):
+    """How long an instance lives."""
+
+    SINGLETON = "singleton"
+    """One per opened context."""
+    TOOL_CALL = "tool_call"
+    """One per tool call."""
+    PROTOTYPE = "prototype"
+    """A fresh one each time it is asked for."""
+
+
+# No slots: with them, frozen and generic, `Binding[Config](...)` is a TypeError on Python 3.11.
+@dataclass(frozen=True)
+class Binding(Generic[T]):
+    """How the instance for a type is made, and how long it lives.
+
+    >>> Binding(list, lambda r: [1, 2], scope=Scope.PROTOTYPE).scope
+    <Scope.PROTOTYPE: 'prototype'>
+    """
+
+    type: builtins.type[T]
+    provider: Callable[[Resolver], T]
+    """Called when the type is first asked for, with a resolver for what it needs itself."""
+    scope: Scope = Scope.SINGLETON
+
+    def __post_init__(self) -> None:
+        _check_key(self.type)
+        name = self.type.__name__
+        if not callable(self.provider):
+            raise ResourceError(
+                f"The provider of {name} must be callable, like `lambda r: {name}()`, "
+                f"got {self.provider!r}; for a ready-made instance use Binding.instance"
+            )
+        if inspect.iscoroutinefunction(self.provider):
+            raise ResourceError(f"The provider of {name} is async; providers are plain functions")
+        if not isinstance(self.scope, Scope):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ResourceError(f"The scope of {name} must be a Scope, got {self.scope!r}")
+
+    @staticmethod
+    def instance(kind: builtins.type[V], value: V, /) -> Binding[V]:
+        """Bind what was made already. Whoever made it closes it."""
+        _check_key(kind)
+        _check_value(kind, value)
+        return Binding(kind, Ready(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The provider of an instance that was made elsewhere."""
+
+    value: Any
+
+    def __call__(self, resolver: Resolver) -> Any:
+        return self.value
+
+
+class ResourceRegistry:
+    """An immutable set of bindings, one per type. Open it to get instances."""
+
+    __slots__ = ("_bindings",)
+
+    def __init__(self, bindings: Mapping[type[Any], Binding[Any]]) -> None:
+        """Take bindings by type; ``of`` and ``build`` are the friendlier ways in."""
+        for kind, binding in bindings.items():
+            _check_key(kind)
+            _check_binding(binding)
+        # A binding under another key than its own type is the one for that key.
+        self._bindings = MappingProxyType(
+            {
+                kind: binding if binding.type is kind else replace(binding, type=kind)
+                for kind, binding in bindings.items()
+            }
+        )
+
+    @classmethod
+    def of(cls, *bindings: Binding[Any]) -> ResourceRegistry:
+        """Make a registry of bindings; each type may come once."""
+        by_type: dict[type[Any], Binding[Any]] = {}
+        for binding in bindings:
+            _check_binding(binding)
+            if binding.type in by_type:
+                raise ResourceError(f"{binding.type.__name__} is bound twice")
+            by_type[binding.type] = binding
+        return cls(by_type)
+
+    @classmethod
+    def build(cls, resources: Mapping[type[Any], Any] | ResourceRegistry) -> ResourceRegistry:
+        """Make a registry of ``{type: instance or Binding}``; a registry comes back as it is."""
+        if isinstance(resources, ResourceRegistry):
+            return resources
+        if not isinstance(resources, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ResourceError(
+                f"Resources come as {{type: instance or Binding}}, got {type(resources).__name__}"
+            )
+        bindings: dict[type[Any], Binding[Any]] = {}
+        for kind, value in resources.items():
+            found = value if isinstance(value, Binding) else Binding.instance(kind, value)
+            bindings[kind] = found
+        return cls(bindings)
+
+    @property
+    def bindings(self) -> Mapping[type[Any], Binding[Any]]:
+        return self._bindings
+
+    def merge(self, other: ResourceRegistry | Mapping[type[Any], Any]) -> ResourceRegistry:
+        """Return both together; where both bind a type, ``other`` wins."""
+        merged = ResourceRegistry.build(other)
+        return ResourceRegistry({**self._bindings, **merged.bindings})
+
+    def open(self) -> ResourceContext:
+        """Return a context that makes instances when they are asked for, and closes them.
+
+        Use it in a ``with`` block, or call its ``close`` yourself.
+        """
+        return ResourceContext(self)
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._bindings
+
+    def __iter__(self) -> Iterator[type[Any]]:
+        return iter(self._bindings)
+
+    def __repr__(self) -> str:
+        return f"ResourceRegistry({', '.join(kind.__name__ for kind in self._bindings)})"
+
+
+def _check_key(kind: object) -> None:
+    if not isinstance(kind, type):
+        raise ResourceError(f"Resources are bound and found by type; {kind!r} is not a class")
+
+
+def _check_binding(binding: object) -> None:
+    if not isinstance(binding, Binding):
+        raise ResourceError(
+            f"Expected a Binding, got {binding!r}; "
+            "for a ready-made instance use Binding.instance(type, value)"
+        )
+
+
+def _check_value(kind: type, value: object) -> None:
+    """Refuse what is surely not the instance that was meant."""
+    name = kind.__name__
+    if value is None:
+        raise ResourceError(f"{name} is bound to None; leave it out and use find(), or bind one")
+    if isinstance(value, type) and kind in value.__mro__:
+        raise ResourceError(
+            f"{name} is bound to the class {value.__name__}; pass an instance, "
+            f"or Binding({name}, lambda r: {value.__name__}(...))"
+        )
+    takes_functions = any("__call__" in vars(base) for base in kind.__mro__)
+    if isinstance(value, FunctionType) and not takes_functions and kind is not FunctionType:
+        raise ResourceError(
+            f"{name} is bound to a function; if that makes the instance, "
+            f"write Binding({name}, {value.__name__})"
+        )
 
 
 class Watcher(Protocol):
@@ -65,7 +269,7 @@ class _Lifetime:
     _closed: bool = False
     _instances: Mapping[type[Any], Any] = MappingProxyType({})
     """Replaced, never changed: it is read without the lock."""
-    _participants: tuple[tuple[str, Snapshotable], ...] = ()
+    _participants: _Participants = ()
     _to_close: dict[int, Any] | None = None
     """By identity, in order of construction; None until something is about to be made."""
     _watcher: Watcher | None = None
@@ -74,11 +278,8 @@ class _Lifetime:
 
     def get(self, kind: type[T]) -> T:
         """Return the instance for ``kind``, making it if need be."""
-        # No lock and no further call for what is there already: this is asked in every tool call.
         if not self._closed:
-            instance = self._context._instances.get(kind)
-            if instance is None:
-                instance = self._instances.get(kind)
+            instance = self._there(kind)
             if instance is not None:
                 return instance
         return self._resolve(kind, (), self._watcher)
@@ -90,13 +291,23 @@ class _Lifetime:
         """
         return self.get(kind) if kind in self._context._bindings else None
 
+    def _there(self, kind: type[T]) -> T | None:
+        """Return what has been made, without a lock: this is asked in every tool call."""
+        instance = self._context._instances.get(kind)
+        return self._instances.get(kind) if instance is None else instance
+
     @property
-    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+    def participants(self) -> _Participants:
         """The live instances that take part in transactions, each once, with a name to show.
 
         Prototypes are not among them: only those who watch hear of a prototype.
         """
         return self._participants
+
+    @property
+    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+        """The ``participants`` as the instances that were made."""
+        return tuple((name, each.exposed) for name, each in self.participants)
 
     def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
         """Tell ``watcher`` of each instance built from now on; return the ``snapshotables`` of now.
@@ -126,12 +337,7 @@ class _Lifetime:
             self._instances, self._participants = {}, ()
         _close_all(reversed(to_close.values()), error)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     # How an instance comes about, in call order.
@@ -216,7 +422,7 @@ class _Lifetime:
             unheard: list[Watcher] = []
             with self._context._lock:
                 self._refuse_when_closed(binding.type)
-                if is_new and _participates(instance) and not self._knows(instance):
+                if is_new and participant_for(instance) and not self._knows(instance):
                     unheard = [each for each in self._audience(watcher) if id(each) not in told]
                 if not unheard:
                     self._keep(binding, instance, is_new)
@@ -233,7 +439,7 @@ class _Lifetime:
         return audience.values()
 
     def _knows(self, instance: object) -> bool:
-        return any(known is instance for _, known in self.snapshotables)
+        return any(known.exposed is instance for _, known in self.participants)
 
     def _keep(self, binding: Binding[Any], instance: object, is_new: bool) -> None:
         if is_new and _method(instance, "close") is not None:
@@ -241,8 +447,9 @@ class _Lifetime:
             self._to_close.setdefault(id(instance), instance)
         if binding.scope is Scope.PROTOTYPE:
             return
-        if _participates(instance) and not self._knows(instance):
-            self._participants = (*self._participants, (binding.type.__name__, instance))
+        participant = participant_for(instance)
+        if participant is not None and not self._knows(instance):
+            self._participants = (*self._participants, (binding.type.__name__, participant))
         self._instances = {**self._instances, binding.type: instance}
 
     def _refuse_when_closed(self, kind: type[Any]) -> None:
@@ -273,7 +480,7 @@ class ResourceContext(_Lifetime):
                 self._keep(binding, binding.provider.value, is_new=False)
 
         # The participants, and what calls need to know of them: found once for many calls.
-        self._sorted: tuple[Any, _InPlace, tuple[Gate, ...]] = ((), (), ())
+        self._sorted: tuple[_Participants, _Participants, tuple[Gate, ...]] = ((), (), ())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         # Which thread makes what, and what a thread waits for.
@@ -281,26 +488,24 @@ class ResourceContext(_Lifetime):
         self._waiting: dict[int, tuple[_Lifetime, type[Any]]] = {}
 
     @property
-    def in_place(self) -> tuple[tuple[str, Snapshotable], ...]:
-        """Those of the ``snapshotables`` that cannot fork, so that calls change them in place."""
-        if self._sorted[0] is not self._participants:
-            self._sort()
-        return self._sorted[1]
+    def in_place(self) -> _Participants:
+        """Those of the ``participants`` that cannot fork, so that calls change them in place."""
+        return self._by_kind()[1]
 
     @property
     def gates(self) -> tuple[Gate, ...]:
         """The locks of resources that one call at a time can work on, whatever its session."""
-        if self._sorted[0] is not self._participants:
-            self._sort()
-        return self._sorted[2]
+        return self._by_kind()[2]
 
-    def _sort(self) -> None:
+    def _by_kind(self) -> tuple[_Participants, _Participants, tuple[Gate, ...]]:
         participants = self._participants
-        in_place = tuple(each for each in participants if not can_fork(each[1]))
-        found = (getattr(resource, "gate", None) for _, resource in participants)
-        # In one order everywhere, so that no two calls wait for each other.
-        gates = sorted((gate for gate in found if gate is not None), key=id)
-        self._sorted = (participants, in_place, tuple(gates))
+        if self._sorted[0] is not participants:
+            in_place = tuple(each for each in participants if each[1].in_place)
+            found = (participant.gate for _, participant in participants)
+            # In one order everywhere, so that no two calls wait for each other.
+            gates = sorted((gate for gate in found if gate is not None), key=id)
+            self._sorted = (participants, in_place, tuple(gates))
+        return self._sorted
 
     def built(self, kind: type[T]) -> T | None:
         """Return the singleton for ``kind`` if it has been made, without making anything."""
@@ -342,7 +547,7 @@ class ToolScope(_Lifetime):
         self._watcher = watcher
 
     @property
-    def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
+    def participants(self) -> _Participants:
         """The context's live instances that take part in transactions, then the call's own."""
         return (*self._context._participants, *self._participants)
 
@@ -372,12 +577,9 @@ class _Resolver:
     def get(self, kind: type[T]) -> T:
         if not self._chain:
             return self._lifetime.get(kind)
-        lifetime = self._lifetime
-        instance = lifetime._context._instances.get(kind)
+        instance = self._lifetime._there(kind)
         if instance is None:
-            instance = lifetime._instances.get(kind)
-        if instance is None:
-            instance = lifetime._resolve(kind, self._chain, self._watcher)
+            instance = self._lifetime._resolve(kind, self._chain, self._watcher)
         self._given.append(instance)
         return instance
 
@@ -393,8 +595,21 @@ class _Resolver:
         self._given.clear()
 
 
-def _participates(instance: object) -> TypeGuard[Snapshotable]:
-    return _method(instance, "snapshot") is not None and _method(instance, "restore") is not None
+_NO_BINDINGS = ResourceRegistry.of()
+
+
+def as_resolver(resources: object) -> Resolver:
+    """Open a ResourceRegistry or a plain mapping; return what is open already as it is."""
+    if hasattr(resources, "find"):  # first, because it is the case on every call
+        return cast("Resolver", resources)
+    if resources is None:
+        return _NO_BINDINGS.open()
+    if isinstance(resources, (ResourceRegistry, Mapping)):
+        return ResourceRegistry.build(cast("Mapping[type[Any], Any]", resources)).open()
+    raise TypeError(
+        "resources must be prompt.resources, an open context, a ResourceRegistry or a mapping "
+        f"of types to instances, got {type(resources).__name__}"
+    )
 
 
 def _method(instance: object, name: str) -> Any:

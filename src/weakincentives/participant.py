@@ -1,0 +1,179 @@
+"""The contract of everything that takes part in a transaction.
+
+A call works on views. ``fork`` makes one, ``check_conflicts`` validates what it read, ``merge``
+commits it and ``discard`` undoes it. ``seal`` fences it off once the call has ended. The session,
+both filesystems, the memory and the event bus implement the contract; a resource that only has
+``snapshot`` and ``restore``, and perhaps ``fork`` and ``merge``, is adapted to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from weakincentives.errors import ReadOnlyView, ViewClosed
+from weakincentives.gate import Gate
+from weakincentives.logs import get_logger
+
+__all__ = ["Adapted", "Participant", "can_fork", "participant_for"]
+
+_logger = get_logger(__name__)
+
+
+class Participant:
+    """Takes part in transactions."""
+
+    in_place: bool = False
+    """Whether calls change the object itself, so that only one call at a time can use it."""
+    journalled: bool = False
+    """Whether merging and undoing take several steps that Ctrl-C must not come between."""
+    read_only: str | None = None
+    """Why changes to this view are refused; None when they are not."""
+    _sealed: str | None = None
+    _lock: Any
+    """Re-entrant. Held while something is changed, so that nothing changes after ``seal``."""
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate that a call passes from start to end, if only one call at a time can run."""
+        return None
+
+    @property
+    def exposed(self) -> Any:
+        """What a handler works with."""
+        return self
+
+    def snapshot_here(self) -> Any:
+        """Return a token for the state of exactly this object, whichever call is under way."""
+        raise NotImplementedError
+
+    def restore_here(self, token: Any, /) -> None:
+        """Go back to a token's state, also when this object is sealed or read-only."""
+        raise NotImplementedError
+
+    def fork(self) -> Self:
+        """Return a private view: it starts as this is now, and neither sees the other's changes."""
+        raise NotImplementedError
+
+    def fork_in_place(self) -> Self:
+        """Return a view for the only call under way, which may change the original at once."""
+        return self.fork()
+
+    def check_conflicts(self, view: Any) -> None:
+        """Raise MergeConflict if something the view depends on has changed here since the fork."""
+
+    def merge(self, view: Any) -> None:
+        """Commit a view's changes, all of them or none. A sealed view can be merged.
+
+        Raises:
+            MergeConflict: Something the view read or changed has changed here since the fork.
+        """
+        raise NotImplementedError
+
+    def discard(self, view: Any) -> Sequence[str]:
+        """Undo what a view changed; returns a sentence for each thing that could not be undone."""
+        return ()
+
+    def seal(self, reason: str) -> None:
+        """Refuse every later change with ``ViewClosed`` and log it; reading still works."""
+        with self._lock:
+            if self._sealed is None:
+                self._sealed = reason
+
+    def check_open(self, operation: str) -> None:
+        """Raise ViewClosed, and log it, where this view has ended."""
+        if self._sealed is not None:
+            _logger.error("Refused %s: %s", operation, self._sealed)
+            raise ViewClosed(self._sealed)
+
+    @property
+    def is_writable(self) -> bool:
+        return self._sealed is None and self.read_only is None
+
+    def check_writable(self, operation: str) -> None:
+        """Raise ViewClosed or ReadOnlyView where this view must not be changed."""
+        self.check_open(operation)
+        if self.read_only is not None:
+            raise ReadOnlyView(self.read_only)
+
+    def changed_here(self) -> tuple[str, ...]:
+        """Return the paths of files that this view has changed."""
+        return ()
+
+    def expect_external(self) -> None:
+        """Expect programs that the call starts to change things past this object."""
+
+    def after_commit(self) -> None:
+        """Called once nothing that was merged can be undone any more."""
+
+
+class Adapted(Participant):
+    """A resource that has only ``snapshot`` and ``restore``, or also ``fork`` and ``merge``.
+
+    Without ``fork``, its view is a token: a call changes the resource itself, and ``discard``
+    restores it.
+    """
+
+    _token: object = None
+
+    def __init__(self, resource: Any, *, in_place: bool) -> None:
+        self._resource = resource
+        self.in_place = in_place
+
+    @property
+    def exposed(self) -> Any:
+        return self._resource
+
+    def snapshot_here(self) -> Any:
+        return self._resource.snapshot()
+
+    def restore_here(self, token: Any, /) -> None:
+        self._resource.restore(token)
+
+    def fork(self) -> Self:
+        if not self.in_place:
+            return type(self)(self._resource.fork(), in_place=False)
+        view = type(self)(self._resource, in_place=True)
+        view._token = self._resource.snapshot()
+        return view
+
+    def check_conflicts(self, view: Any) -> None:
+        self._call("check_conflicts", view.exposed)
+
+    def merge(self, view: Any) -> None:
+        if not self.in_place:
+            self._resource.merge(view.exposed)
+
+    def discard(self, view: Any) -> Sequence[str]:
+        if self.in_place:
+            self._resource.restore(view._token)
+            return ()
+        return self._call("discard", view.exposed) or ()
+
+    def seal(self, reason: str) -> None:
+        self._call("seal", reason)
+
+    def _call(self, name: str, *args: object) -> Any:
+        """Call an optional method of a resource that can fork."""
+        method = None if self.in_place else getattr(self._resource, name, None)
+        return None if method is None else method(*args)
+
+
+def participant_for(resource: Any) -> Participant | None:
+    """Return how a resource takes part in transactions; None where it does not.
+
+    A class that is bound as a resource has no methods to call.
+    """
+    if isinstance(resource, Participant):
+        return resource
+    methods = (getattr(resource, name, None) for name in ("snapshot", "restore"))
+    if isinstance(resource, type) or not all(map(callable, methods)):
+        return None
+    return Adapted(resource, in_place=not can_fork(resource))
+
+
+def can_fork(resource: object) -> bool:
+    """Whether calls get views of a resource; all others are changed in place."""
+    return isinstance(resource, Participant) or (
+        hasattr(resource, "fork") and hasattr(resource, "merge")
+    )
