@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 from wire import Script, WireServer
 
 import weakincentives as wink
+from waiting import is_readable
 from weakincentives.adapters import (
     LocalAdapter,
     LocalModel,
@@ -536,12 +536,12 @@ def test_one_server_is_shared_and_ends_with_the_process(tmp_path: Path):
         assert process.stdout is not None
         server = os.pidfd_open(int(process.stdout.readline()))
         try:
-            assert select.select([server], [], [], 0)[0] == []
+            assert not is_readable(server, 0)
             if how is not None:
                 process.send_signal(how)
             _, said = process.communicate()
             assert said == ""
-            assert select.select([server], [], [], 300)[0] == [server], f"it outlives {how}"
+            assert is_readable(server, 300), f"it outlives {how}"
         finally:
             os.close(server)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import ssl
 import sys
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+from waiting import is_readable
 from weakincentives.adapters import Message, ModelTurn
 from weakincentives.call import ToolCall
 from weakincentives.errors import (
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Wait until the client hangs up."""
         self.close_connection = True
         while not self.wire.stopping.is_set():
-            if select.select([self.connection], [], [], 0.05)[0]:
+            if is_readable(self.connection.fileno(), 0.05):
                 return
 
     def send(self, answer: Raw) -> None:

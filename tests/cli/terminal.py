@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import select
 import struct
 import subprocess
 import sys
@@ -22,7 +21,8 @@ WINK = (sys.executable, "-m", "weakincentives.cli")
 _WITH_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execvp(sys.argv[1], sys.argv[1:])"
-)
+)from waiting import is_readable
+
 
 
 class Terminal:
@@ -105,11 +105,9 @@ class Terminal:
         return code
 
     def _read(self) -> None:
-        readable = select.poll()
-        readable.register(self._master, select.POLLIN)
         while True:
             # A terminal that somebody waits to read from stays open, also when it is hung up.
-            if not readable.poll(100):
+            if not is_readable(self._master, 0.1):
                 continue
             try:
                 data = os.read(self._master, 65536)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import shlex
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
 
 from ordinary_user import OrdinaryUser
+from waiting import is_readable
 from weakincentives.errors import (
     CommandFailed,
     FilesystemError,
@@ -921,7 +921,7 @@ def test_a_command_without_an_overlay_dies_with_the_process_that_started_it(
     alive = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
         process = subprocess.Popen([sys.executable, "-c", CALLER, root, busy])
-        assert select.select([alive], [], [], 60)[0]
+        assert is_readable(alive, 60)
         assert os.read(alive, 8) == b"started\n"
         process.kill()
         process.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ import pytest
 pytest.importorskip("mcp")
 pytest.importorskip("typer")
 
-from program import SECONDS, SIGNALS, TOOLS, Program, wait_until_there
+from program import SECONDS, SIGNALS, TOOLS, Program, wait_until_therefrom waiting import is_readable
+
 
 
 @pytest.fixture
@@ -218,9 +218,7 @@ def children_of(pid: int) -> list[int]:
 def wait_until_ended(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     try:
-        ended = select.poll()
-        ended.register(descriptor, select.POLLIN)
-        assert ended.poll(SECONDS * 1000)
+        assert is_readable(descriptor, SECONDS)
     finally:
         os.close(descriptor)
 
