@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pyte
 
+from waiting import is_readable
+
 WINK = (sys.executable, "-m", "weakincentives.cli")
 
 # Makes the terminal that of the program: Ctrl-C reaches nobody else.
 _WITH_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execvp(sys.argv[1], sys.argv[1:])"
-)from waiting import is_readable
-
+)
 
 
 class Terminal:

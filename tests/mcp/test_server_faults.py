@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("mcp")
 pytest.importorskip("typer")
 
-from program import SECONDS, SIGNALS, TOOLS, Program, wait_until_therefrom waiting import is_readable
+from program import SECONDS, SIGNALS, TOOLS, Program, wait_until_there
 
+from waiting import is_readable
 
 
 @pytest.fixture
