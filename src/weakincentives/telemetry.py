@@ -172,7 +172,7 @@ class Telemetry:
         from opentelemetry.context import get_current
 
         call = progress.call
-        offer = progress.offers.get(call.name)
+        offer = progress.around.offers.get(call.name)
         tool = None if offer is None else offer.tool
         attributes = {
             "gen_ai.tool.name": str(call.name),

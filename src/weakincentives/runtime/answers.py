@@ -66,7 +66,7 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
             f"the handler returned {type(answer).__name__}, not a ToolResult; "
             "return ToolResult.ok(...) or ToolResult.error(...)"
         )
-    result = cast("ToolResult[Any]", answer)
+    result: ToolResult[Any] = answer  # pyright: ignore[reportUnknownVariableType]
     value = result.value
     if value is not None:
         _check_finished(value)
@@ -98,7 +98,7 @@ def refuse_unknown(progress: Progress) -> NoReturn:
     """Refuse a call to a tool that is not offered."""
     from difflib import get_close_matches
 
-    name, offers = str(progress.call.name), progress.offers
+    name, offers = str(progress.call.name), progress.around.offers
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
