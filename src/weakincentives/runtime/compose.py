@@ -30,6 +30,7 @@ from weakincentives.runtime.tool_call import (
     aexecute_tools,
     execute_tool,
     execute_tools,
+    step_by_hand,
 )
 
 __all__ = [
@@ -509,20 +510,11 @@ def _handler_of(work: Work, members: Sequence[AnyTool]) -> Any:
     else:
 
         def here(params: Any, *, context: ToolContext) -> AnyResult:
-            return _finished(work(params, _Run(context, here, False)))
+            return step_by_hand(work, params, _Run(context, here, False))
 
         made = here
     made.composed_of = members  # whether it may run beside others depends on all of them
     return made
-
-
-def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns in which nothing waits."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise RuntimeError("a composed call waited for something; this is a bug in the runtime")
 
 
 def _answer(
