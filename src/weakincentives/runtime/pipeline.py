@@ -24,7 +24,7 @@ from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecisi
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime import answers, effects, instrumentation, turn
+from weakincentives.runtime import answers, effects, events, turn
 from weakincentives.runtime.progress import Progress, Surroundings
 from weakincentives.runtime.session import Session
 
@@ -37,7 +37,7 @@ _MAX_CASCADE = 8
 
 def run_call(progress: Progress) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
-    telemetry = instrumentation.telemetry
+    telemetry = events.telemetry
     return _run(progress) if telemetry is None else telemetry.tool_call(_run, progress)
 
 
