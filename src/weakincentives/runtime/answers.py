@@ -68,11 +68,13 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
         )
     result: ToolResult[Any] = answer  # pyright: ignore[reportUnknownVariableType]
     value = result.value
+    if result.success and (value is None or type(value) in tool.value_types):
+        return result
     if value is not None:
         _check_finished(value)
     if not result.success:
         raise Failed(result)
-    if value is not None and not isinstance(value, tool.value_types):
+    if not isinstance(value, tool.value_types):
         raise TypeError(
             f"the handler returned a value of type {type(value).__name__}, but its contract is "
             f"ToolResult[{show(tool.result_type)}]"
@@ -236,9 +238,11 @@ def complete(
         duration=duration,
         call_id=call.id,
         ran=progress.ran,
-        notes=progress.notes,
-        denied_by=progress.denied_by,
     )
+    if progress.notes:
+        event.notes = progress.notes
+    if progress.denied_by:
+        event.denied_by = progress.denied_by
     if progress.parent is not None:
         event.nested_in = progress.parent.call.id
     if place is not None:

@@ -25,8 +25,10 @@ from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime import answers, effects, events, turn
-from weakincentives.runtime.progress import Progress, Surroundings
+from weakincentives.runtime.answers import checked, complete
+from weakincentives.runtime.progress import Progress, Recorded, Surroundings
 from weakincentives.runtime.session import Session
+from weakincentives.runtime.transactions import Place
 
 __all__ = ["run_call"]
 
@@ -35,8 +37,16 @@ _logger = get_logger(__name__)
 _MAX_CASCADE = 8
 
 
-def run_call(progress: Progress) -> Coroutine[Any, Any, ToolResult[Any]]:
+def run_call(
+    around: Surroundings,
+    call: ToolCall,
+    recorded: list[Recorded],
+    on_loop: bool,
+    place: Place | None = None,
+    depth: int = 0,
+) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
+    progress = Progress(around, call, recorded, place, on_loop, depth)
     telemetry = events.telemetry
     return _run(progress) if telemetry is None else telemetry.tool_call(_run, progress)
 
@@ -66,7 +76,7 @@ async def _run(progress: Progress) -> ToolResult[Any]:
                     answer = tool.handler(progress.params, context=progress.bound)  # type: ignore[misc]
                 except StopIteration as error:  # which a coroutine cannot let through
                     raise RuntimeError(f"the handler raised StopIteration: {error}") from error
-            result = answers.checked(tool, answer)
+            result = checked(tool, answer)
             progress.succeeded = True
             if tool.effects:
                 await effects.apply_effects(progress, transaction, result)
@@ -76,7 +86,7 @@ async def _run(progress: Progress) -> ToolResult[Any]:
                 transaction.check_place()
             if progress.ledger is not None:
                 effects.note_outcome(progress, transaction, result)
-            transaction.commit(answers.complete(progress, result))
+            transaction.commit(complete(progress, result))
         except BaseException as error:  # the one place that undoes
             following = await _undo(progress, error)
             if following is None and answers.raises_through(error):
@@ -239,7 +249,7 @@ def _roll_back(progress: Progress, result: ToolResult[Any]) -> None:
         if progress.ledger is not None and not progress.compensated:
             outside = "what it did outside the session, files and resources"
             progress.not_undone = (*progress.not_undone, outside)
-    event = answers.complete(progress, result, undone)
+    event = complete(progress, result, undone)
     if transaction is not None:
         transaction.roll_back(event)
     else:
@@ -279,6 +289,5 @@ async def _cascade(
     progress: Progress, call: ToolCall, offers: Mapping[str, Offer]
 ) -> ToolResult[Any]:
     """Make a call that follows a commit, as a transaction of its own."""
-    around = Surroundings(progress.context, offers)
-    depth = progress.depth + 1
-    return await run_call(Progress(around, call, progress.recorded, None, progress.on_loop, depth))
+    around, depth = Surroundings(progress.context, offers), progress.depth + 1
+    return await run_call(around, call, progress.recorded, progress.on_loop, None, depth)

@@ -22,7 +22,7 @@ from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.effects import cascaded
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.pipeline import run_call
-from weakincentives.runtime.progress import Progress, Recorded, Surroundings, offers_of, opened
+from weakincentives.runtime.progress import Recorded, Surroundings, offers_of, opened
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import Place
 from weakincentives.runtime.turn import Group, Turn, run_together
@@ -164,17 +164,11 @@ async def run_cascade(
 class _Work(Surroundings):
     """What passes the gates together: one call, or calls of a turn that run at the same time."""
 
-    def call(
-        self, recorded: list[Recorded], on_loop: bool, call: ToolCall, place: Place | None
-    ) -> Coroutine[Any, Any, AnyResult]:
-        """Return one call, ready to run."""
-        return run_call(Progress(self, call, recorded, place, on_loop))
-
     async def together(self, turn: Turn, group: Group) -> list[AnyResult]:
         """Run calls at the same time. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in group]
         starts = [
-            (number, partial(self.call, recorded, True, call))
+            (number, partial(run_call, self, call, recorded, True))
             for (number, call), recorded in zip(group, records, strict=True)
         ]
         try:
@@ -272,14 +266,14 @@ def _run(
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     work = _Work(context, offers)
-    return work.run(partial(work.call, work.recorded, needs_loop, call, place), needs_loop)
+    return work.run(partial(run_call, work, call, work.recorded, needs_loop, place), needs_loop)
 
 
 async def _arun(
     call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
 ) -> AnyResult:
     work = _Work(context, offers)
-    return await work.arun(partial(work.call, work.recorded, True, call, place))
+    return await work.arun(partial(run_call, work, call, work.recorded, True, place))
 
 
 def _run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
