@@ -35,7 +35,7 @@ LAYERS = [
     ["retry"],
     ["call"],
     ["logs", "deadlines", "budget", "dbc", "regex", "slices", "state"],
-    ["ours"],
+    ["gate", "ours"],
     ["serde"],
     ["filesystem"],
     ["resources"],
