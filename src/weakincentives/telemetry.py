@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.errors import MissingExtra, ProviderError, VisibilityExpansionRequired
-from weakincentives.runtime import instrumentation
+from weakincentives.runtime import events
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, PromptResponse
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.serde import dump
@@ -59,11 +59,11 @@ def instrument(
     from weakincentives import __version__
 
     tracer = get_tracer("weakincentives", __version__, tracer_provider)
-    telemetry = instrumentation.telemetry = Telemetry(tracer, content=content)
+    telemetry = events.telemetry = Telemetry(tracer, content=content)
 
     def uninstrument() -> None:
-        if instrumentation.telemetry is telemetry:
-            instrumentation.telemetry = None
+        if events.telemetry is telemetry:
+            events.telemetry = None
 
     return uninstrument
 
@@ -172,7 +172,7 @@ class Telemetry:
         from opentelemetry.context import get_current
 
         call = progress.call
-        offer = progress.offers.get(call.name)
+        offer = progress.around.offers.get(call.name)
         tool = None if offer is None else offer.tool
         attributes = {
             "gen_ai.tool.name": str(call.name),

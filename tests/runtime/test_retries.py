@@ -337,3 +337,25 @@ def test_a_policy_that_refuses_a_result_does_not_have_the_handler_run_again():
 
     assert not result.success
     assert sent == ["a"]
+
+
+def test_a_tool_that_only_reads_must_not_write_in_a_later_attempt_either():
+    attempts: list[int] = []
+
+    def handler(params: Step, *, context: ToolContext) -> ToolResult[None]:
+        attempts.append(len(attempts))
+        if len(attempts) == 1:
+            raise ConnectionError("busy")
+        context.session.dispatch(AddStep("written"))
+        return ToolResult.ok(None)
+
+    looks = Tool[Step, None](
+        name="look", description="Looks.", handler=handler, reach="read", retry=TWICE_MORE
+    )
+    w = World([looks])
+
+    result = w.call("look")
+
+    assert len(attempts) > 1
+    assert not result.success
+    assert w.state()[0].steps == ()

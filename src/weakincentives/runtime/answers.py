@@ -66,13 +66,15 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
             f"the handler returned {type(answer).__name__}, not a ToolResult; "
             "return ToolResult.ok(...) or ToolResult.error(...)"
         )
-    result = cast("ToolResult[Any]", answer)
+    result: ToolResult[Any] = answer  # pyright: ignore[reportUnknownVariableType]
     value = result.value
+    if result.success and (value is None or type(value) in tool.value_types):
+        return result
     if value is not None:
         _check_finished(value)
     if not result.success:
         raise Failed(result)
-    if value is not None and not isinstance(value, tool.value_types):
+    if not isinstance(value, tool.value_types):
         raise TypeError(
             f"the handler returned a value of type {type(value).__name__}, but its contract is "
             f"ToolResult[{show(tool.result_type)}]"
@@ -98,7 +100,7 @@ def refuse_unknown(progress: Progress) -> NoReturn:
     """Refuse a call to a tool that is not offered."""
     from difflib import get_close_matches
 
-    name, offers = str(progress.call.name), progress.offers
+    name, offers = str(progress.call.name), progress.around.offers
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
@@ -236,9 +238,11 @@ def complete(
         duration=duration,
         call_id=call.id,
         ran=progress.ran,
-        notes=progress.notes,
-        denied_by=progress.denied_by,
     )
+    if progress.notes:
+        event.notes = progress.notes
+    if progress.denied_by:
+        event.denied_by = progress.denied_by
     if progress.parent is not None:
         event.nested_in = progress.parent.call.id
     if place is not None:

@@ -7,10 +7,12 @@ calls, each with its own checks, effects and record; the composed tool has none 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import indent
-from typing import Any, TypeVar, cast
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from weakincentives.call import ToolCall, call_under_way
 from weakincentives.errors import ToolDefinitionError
@@ -18,19 +20,14 @@ from weakincentives.prompt.prompt import Offer, RenderedPrompt
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
 from weakincentives.prompt.tool_result import ToolError, ToolResult
-from weakincentives.runtime.member_arguments import (
-    as_dict,
-    check_given,
-    given_to,
-    named_by,
-    union_of,
-)
 from weakincentives.runtime.tool_call import (
     aexecute_tool,
     aexecute_tools,
     execute_tool,
     execute_tools,
+    step_by_hand,
 )
+from weakincentives.serde import dump
 
 __all__ = [
     "ConditionalBranch",
@@ -43,9 +40,9 @@ __all__ = [
     "sequence",
 ]
 
-T = TypeVar("T")
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
+Schema = dict[str, Any]
 Transform = Callable[[Any, AnyTool], object]
 """Called with the value of a success and the next tool; returns that tool's arguments."""
 Condition = Callable[[AnyResult, ToolContext], object]
@@ -146,25 +143,23 @@ def sequence(
     members = _members("sequence", tools)
     first = members[0]
     if transform_output is None:
-        check_given(f"sequence of {_names(members)}", first, members[1:])
+        _check_given(f"sequence of {_names(members)}", first, members[1:])
     else:
         _check_plain("transform_output", transform_output)
 
     async def work(params: Any, run: _Run) -> ToolResult[SequenceOutput]:
         results: list[AnyResult] = []
-        arguments: object = params
-        is_its_own = True
+        arguments = given = params
         for number, tool in enumerate(members):
-            given = arguments if is_its_own else named_by(tool, arguments)
             result = await run.call(tool, given, number)
             results.append(result)
-            is_its_own = False
-            if not result.success:
-                if stop_on_error:
-                    break
-            elif transform_output is not None and number + 1 < len(members):
-                arguments = transform_output(result.value, members[number + 1])
-                is_its_own = True
+            if number + 1 == len(members) or (stop_on_error and not result.success):
+                break
+            following = members[number + 1]
+            if transform_output is not None and result.success:
+                arguments = given = transform_output(result.value, following)
+            else:
+                given = _named_by(following, arguments)
 
         def output(kept: bool) -> SequenceOutput:
             return SequenceOutput(tuple(results), kept)
@@ -212,7 +207,7 @@ def parallel(
     async def work(params: Any, run: _Run) -> ToolResult[ParallelOutput]:
         results: dict[str, AnyResult] = {}
         for batch in batches:
-            calls = [(by_key[key], given_to(key, by_key, params)) for key in batch]
+            calls = [(by_key[key], _given_to(key, by_key, params)) for key in batch]
             answers = await run.together(calls, len(results), max_concurrency)
             results.update(zip(batch, map(_settled, answers), strict=True))
             if stop_on_error and not all(answer.success for answer in answers):
@@ -232,7 +227,7 @@ def parallel(
         description=description or f"Parallel execution of {len(members)} tools: {_names(members)}",
         result_type=ParallelOutput,
         params_type=dict,
-        input_schema=union_of(by_key),
+        input_schema=_union_of(by_key),
         timeout=timeout if timeout is not None else _sum_of_timeouts(members),
     )
 
@@ -281,7 +276,7 @@ def conditional(
     members = (*(tool for branch in chosen for tool in branch.tools), *last)
     title = f"conditional:{len(chosen)}branches"
     if members:
-        check_given(title, members[0], members[1:])
+        _check_given(title, members[0], members[1:])
     named = name or f"conditional-{len(chosen)}branches"
     attempts = [
         (number, _attempt(named, number, branch), branch)
@@ -292,7 +287,7 @@ def conditional(
     async def work(params: Any, run: _Run) -> ToolResult[ConditionalOutput]:
         left_behind: list[str] = []
         for number, attempt, branch in attempts:
-            result = await run.branch(attempt, branch.tools, as_dict(params), number)
+            result = await run.call(attempt, _as_dict(params), number, branch.tools)
             if result.failure is not _NOT_MATCHED:
                 return _taken(number, result, left_behind)
             left_behind += _left_behind_by(branch.tools[0], result)
@@ -337,7 +332,7 @@ def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
     first, *rest = branch.tools
 
     async def work(params: Any, run: _Run) -> AnyResult:
-        result = await run.call(first, named_by(first, params), 0)
+        result = await run.call(first, _named_by(first, params), 0)
         if not branch.condition(result, run.context):
             return ToolResult(
                 f"Branch {number + 1} does not match", success=False, failure=_NOT_MATCHED
@@ -429,24 +424,25 @@ class _Run:
         self.own = own if is_own else None
         self.call_id = "" if call is None else call.id
 
-    async def call(self, tool: AnyTool, arguments: object, number: int) -> AnyResult:
-        """Run one member."""
-        context = self._offering({tool.name: self._offer(tool)})
-        return await self._execute(self._request(tool, arguments, number), context)
-
-    async def branch(
-        self, attempt: AnyTool, tools: Iterable[AnyTool], arguments: object, number: int
+    async def call(
+        self, tool: AnyTool, arguments: object, number: int, members: Sequence[AnyTool] = ()
     ) -> AnyResult:
-        """Run a branch. It was admitted with the whole, so no policy is asked about it."""
-        offers = {tool.name: self._offer(tool) for tool in tools}
-        context = self._offering({**offers, attempt.name: Offer.of(attempt)})
-        return await self._execute(self._request(attempt, arguments, number), context)
+        """Run one member, or a branch with its members.
+
+        A branch was admitted with the whole, so no policy is asked about it.
+        """
+        offers = {each.name: self._offer(each) for each in members}
+        offers[tool.name] = Offer.of(tool) if members else self._offer(tool)
+        call, context = self._request(tool, arguments, number), self._offering(offers)
+        if not self.on_loop:
+            return execute_tool(call, context=context)
+        return await aexecute_tool(call, context=context)
 
     async def chain(self, tools: Iterable[AnyTool], arguments: Any, start: int) -> list[AnyResult]:
         """Run members one after the other, up to the first that fails."""
         results: list[AnyResult] = []
         for number, tool in enumerate(tools, start):
-            results.append(await self.call(tool, named_by(tool, arguments), number))
+            results.append(await self.call(tool, _named_by(tool, arguments), number))
             if not results[-1].success:
                 break
         return results
@@ -466,11 +462,6 @@ class _Run:
         if not self.on_loop:
             return execute_tools(calls, context=context, max_concurrency=max_concurrency)
         return await aexecute_tools(calls, context=context, max_concurrency=max_concurrency)
-
-    async def _execute(self, call: ToolCall, context: ToolContext) -> AnyResult:
-        if not self.on_loop:
-            return execute_tool(call, context=context)
-        return await aexecute_tool(call, context=context)
 
     def _request(self, tool: AnyTool, arguments: object, number: int) -> ToolCall:
         if not self.call_id:
@@ -509,20 +500,11 @@ def _handler_of(work: Work, members: Sequence[AnyTool]) -> Any:
     else:
 
         def here(params: Any, *, context: ToolContext) -> AnyResult:
-            return _finished(work(params, _Run(context, here, False)))
+            return step_by_hand(work, params, _Run(context, here, False))
 
         made = here
     made.composed_of = members  # whether it may run beside others depends on all of them
     return made
-
-
-def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns in which nothing waits."""
-    try:
-        work.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise RuntimeError("a composed call waited for something; this is a bug in the runtime")
 
 
 def _answer(
@@ -678,3 +660,135 @@ def _parameters_of(tool: AnyTool) -> dict[str, Any]:
         "input_schema": tool.input_schema,
         "parameter_descriptions": tool.parameter_descriptions,
     }
+
+
+# Which of the arguments each member gets, and the schema of them all
+
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
+_REMARKS = ("description", "title", "default", "examples")
+"""What a schema says besides what fits it."""
+_REFERENCE = "#/$defs/"
+
+_parameter_names: WeakKeyDictionary[AnyTool, frozenset[str]] = WeakKeyDictionary()
+
+
+def _as_dict(params: object) -> dict[str, Any]:
+    """Return parameters as the arguments they were made from."""
+    return {} if params is None else cast("dict[str, Any]", dump(params))
+
+
+def _named_by(tool: AnyTool, arguments: object) -> dict[str, Any]:
+    """Return those of the arguments that a tool's parameters name."""
+    names = _parameter_names.get(tool)
+    if names is None:
+        names = _parameter_names[tool] = frozenset(_properties(tool))
+    return {name: value for name, value in _as_dict(arguments).items() if name in names}
+
+
+def _given_to(key: str, by_key: Mapping[str, AnyTool], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a parallel member's arguments; those of a tool that comes twice are under its key."""
+    tool = by_key[key]
+    return arguments.get(key, {}) if _is_repeated(tool, by_key) else _named_by(tool, arguments)
+
+
+def _check_given(where: str, first: AnyTool, others: Iterable[AnyTool]) -> None:
+    """Refuse a member that could never be called with the first one's arguments."""
+    others = tuple(others)
+    known = _properties(first) if others else {}
+    for tool in others:
+        _properties(tool)
+        missing = [name for name in tool.parameters.get("required", ()) if name not in known]
+        if missing:
+            raise ToolDefinitionError(
+                f"{where}: {tool.name!r} needs {', '.join(missing)}, which the parameters of "
+                f"{first.name!r} do not have; "
+                "rename one of them, or give a sequence transform_output=..."
+            )
+
+
+def _union_of(by_key: Mapping[str, AnyTool]) -> Schema:
+    """Return one schema for the arguments of all members of a parallel tool."""
+    properties: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    required: dict[str, None] = {}
+    definitions: dict[str, Any] = {}
+    for key, tool in by_key.items():
+        offered = _properties(tool)
+        schema = _with_shared_definitions(key, tool.parameters, definitions)
+        needed: list[str] = schema.get("required", [])
+        if _is_repeated(tool, by_key):
+            needed = [key] if needed else []
+            offered = {key: schema}
+        else:
+            offered = {name: schema["properties"][name] for name in offered}
+        for name, found in offered.items():
+            owner = owners.setdefault(name, key)
+            if owner != key:
+                found = _shared(name, (owner, properties[name]), (key, found))
+            properties[name] = found
+        required.update(dict.fromkeys(needed))
+    union: Schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+    return {**union, "$defs": definitions} if definitions else union
+
+
+def _properties(tool: AnyTool) -> dict[str, Any]:
+    schema = tool.parameters
+    if any(word in schema for word in _COMBINED):
+        raise ToolDefinitionError(
+            f"the parameters of tool {tool.name!r} cannot be told from those of others: "
+            "its schema must list them as 'properties' at the top, and nowhere else"
+        )
+    return schema.get("properties") or {}
+
+
+def _is_repeated(tool: AnyTool, by_key: Mapping[str, AnyTool]) -> bool:
+    return sum(other is tool for other in by_key.values()) > 1
+
+
+def _shared(name: str, one: tuple[str, Any], other: tuple[str, Any]) -> Any:
+    """Return the schema of a parameter that two members have."""
+    (key, first), (other_key, second) = one, other
+    rules, other_rules = _rules(first), _rules(second)
+    if rules != other_rules:
+        raise ToolDefinitionError(
+            f"parallel: {key!r} and {other_key!r} both have the parameter {name!r}, but not the "
+            f"same: {json.dumps(rules)} and {json.dumps(other_rules)}; rename it in one of them"
+        )
+    if rules is first or first.get("default") == second.get("default"):
+        return first
+    # Each has its own when it is left out.
+    return {k: v for k, v in cast("Schema", first).items() if k != "default"}
+
+
+def _rules(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    return {k: v for k, v in cast("Schema", schema).items() if k not in _REMARKS}
+
+
+def _with_shared_definitions(key: str, schema: Schema, definitions: dict[str, Any]) -> Schema:
+    """Move a schema's definitions to those of all; one that is not the same gets another name."""
+    own: dict[str, Any] = schema.pop("$defs", {})
+    names = {
+        name: name if definitions.get(name, found) == found else f"{name}-{key}"
+        for name, found in own.items()
+    }
+    for name, found in own.items():
+        definitions[names[name]] = _renamed(found, names)
+    return cast("Schema", _renamed(schema, names))
+
+
+def _renamed(node: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(node, dict):
+        return {k: _renamed(v, names) for k, v in cast("Schema", node).items()}
+    if isinstance(node, list):
+        return [_renamed(each, names) for each in cast("list[Any]", node)]
+    if isinstance(node, str) and node.startswith(_REFERENCE):
+        name = node.removeprefix(_REFERENCE)
+        return f"{_REFERENCE}{names.get(name, name)}"
+    return node

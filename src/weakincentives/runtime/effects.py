@@ -123,7 +123,7 @@ async def follow_up(
     for effect, result in transaction.after_commit:
         try:
             if isinstance(effect, CascadeEffect) and effect.apply is None:
-                request, offers = cascaded(effect, result, progress.offers)
+                request, offers = cascaded(effect, result, progress.around.offers)
                 if request is not None:
                     await call(request, offers)
             elif isinstance(effect, NotificationEffect) and effect.apply is None:

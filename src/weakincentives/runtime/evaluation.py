@@ -34,7 +34,7 @@ from weakincentives.prompt.structured_output import output_schema, parse_structu
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.retry import RetryPolicies, RetryPolicy
-from weakincentives.runtime import instrumentation
+from weakincentives.runtime import events
 from weakincentives.runtime.conversation import (
     Message,
     ModelRequest,
@@ -232,14 +232,14 @@ class Run:
         self, message: str | None, resume: bool
     ) -> Coroutine[Any, Any, PromptResponse[Any]]:
         """Return the run, in a span where telemetry is on."""
-        telemetry = instrumentation.telemetry
+        telemetry = events.telemetry
         if telemetry is None:
             return self._run(message, resume)
         return telemetry.run(self._context, self._run, message, resume)
 
     async def _run(self, message: str | None, resume: bool) -> PromptResponse[Any]:
         started, reason = self._clock.time(), "interrupted"
-        telemetry = instrumentation.telemetry
+        telemetry = events.telemetry
         if telemetry is not None and not self._trace_is_given and (found := telemetry.trace_id()):
             ids = self._context.run_context or RunContext()
             self._context = self._context.having(run_context=replace(ids, trace_id=found))
@@ -405,7 +405,7 @@ class Run:
         request = self._request()
         self._turns += 1
         self._tell(TurnStarted, self._turns, request)
-        telemetry = instrumentation.telemetry
+        telemetry = events.telemetry
         answer = await (
             self._ask(request)
             if telemetry is None
@@ -470,8 +470,8 @@ class Run:
                 self._check_wait(wait, error)
                 _logger.warning("asking %s again in %.1f s: %s", self._model.name, wait, error)
                 self._tell(Retrying, error, wait)
-                if instrumentation.telemetry is not None:
-                    instrumentation.telemetry.asked_again(attempt + 1, error, wait)
+                if events.telemetry is not None:
+                    events.telemetry.asked_again(attempt + 1, error, wait)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
             self._check_deadline()
 

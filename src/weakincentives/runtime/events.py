@@ -24,6 +24,9 @@ _logger = get_logger(__name__)
 SUSPENDED = "SUSPENDED"
 """The code of a call that waits for somebody outside."""
 
+telemetry: Any = None
+"""The slot for ``Telemetry``: one for the whole process, empty until ``instrument`` fills it."""
+
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(slots=True, kw_only=True)  # not frozen: every call makes one, at a third of the cost

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import (
@@ -24,11 +24,11 @@ from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecisi
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
 from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime import answers, effects, instrumentation, turn
-from weakincentives.runtime.events import ToolInvoked
-from weakincentives.runtime.progress import Progress
+from weakincentives.runtime import answers, effects, events, turn
+from weakincentives.runtime.answers import checked, complete
+from weakincentives.runtime.progress import Progress, Recorded, Surroundings
 from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import Transaction
+from weakincentives.runtime.transactions import Place
 
 __all__ = ["run_call"]
 
@@ -37,25 +37,32 @@ _logger = get_logger(__name__)
 _MAX_CASCADE = 8
 
 
-def run_call(progress: Progress) -> Coroutine[Any, Any, ToolResult[Any]]:
+def run_call(
+    around: Surroundings,
+    call: ToolCall,
+    recorded: list[Recorded],
+    on_loop: bool,
+    place: Place | None = None,
+    depth: int = 0,
+) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
-    telemetry = instrumentation.telemetry
+    progress = Progress(around, call, recorded, place, on_loop, depth)
+    telemetry = events.telemetry
     return _run(progress) if telemetry is None else telemetry.tool_call(_run, progress)
 
 
 async def _run(progress: Progress) -> ToolResult[Any]:
     while True:
         following: Progress | None = None
-        transaction_under_way.set(cast("Transaction", progress))  # it stands for one until then
+        transaction_under_way.set(progress)  # type: ignore[arg-type]  # it stands for one until then
         try:
-            is_first = progress.offer is None
-            offer = await _admit(progress) if is_first else cast("Offer", progress.offer)
-            tool, transaction = offer.tool, progress.open()
+            offer = progress.offer or await _admit(progress)
+            tool, transaction = offer.tool, progress.transaction or progress.open()
             transaction_under_way.set(transaction)
-            if is_first:
-                _start(progress, offer)
-            else:
+            if progress.ran:
                 await turn.pause(progress)
+            else:
+                _start(progress, offer)
             if tool.reach == "read" or transaction.reads_only:
                 transaction.read_only()
             else:
@@ -65,8 +72,11 @@ async def _run(progress: Progress) -> ToolResult[Any]:
 
                 answer = await run_handler(tool, progress.params, progress.bound)
             else:
-                answer = _handle_here(tool, progress)
-            result = answers.checked(tool, answer)
+                try:
+                    answer = tool.handler(progress.params, context=progress.bound)  # type: ignore[misc]
+                except StopIteration as error:  # which a coroutine cannot let through
+                    raise RuntimeError(f"the handler raised StopIteration: {error}") from error
+            result = checked(tool, answer)
             progress.succeeded = True
             if tool.effects:
                 await effects.apply_effects(progress, transaction, result)
@@ -76,7 +86,7 @@ async def _run(progress: Progress) -> ToolResult[Any]:
                 transaction.check_place()
             if progress.ledger is not None:
                 effects.note_outcome(progress, transaction, result)
-            transaction.commit(answers.complete(progress, result))
+            transaction.commit(complete(progress, result))
         except BaseException as error:  # the one place that undoes
             following = await _undo(progress, error)
             if following is None and answers.raises_through(error):
@@ -86,8 +96,9 @@ async def _run(progress: Progress) -> ToolResult[Any]:
         if following is None:
             break
         progress = following
-    result = cast("ToolInvoked", progress.event).result
-    transaction = progress.transaction
+    event, transaction = progress.event, progress.transaction
+    assert event is not None
+    result = event.result
     if result.success and transaction is not None:
         if progress.parent is not None:
             effects.hand_over(progress, transaction, progress.parent, result)
@@ -101,11 +112,11 @@ async def _run(progress: Progress) -> ToolResult[Any]:
 
 async def _admit(progress: Progress) -> Offer:
     """Return the tool as it is offered when the call may run; a refusal is raised."""
-    if progress.late:
+    if progress.around.late:
         _check_limits(progress)
     if progress.beside:
         progress.open()  # what it reads counts from the start
-    offer = progress.offers.get(progress.call.name) or answers.refuse_unknown(progress)
+    offer = progress.around.offers.get(progress.call.name) or answers.refuse_unknown(progress)
     tool = progress.tool = offer.tool
     params = progress.params = tool.parse(progress.call.params)
     for policy in offer.policies:
@@ -123,7 +134,9 @@ async def _admit(progress: Progress) -> Offer:
             raise PolicyDenied(reason, policy=policy.name)
     if tool.preconditions:
         await _check_preconditions(progress, tool)
-    _check_limits(progress)
+    context = progress.context
+    if progress.depth or context.deadline is not None or context.budget_tracker is not None:
+        _check_limits(progress)
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
     if tool.reach in ("compensable", "irreversible"):
@@ -177,14 +190,6 @@ def _start(progress: Progress, offer: Offer) -> None:
         progress.context.heartbeat.beat()
 
 
-def _handle_here(tool: Tool[Any, Any], progress: Progress) -> Any:
-    handler: Any = tool.handler
-    try:
-        return handler(progress.params, context=progress.bound)
-    except StopIteration as error:  # which a coroutine cannot let through
-        raise RuntimeError(f"the handler raised StopIteration: {error}") from error
-
-
 def _accept(progress: Progress, offer: Offer, session: Session, result: ToolResult[Any]) -> None:
     """Let session and policies learn from a success, still inside the transaction."""
     tool = offer.tool
@@ -232,18 +237,19 @@ async def _undo(progress: Progress, error: BaseException) -> Progress | None:
 
 def _roll_back(progress: Progress, result: ToolResult[Any]) -> None:
     """Roll back and record; after the commit point there is nothing to undo."""
-    if progress.is_settled and progress.event is not None:
+    if (progress.transaction or progress).settled and progress.event is not None:
         return
     if progress.ledger is not None:
         effects.note_outcome(progress, progress.open(), result)
-    transaction, undone = progress.transaction, cast("tuple[str, ...]", ())
+    transaction = progress.transaction
+    undone: tuple[str, ...] = ()
     if transaction is not None and progress.ran:
         undone, not_restored = transaction.restore()
         progress.not_undone = (*progress.not_undone, *not_restored)
         if progress.ledger is not None and not progress.compensated:
             outside = "what it did outside the session, files and resources"
             progress.not_undone = (*progress.not_undone, outside)
-    event = answers.complete(progress, result, undone)
+    event = complete(progress, result, undone)
     if transaction is not None:
         transaction.roll_back(event)
     else:
@@ -257,26 +263,25 @@ def _roll_back(progress: Progress, result: ToolResult[Any]) -> None:
 def _end(progress: Progress) -> None:
     """Make sure of the end, whatever interrupted it, and hand out the record."""
     error = sys.exc_info()[1]
-    if not progress.is_settled:
-        _roll_back(
-            progress, answers.answer_to(progress, error or RuntimeError("the call did not end"))
-        )
-    transaction = progress.transaction
+    if not (progress.transaction or progress).settled:
+        why = error or RuntimeError("the call did not end")
+        _roll_back(progress, answers.answer_to(progress, why))
+    transaction, event, recorded = progress.transaction, progress.event, progress.recorded
+    if transaction is None:
+        if event is not None:
+            recorded.append(event)
+        return
     try:
-        if transaction is not None:
-            transaction.close(error)
+        transaction.close(error)
     except Exception:
         _logger.exception("closing the resources of a call failed")
     finally:
-        event = progress.event
         if event is not None:
-            recorded = progress.recorded
-            if transaction is not None:
-                recorded += transaction.nested
+            recorded += transaction.nested
             recorded.append(event)
             if progress.ledger is not None and progress.outcome is not None:
                 progress.ledger.end(progress.outcome)
-            if transaction is not None and progress.parent is None and event.success:
+            if transaction.forks and progress.parent is None and event.success:
                 recorded += transaction.listeners
 
 
@@ -284,15 +289,5 @@ async def _cascade(
     progress: Progress, call: ToolCall, offers: Mapping[str, Offer]
 ) -> ToolResult[Any]:
     """Make a call that follows a commit, as a transaction of its own."""
-    return await run_call(
-        Progress(
-            call,
-            offers,
-            progress.context,
-            progress.base,
-            None,
-            progress.recorded,
-            depth=progress.depth + 1,
-            on_loop=progress.on_loop,
-        )
-    )
+    around, depth = Surroundings(progress.context, offers), progress.depth + 1
+    return await run_call(around, call, progress.recorded, progress.on_loop, None, depth)

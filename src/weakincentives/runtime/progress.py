@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives.call import CancellationToken, ToolCall
+from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import ViewClosed
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.resources import ResourceContext, ResourceRegistry, ToolScope
 from weakincentives.runtime.events import ToolInvoked
-from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import CallResources, Place, Transaction
 
 if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 
-__all__ = ["Progress", "Recorded", "offers_of", "resource_context"]
+__all__ = ["Progress", "Recorded", "Surroundings", "offers_of", "opened", "resources_of"]
 
 T = TypeVar("T")
 
@@ -29,7 +28,38 @@ _logger = get_logger(__name__)
 Recorded = ToolInvoked | Callable[[], object]
 """A record for subscribers, or a notification that goes out with it."""
 
+_KEPT = ("offer", "tool", "params", "ran", "notes", "degraded", "ledger", "started", "timestamp")
+"""What a retry knows already."""
+_opening = threading.Lock()
 _NO_RESOURCES = ResourceRegistry.of().open()
+
+
+class Surroundings:
+    """Where a call is made: in which context, among which tools, nested in which call."""
+
+    late = False
+    """Whether the deadline passed before it was its turn."""
+
+    parent: Transaction | None = None
+    """That of the call which this one is nested in."""
+
+    def __init__(self, context: ToolContext, offers: Mapping[str, Offer]) -> None:
+        self.context = context
+        self.offers = offers
+        self.session = context.session
+        """What a call forks from: the session, or the view of the call it is nested in."""
+        resources: Any = context.resources
+        parent = transaction_under_way.get()
+        if parent is None and isinstance(resources, CallResources):
+            # Called from a thread that a handler started: only its context tells where it belongs.
+            parent = resources.transaction
+        if parent is not None:
+            parent = opened(parent)
+            view = parent.view(context.session)
+            if parent.covers(view):
+                self.session, self.parent = view, parent
+        self.resources = resources_of(context)
+        self.recorded: list[Recorded] = []
 
 
 class Progress:
@@ -43,6 +73,11 @@ class Progress:
     # Defaults on the class: most calls end without setting all of them.
     transaction: Transaction | None = None
     """That of the attempt under way; None until the call is admitted."""
+    place: Place | None = None
+    beside = False
+    """Whether other calls of its turn run at the same time."""
+    depth = 0
+    """How many cascades led here."""
     settled = False
     """Whether a call that never had a transaction is on record."""
     offer: Offer | None = None
@@ -67,48 +102,37 @@ class Progress:
     """Where a call that reaches outside is on record."""
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
-    late = False
-    """Whether its deadline passed before it was its turn."""
 
     def __init__(
         self,
+        around: Surroundings,
         call: ToolCall,
-        offers: Mapping[str, Offer],
-        context: ToolContext,
-        session: Session,
-        parent: Transaction | None,
         recorded: list[Recorded],
-        *,
         place: Place | None = None,
-        depth: int = 0,
         on_loop: bool = True,
+        depth: int = 0,
     ) -> None:
+        self.around = around
         self.call = call
-        self.offers = offers
-        self.context = context
-        """What surrounds the call; its handler gets ``bound``."""
-        self.base = self.session = session
-        """The session, or the view of the call that this one is nested in."""
-        self.parent = parent
         self.recorded = recorded
-        self.place = place
-        self.beside = place is not None and place.beside
-        """Whether other calls of its turn run at the same time."""
-        self.depth = depth
-        """How many cascades led here."""
+        if place is not None:
+            self.place, self.beside = place, place.beside
         self.on_loop = on_loop
-        self.resource_context = resource_context(context)
+        if depth:
+            self.depth = depth
+        context = self.context = around.context
+        """What surrounds the call; its handler gets ``bound``."""
+        self.parent = around.parent
+        session = self.base = self.session = around.session
+        """The session, or the view of the call that this one is nested in."""
         self.params = call.params
         clock = self.clock = session.clock
         self.started = clock.monotonic()
         self.timestamp = clock.time()
-        self._bind()
-
-    def _bind(self) -> None:
-        context, call = self.context, self.call
         self.signal = CancellationToken()
-        resources: Any = CallResources(cast("Transaction", self))
-        bound = self.bound = context.bound_to(self.base, resources, call.id, self.signal)
+        # Of this call until it has a transaction, then of that.
+        self._resources = CallResources(self)  # type: ignore[arg-type]
+        bound = self.bound = context.bound_to(session, self._resources, call.id, self.signal)
         bound.__dict__["config"] = {**context.config, "tool_name": call.name}
 
     def next_attempt(self, wait: float) -> Progress:
@@ -116,34 +140,20 @@ class Progress:
 
         An abandoned handler keeps what it was given.
         """
-        following = copy(self)
+        following = Progress(
+            self.around, self.call, self.recorded, self.place, self.on_loop, self.depth
+        )
         following.attempts, following.wait = self.attempts + 1, wait
-        following.transaction, following.session = None, self.base
-        following._bind()
-        if self.degraded:
-            following.bound.__dict__["degraded"] = self.degraded
+        for name in _KEPT:
+            setattr(following, name, getattr(self, name))
+        following.bound.__dict__["degraded"] = self.degraded
         return following
 
     def run_again(self) -> Progress:
         """Return this call from its start, for a state that has changed since."""
         assert self.place is not None
         self.place.attempts += 1
-        return Progress(
-            self.call,
-            self.offers,
-            self.context,
-            self.base,
-            self.parent,
-            self.recorded,
-            place=self.place,
-            depth=self.depth,
-            on_loop=self.on_loop,
-        )
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it is committed or undone, and on record."""
-        return self.settled if self.transaction is None else self.transaction.settled
+        return Progress(self.around, self.call, self.recorded, self.place, self.on_loop, self.depth)
 
     def record_refusal(self, event: ToolInvoked) -> None:
         """Record a call that never had a transaction."""
@@ -153,29 +163,23 @@ class Progress:
         except ViewClosed:
             self.settled = True
             _logger.error("the record of this call is lost: the call that made it has ended")
-        # Not a cycle any more: what a call made is best freed when the call ends.
-        self.bound.__dict__["resources"] = self.context.resources
+        # No cycle: what a call made is best freed when the call ends.
+        del self._resources, self.bound
 
     # What a transaction offers to policies, until there is one
 
     def open(self) -> Transaction:
-        """Return the transaction of this attempt."""
-        transaction = self.transaction
-        if transaction is None:
-            with self.base.lock:
+        """Return the transaction of this attempt; it is made when first needed."""
+        if self.transaction is None:
+            with _opening:  # threads of a policy may come at the same time
                 if self.transaction is None:
-                    self.transaction = self._opened()
-                transaction = self.transaction
-        return transaction
-
-    def _opened(self) -> Transaction:
-        transaction = Transaction(
-            self.call, self.base, self.resource_context, self.parent, self.context, self.place
-        )
-        fields = self.bound.__dict__
-        self.session = fields["session"] = transaction.session
-        fields["resources"] = transaction.resources
-        return transaction
+                    resources = self.around.resources
+                    transaction = self.transaction = Transaction(
+                        self.call, self.base, resources, self.parent, self.context, self.place
+                    )
+                    self.session = self.bound.__dict__["session"] = transaction.session
+                    self._resources.transaction = transaction
+        return self.transaction
 
     def view(self, target: T) -> T:
         return self.open().view(target)
@@ -184,7 +188,11 @@ class Progress:
         return self.open().resource(kind)
 
     def is_bound(self, kind: type) -> bool:
-        return kind in self.resource_context.registry
+        return kind in self.around.resources.registry
+
+    @property
+    def resource_context(self) -> ResourceContext:
+        return self.around.resources
 
     @property
     def snapshotables(self) -> tuple[tuple[str, Any], ...]:
@@ -199,13 +207,18 @@ class Progress:
         return self.open().lineage
 
 
+def opened(under_way: Transaction | Progress) -> Transaction:
+    """Return a transaction also for a call that is being admitted: a policy calls a tool."""
+    return under_way.open() if isinstance(under_way, Progress) else under_way
+
+
 def offers_of(context: ToolContext) -> Mapping[str, Offer]:
     """Return the tools that a call in this context can name."""
     rendered = context.rendering
     return {} if rendered is None else rendered.offers
 
 
-def resource_context(context: ToolContext) -> ResourceContext:
+def resources_of(context: ToolContext) -> ResourceContext:
     """Return what a context's resources are taken from, whatever call it is bound to."""
     resources: Any = context.resources
     if isinstance(resources, ResourceContext):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,6 +19,7 @@ from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
+from weakincentives.runtime.progress import offers_of
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import (
     aexecute_tool,
@@ -55,14 +56,6 @@ class _Entry:
     """The other spelling of its name; the same where it is in no namespace."""
     rules: tuple[AttachedPolicy, ...] = ()
     """The policies it brought along."""
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What is registered at one moment, as calls see it."""
-
-    rendered: RenderedPrompt
-    context: ToolContext
 
 
 class ToolRegistry:
@@ -107,7 +100,8 @@ class ToolRegistry:
         self._listeners: tuple[AttachedPolicy, ...] = ()
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
-        self._view: _View | None = None
+        self._view: ToolContext | None = None
+        """What calls get, with the tools of now; made when first needed."""
         self._closed = False
         self._own: ResourceContext | None = None
         self._memory: Binding[Any] | None = None
@@ -245,7 +239,7 @@ class ToolRegistry:
         With a context of yours, its session and resources are used. A ``call_id`` of yours makes
         a call that reaches outside safe to repeat: see ``ToolContext.idempotency_key``.
         """
-        view = self._now()
+        view = self.context()
         call = self._call(view, name, arguments, call_id)
         return execute_tool(call, context=_in(view, context))
 
@@ -258,7 +252,7 @@ class ToolRegistry:
         call_id: str | None = None,
     ) -> AnyResult:
         """Run one call on the caller's event loop."""
-        view = self._now()
+        view = self.context()
         call = self._call(view, name, arguments, call_id)
         return await aexecute_tool(call, context=_in(view, context))
 
@@ -269,11 +263,10 @@ class ToolRegistry:
         *,
         max_concurrency: int | None = None,
     ) -> tuple[AnyResult, ...]:
-        """Run several calls as those of one turn, beside each other as far as they may."""
-        view = self._now()
-        return execute_tools(
-            self._calls(view, calls), context=_in(view, context), max_concurrency=max_concurrency
-        )
+        """Run several calls as those of one turn, concurrently as far as they may."""
+        view = self.context()
+        made, context = self._calls(view, calls), _in(view, context)
+        return execute_tools(made, context=context, max_concurrency=max_concurrency)
 
     async def aexecute_tools(
         self,
@@ -283,12 +276,11 @@ class ToolRegistry:
         max_concurrency: int | None = None,
     ) -> tuple[AnyResult, ...]:
         """Run several calls as those of one turn, on the caller's event loop."""
-        view = self._now()
-        return await aexecute_tools(
-            self._calls(view, calls), context=_in(view, context), max_concurrency=max_concurrency
-        )
+        view = self.context()
+        made, context = self._calls(view, calls), _in(view, context)
+        return await aexecute_tools(made, context=context, max_concurrency=max_concurrency)
 
-    def _calls(self, view: _View, calls: Iterable[Call]) -> Iterator[ToolCall]:
+    def _calls(self, view: ToolContext, calls: Iterable[Call]) -> Iterator[ToolCall]:
         for call in calls:
             if isinstance(call, ToolCall):
                 yield self._call(view, call.name, call.params, call.id)
@@ -296,9 +288,9 @@ class ToolRegistry:
                 yield self._call(view, *call)
 
     def _call(
-        self, view: _View, name: str, arguments: object, call_id: str | None = None
+        self, view: ToolContext, name: str, arguments: object, call_id: str | None = None
     ) -> ToolCall:
-        offer = self._find(name, view.rendered.offers)
+        offer = self._find(name, offers_of(view))
         return ToolCall(
             name if offer is None else offer.tool.name,
             {} if arguments is None else arguments,
@@ -307,37 +299,29 @@ class ToolRegistry:
 
     def context(self) -> ToolContext:
         """Return what calls get: the session, the resources, and the tools of now."""
-        return self._now().context
-
-    def _now(self) -> _View:
         if self._closed:
             raise WinkError("this registry is closed; make a new one")
         view = self._view
         if view is None:
             with self._lock:
-                if self._view is None:
-                    self._view = self._seen()
-                view = self._view
+                view = self._view = self._view or self._seen()
         return view
 
-    def _seen(self) -> _View:
+    def _seen(self) -> ToolContext:
         entries = tuple(self._entries.values())
-        tools = tuple(entry.tool for entry in entries)
         listeners = self._all_listeners(entries)
         offers: dict[str, Offer] = {}
         for entry in entries:
             rules = _each_once((*entry.rules, *self._policies))
             offer = Offer.of(entry.tool, rules, listeners)
             offers[entry.tool.name] = offers[entry.qualified] = offer
-        rendered = RenderedPrompt("", tools, offers)
-        context = ToolContext(
+        return ToolContext(
             session=self.session,
             resources=self._resources,
-            rendered_prompt=rendered,
+            rendered_prompt=RenderedPrompt("", self.list(), offers),
             run_context=self._ids,
             config=self._config,
         )
-        return _View(rendered, context)
 
     def _all_listeners(self, entries: Iterable[_Entry]) -> tuple[AttachedPolicy, ...]:
         rules = (*(rule for entry in entries for rule in entry.rules), *self._policies)
@@ -353,20 +337,12 @@ class ToolRegistry:
         arguments: object = None,
     ) -> PreconditionResult:
         """Check what must hold before a tool runs, and run nothing else."""
-        return _run(lambda: self.avalidate_preconditions(tool, context, arguments))
-
-    async def avalidate_preconditions(
-        self,
-        tool: AnyTool | str,
-        context: ToolContext | None = None,
-        arguments: object = None,
-    ) -> PreconditionResult:
-        """Check what must hold before a tool runs, on the caller's event loop."""
         from weakincentives.prompt.contracts import validate_preconditions
+        from weakincentives.runtime.loops import run_blocking
 
-        found = self._known(tool)
+        found, context = self._known(tool), _in(self.context(), context)
         params = None if arguments is None else found.parse(arguments)
-        return await validate_preconditions(found, _in(self._now(), context), params)
+        return run_blocking(lambda: validate_preconditions(found, context, params))
 
     def apply_effects(
         self, tool: AnyTool | str, result: AnyResult, context: ToolContext | None = None
@@ -377,15 +353,11 @@ class ToolRegistry:
         raised. Those that change something here come first, then notifications, then cascades,
         each a call of its own.
         """
-        return _run(lambda: self.aapply_effects(tool, result, context))
-
-    async def aapply_effects(
-        self, tool: AnyTool | str, result: AnyResult, context: ToolContext | None = None
-    ) -> tuple[Effect, ...]:
-        """Apply a tool's effects, on the caller's event loop."""
         from weakincentives.prompt.contracts import apply_effects
+        from weakincentives.runtime.loops import run_blocking
 
-        return await apply_effects(self._known(tool), result, _in(self._now(), context))
+        found, context = self._known(tool), _in(self.context(), context)
+        return run_blocking(lambda: apply_effects(found, result, context))
 
     def _known(self, tool: AnyTool | str) -> AnyTool:
         if isinstance(tool, Tool):
@@ -511,15 +483,9 @@ class ToolRegistry:
         self.close(exc)
 
 
-def _in(view: _View, context: ToolContext | None) -> ToolContext:
+def _in(view: ToolContext, context: ToolContext | None) -> ToolContext:
     """Return the registry's context, or the caller's with the registry's tools."""
-    return view.context if context is None else context.having(rendered_prompt=view.rendered)
-
-
-def _run(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    from weakincentives.runtime.loops import run_blocking
-
-    return run_blocking(start)
+    return view if context is None else context.having(rendered_prompt=view.rendered_prompt)
 
 
 def _all_below(section: Section[Any]) -> Iterator[Section[Any]]:

@@ -22,9 +22,9 @@ from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.effects import cascaded
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.pipeline import run_call
-from weakincentives.runtime.progress import Progress, Recorded, offers_of, resource_context
+from weakincentives.runtime.progress import Recorded, Surroundings, offers_of, opened
 from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import CallResources, Place, Transaction
+from weakincentives.runtime.transactions import Place
 from weakincentives.runtime.turn import Group, Turn, run_together
 
 if TYPE_CHECKING:
@@ -118,7 +118,12 @@ def execute_tools(
     turn = Turn(calls, context, max_concurrency)
     results: list[AnyResult] = []
     for group in turn.groups():
-        results += _run_group(turn, group)
+        if len(group) == 1:
+            number, call = group[0]
+            results.append(_run(call, turn.offers, context, Place(number)))
+        else:
+            work = _Work(context, turn.offers)
+            results += work.run(partial(work.together, turn, group), True)
     return tuple(results)
 
 
@@ -136,7 +141,12 @@ async def aexecute_tools(
     turn = Turn(calls, context, max_concurrency)
     results: list[AnyResult] = []
     for group in turn.groups():
-        results += await _arun_group(turn, group)
+        if len(group) == 1:
+            number, call = group[0]
+            results.append(await _arun(call, turn.offers, context, Place(number)))
+        else:
+            work = _Work(context, turn.offers)
+            results += await work.arun(partial(work.together, turn, group))
     return tuple(results)
 
 
@@ -151,40 +161,14 @@ async def run_cascade(
 # Through the gates: calls on one session, or on one workspace, run one after the other
 
 
-class _Work:
+class _Work(Surroundings):
     """What passes the gates together: one call, or calls of a turn that run at the same time."""
-
-    late = False
-    """Whether the deadline passed before it was their turn."""
-
-    def __init__(self, context: ToolContext, offers: Offers) -> None:
-        self.context = context
-        self.offers = offers
-        self.session, self.parent = _base(context)
-        self.recorded: list[Recorded] = []
-
-    def call(
-        self, recorded: list[Recorded], on_loop: bool, call: ToolCall, place: Place | None
-    ) -> Coroutine[Any, Any, AnyResult]:
-        """Return one call, ready to run."""
-        progress = Progress(
-            call,
-            self.offers,
-            self.context,
-            self.session,
-            self.parent,
-            recorded,
-            place=place,
-            on_loop=on_loop,
-        )
-        progress.late = self.late
-        return run_call(progress)
 
     async def together(self, turn: Turn, group: Group) -> list[AnyResult]:
         """Run calls at the same time. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in group]
         starts = [
-            (number, partial(self.call, recorded, True, call))
+            (number, partial(run_call, self, call, recorded, True))
             for (number, call), recorded in zip(group, records, strict=True)
         ]
         try:
@@ -208,7 +192,7 @@ class _Work:
         if not gates:
             return run(start)
         gate, others = gates[0], gates[1:]
-        if gate.is_busy:
+        if gate.line or gate.lock.locked():
             with gate.turn(self.context.deadline), gate.lock:
                 return self._in_turn(others, run, start)
         try:
@@ -249,7 +233,7 @@ class _Work:
         gate = self.session.gate
         if gate is None:
             return ()  # nested: it runs in the turn of the call it belongs to
-        others = resource_context(self.context).gates
+        others = self.resources.gates
         if not others:
             return (gate,)
         outer = transaction_under_way.get()
@@ -282,30 +266,14 @@ def _run(
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     work = _Work(context, offers)
-    return work.run(partial(work.call, work.recorded, needs_loop, call, place), needs_loop)
+    return work.run(partial(run_call, work, call, work.recorded, needs_loop, place), needs_loop)
 
 
 async def _arun(
     call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
 ) -> AnyResult:
     work = _Work(context, offers)
-    return await work.arun(partial(work.call, work.recorded, True, call, place))
-
-
-def _run_group(turn: Turn, group: Group) -> list[AnyResult]:
-    if len(group) == 1:
-        [(number, call)] = group
-        return [_run(call, turn.offers, turn.context, Place(number))]
-    work = _Work(turn.context, turn.offers)
-    return work.run(partial(work.together, turn, group), True)
-
-
-async def _arun_group(turn: Turn, group: Group) -> list[AnyResult]:
-    if len(group) == 1:
-        [(number, call)] = group
-        return [await _arun(call, turn.offers, turn.context, Place(number))]
-    work = _Work(turn.context, turn.offers)
-    return await work.arun(partial(work.together, turn, group))
+    return await work.arun(partial(run_call, work, call, work.recorded, True, place))
 
 
 def _run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -365,9 +333,10 @@ def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext
 
 
 def _context_under_way() -> ToolContext:
-    parent = _opened(transaction_under_way.get())
-    if parent is None:
+    under_way = transaction_under_way.get()
+    if under_way is None:
         return ToolContext(session=Session())
+    parent = opened(under_way)
     # All that surrounds the call under way holds for those it makes: policies, limits, ids.
     outer = parent.context
     return outer.bound_to(parent.session, parent.resources, parent.call.id, outer.signal)
@@ -380,22 +349,3 @@ def _with(tool: Tool[Any, Any], context: ToolContext) -> Offers:
     if offered is not None and offered.tool is tool:
         return offers
     return {tool.name: Offer.of(tool)}
-
-
-def _base(context: ToolContext) -> tuple[Session, Transaction | None]:
-    """Return what a call forks from: the session, or the view of the call it is nested in."""
-    under_way = transaction_under_way.get()
-    if under_way is None and isinstance(context.resources, CallResources):
-        # Called from a thread that a handler started: only its context tells where it belongs.
-        under_way = context.resources.transaction
-    parent = _opened(under_way)
-    if parent is not None:
-        view = parent.view(context.session)
-        if parent.covers(view):
-            return view, parent
-    return context.session, None
-
-
-def _opened(under_way: Transaction | Progress | None) -> Transaction | None:
-    """Return a transaction also for a call that is being admitted: a policy calls a tool."""
-    return under_way.open() if isinstance(under_way, Progress) else under_way

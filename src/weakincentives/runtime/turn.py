@@ -16,7 +16,7 @@ from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.progress import Progress, offers_of, resource_context
+from weakincentives.runtime.progress import Progress, offers_of, resources_of
 from weakincentives.runtime.transactions import Place, Transaction
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Turn:
         self.context = context
         # What the model was shown when it made the calls.
         self.offers = offers_of(context)
+        self.resources = resources_of(context)
         self.max_concurrency = max_concurrency or _MAX_CONCURRENCY
 
     def groups(self) -> Iterator[Group]:
@@ -70,7 +71,7 @@ class Turn:
 
     def _split(self, group: Group) -> Iterator[Group]:
         # Asked late: a call before it in the turn may have built such a resource.
-        if resource_context(self.context).in_place:
+        if self.resources.in_place:
             yield from ([each] for each in group)
         elif group:
             yield group
