@@ -304,7 +304,6 @@ class _Program:
         """Give the program what it waits for: the answers to its calls, or why to go on."""
         news = _since_the_model_spoke(request.messages)
         changed = self._what_changed(request.prompt)
-        by_id = {call.call_id: call for call in self._calls.values()}
         words: list[str] = []
         for place, message in enumerate(news, 1):
             text = message.text
@@ -312,8 +311,8 @@ class _Program:
                 text = f"{text}\n\n{changed}"
             if message.role == "user":
                 words.append(text)
-            elif message.call_id in by_id:
-                by_id[message.call_id].answer_with(text)
+            elif (call := self._by_our_id(message.call_id)) is not None:
+                call.answer_with(text)
         if words:
             self._words.put_nowait("\n\n".join(words))
 
@@ -407,6 +406,9 @@ class _Program:
             call = self._calls[tool_use_id] = _Call(new_call_id())
         return call
 
+    def _by_our_id(self, call_id: str) -> _Call | None:
+        return next((call for call in self._calls.values() if call.call_id == call_id), None)
+
     def _saw_results(self, content: object) -> None:
         """A call that the program answered by itself has ended, too: it was no use of a hook."""
         from claude_agent_sdk import ToolResultBlock
@@ -460,8 +462,7 @@ class _Program:
         async def wait(params: Any, *, context: ToolContext) -> ToolResult[Any]:
             for earlier in self._calls.values():
                 earlier.answer_with(None)  # the program may wait for it before it runs this one
-            found = (c for c in self._calls.values() if c.call_id == context.call_id)
-            call = next(found, None)
+            call = self._by_our_id(context.call_id)
             if call is None:  # of a run that broke off, or called by somebody else
                 return ToolResult.error("The Claude program does not wait for this call: ask again")
             path = str(params.get("path", ""))
@@ -490,9 +491,8 @@ class _Program:
         self._loop.call_soon_threadsafe(self._settle, record)
 
     def _settle(self, record: ToolInvoked) -> None:
-        for call in self._calls.values():
-            if call.call_id == record.call_id:
-                call.settle(record.result)
+        if (call := self._by_our_id(record.call_id)) is not None:
+            call.settle(record.result)
 
     # Our tools, as the program sees them
 

@@ -14,8 +14,8 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -134,11 +134,21 @@ class LocalModel:
         )
 
     def _wait_until_up(self, process: subprocess.Popen[str], log: IO[str]) -> str:
-        with _killed_after(self._start_timeout, process) as is_late:
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(self._start_timeout, give_up)
+        timer.start()
+        try:
             url = cast("IO[str]", process.stdout).readline().strip()
             if url and _is_healthy(url, process):
                 return url
-        if is_late():
+        finally:
+            timer.cancel()
+        if is_late.is_set():
             said = f"it was not ready after {self._start_timeout:g} s; give start_timeout=..."
         else:
             process.wait()
@@ -184,22 +194,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-@contextmanager
-def _killed_after(seconds: float, process: subprocess.Popen[str]) -> Generator[Callable[[], bool]]:
-    late = threading.Event()
-
-    def kill() -> None:
-        late.set()
-        process.kill()
-
-    timer = threading.Timer(seconds, kill)
-    timer.start()
-    try:
-        yield late.is_set
-    finally:
-        timer.cancel()
-
-
 def _is_healthy(url: str, process: subprocess.Popen[str]) -> bool:
     """Wait until the server takes requests; return whether it came to that."""
     while process.poll() is None:
@@ -243,7 +237,7 @@ class LocalAdapter(OpenAIAdapter):
             options={"max_tokens": max_tokens, **(options or {})},
         )
         self._provider = Provider("llama.cpp", local.name, local.api_key, "LocalModel.api_key")
-        self._clients = PerLoop(lambda: _client(local), _close)
+        self._clients = PerLoop(lambda: _client(local), lambda client: client.close())
 
     async def _chat(self, client: AsyncOpenAI, forms: Forms) -> ModelTurn:
         on_text = forms.request.on_text
@@ -263,10 +257,6 @@ def _client(local: LocalModel) -> AsyncOpenAI:
         max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # never through a proxy
     )
-
-
-async def _close(client: AsyncOpenAI) -> None:
-    await client.close()
 
 
 # One turn, as one JSON object

@@ -238,7 +238,7 @@ def _chat_message(message: Message) -> dict[str, Any]:
         return {"role": "user", "content": message.text}
     if message.role == "tool":
         return {"role": "tool", "tool_call_id": message.call_id, "content": message.text}
-    kept: Any = _wire_of(message, "chat") or {"chat": {}, "calls": []}
+    kept = _wire_of(message, "chat") or {"chat": {}, "calls": []}
     made: dict[str, Any] = {"role": "assistant", "content": message.text, **kept["chat"]}
     if message.tool_calls:
         made["content"] = message.text or None
@@ -254,11 +254,10 @@ def _chat_message(message: Message) -> dict[str, Any]:
     return made
 
 
-def _wire_of(message: Message, api: str) -> Any:
+def _wire_of(message: Message, api: str) -> dict[str, Any] | None:
     """Return what the provider wants back; another adapter's message has nothing of the kind."""
-    wire: Any = message.wire
-    is_ours = isinstance(wire, Mapping) and api in cast("Mapping[str, Any]", wire)
-    return wire if is_ours else None
+    wire = cast("dict[str, Any]", message.wire)
+    return wire if isinstance(message.wire, Mapping) and api in wire else None
 
 
 async def chat_turn(

@@ -194,7 +194,7 @@ class McpConnection:
         context.run(transaction_under_way.set, None)
         with self._lock:
             if self._runner is None or not self._runner.is_ours:
-                self._runner = _Runner(self.server, self.start_timeout, self.on_tools)
+                self._runner = _Runner(self)
             runner = self._runner
             return context.run(asyncio.run_coroutine_threadsafe, work(runner), runner.loop)
 
@@ -202,14 +202,9 @@ class McpConnection:
 class _Runner:
     """The loop of an open connection, and the link of now."""
 
-    def __init__(
-        self,
-        server: Server,
-        start_timeout: float,
-        on_tools: Callable[[Sequence[types.Tool]], None] | None,
-    ) -> None:
-        self._make_link = lambda: _Link(server, start_timeout, on_tools)
-        self._server = server
+    def __init__(self, connection: McpConnection) -> None:
+        self._connection = connection
+        self._server = connection.server
         self._link: _Link | None = None
         self._lost = 0
         """How often in a row the server ended without having answered a call."""
@@ -217,7 +212,7 @@ class _Runner:
         self._linking = asyncio.Lock()
         self.loop = asyncio.new_event_loop()
         # A daemon: a server that does not answer must not keep the process alive.
-        self._thread = threading.Thread(target=self._run, name="wink-mcp", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="wink-mcp", daemon=True)
         self._thread.start()
         self._process = os.getpid()
 
@@ -226,13 +221,12 @@ class _Runner:
         """Whether it was made in this process: a forked child has neither thread nor server."""
         return self._process == os.getpid()
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         self.loop.run_forever()
         self.loop.close()
 
     async def tools(self) -> Sequence[types.Tool]:
-        link = await self._linked()
-        return link.tools
+        return (await self._linked()).tools
 
     async def call(
         self, name: str, arguments: dict[str, Any], on_progress: Callable[[], object] | None
@@ -266,7 +260,7 @@ class _Runner:
                     f"The MCP server {self._server} ended {self._lost} times in a row and is not "
                     f"started again before the connection is closed. {self._last_words}".rstrip()
                 )
-            self._link = self._make_link()
+            self._link = _Link(self._connection)
             await self._link.start()
             self._link.tell_of_tools()
             return self._link
@@ -305,15 +299,9 @@ class _Link:
     has_answered = False
     """Whether it was of use: a server that ends before it is, again and again, is given up."""
 
-    def __init__(
-        self,
-        server: Server,
-        start_timeout: float,
-        on_tools: Callable[[Sequence[types.Tool]], None] | None,
-    ) -> None:
-        self._server = server
-        self._start_timeout = start_timeout
-        self._on_tools = on_tools
+    def __init__(self, connection: McpConnection) -> None:
+        self._connection = connection
+        self._server = connection.server
         self._process: ServerProcess | None = None
         self._refusal = ""
         self._wake = asyncio.Event()
@@ -347,8 +335,8 @@ class _Link:
 
     def tell_of_tools(self) -> None:
         """Say which tools the server has now."""
-        if self._on_tools is not None:
-            self._on_tools(self.tools)
+        if self._connection.on_tools is not None:
+            self._connection.on_tools(self.tools)
 
     async def end(self, *, kill: bool = False) -> None:
         """End it; returns when it has ended."""
@@ -381,7 +369,8 @@ class _Link:
         from weakincentives import __version__
 
         try:
-            limit = anyio.current_time() + self._start_timeout
+            seconds = self._connection.start_timeout
+            limit = anyio.current_time() + seconds
             with anyio.CancelScope(deadline=limit) as self._scope:
                 async with Client(
                     self._transport(),
@@ -398,8 +387,7 @@ class _Link:
             if not self._ready.done():
                 if self._was_closed:
                     raise McpServerError("the connection was closed")
-                within = f"within {self._start_timeout:g} s"
-                raise McpServerError(f"it did not answer {within}", code=TIMEOUT)
+                raise McpServerError(f"it did not answer within {seconds:g} s", code=TIMEOUT)
         except BaseException as error:
             self._failed(error)
         finally:
@@ -410,10 +398,7 @@ class _Link:
         schema = next((tool.output_schema for tool in self.tools if tool.name == name), None)
         if schema is None:
             return
-        if (
-            result.structured_content is None
-            and "structured_content" not in result.model_fields_set
-        ):
+        if "structured_content" not in result.model_fields_set:
             raise ValueError(f"tool {name} has an output schema, but gave no structured content")
         # In a thread: meanwhile others of this connection go on.
         wrong = await asyncio.to_thread(_first_error, schema, result.structured_content)

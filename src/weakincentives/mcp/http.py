@@ -40,19 +40,15 @@ _PATIENCE = 10.0
 _MAX_CONNECTIONS = 128
 
 
-@contextmanager
-def listen(host: str = "127.0.0.1", port: int = 0) -> Generator[sockets.socket]:
-    """Open a port, with 0 any free one, until the end of the block.
+def listen(host: str = "127.0.0.1", port: int = 0) -> sockets.socket:
+    """Open a port, with 0 any free one; close it, or use it in a ``with`` block.
 
     Raises:
         OSError: The port is in use, or there is no such address here.
     """
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
-    with sockets.socket(family, sockets.SOCK_STREAM) as listening:
-        listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(128)
-        yield listening
+    both = family == sockets.AF_INET6 and sockets.has_dualstack_ipv6()
+    return sockets.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
 
 
 async def serve(

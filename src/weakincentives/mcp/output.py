@@ -1,4 +1,7 @@
-"""What an MCP server answers, and how the model sees it."""
+"""What an MCP server answers, and how the model sees it.
+
+Saved sessions name these types by this module.
+"""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
+from weakincentives import __version__
 from weakincentives.call import RunContext, ToolCall, new_id
 from weakincentives.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
@@ -112,13 +113,14 @@ class McpServer:
         self._time_limit = time_limit
         self._undo = UndoTools(self.session) if undo else None
         self._offered: _Offered | None = None
-        self._line = _Line()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
         self._clients: WeakSet[Connection] = WeakSet()
         self._bus = InMemorySubscriptionBus()
         self._notices: set[asyncio.Task[None]] = set()
         self.protocol: Server[Any] = _Protocol(
             name,
-            version=_version(),
+            version=__version__,
             get_tool_input_schema=self._input_schema,
             on_list_tools=self._list_tools,
             on_subscriptions_listen=ListenHandler(self._bus),
@@ -132,14 +134,9 @@ class McpServer:
             self._resources.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._resources is not None:
-            self._resources.__exit__(exc_type, exc, traceback)
+            self._resources.__exit__(*error)
 
     async def run_stdio(self, wire: Wire | None = None) -> None:
         """Serve the client at standard input and output, or at another wire, until it leaves."""
@@ -227,7 +224,7 @@ class McpServer:
         return await _cancelled_once(self._take(call, _Beats(request.session), ids))
 
     async def _take(self, call: ToolCall, beats: _Beats, ids: RunContext) -> dict[str, Any]:
-        async with self._line.turn():
+        async with self._turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
             context = offered.context.having(
@@ -240,6 +237,13 @@ class McpServer:
             asyncio.get_running_loop().call_soon(self._settle, call, result)
         await beats.end()
         return _answer(None if offer is None else offer.tool, result)
+
+    def _turn(self) -> asyncio.Lock:
+        """Return what lets calls through one at a time, in the order in which they came."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a lock belongs to the loop that waited for it first
+            self._loop, self._lock = loop, asyncio.Lock()
+        return self._lock
 
     def _settle(self, call: ToolCall, result: ToolResult[Any]) -> None:
         if self._undo is not None:
@@ -300,26 +304,11 @@ def _as_prompt(served: Prompt[Any] | Section[Any] | Iterable[Section[Any]]) -> P
     return Prompt(PromptTemplate(sections=sections))
 
 
-def _version() -> str:
-    from weakincentives import __version__
-
-    return __version__
-
-
 # What a client is told of a tool
 
 
-_definitions: WeakKeyDictionary[Tool[Any, Any], McpTool] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=1024)  # the same tools come by with every list and every answer
 def _definition(tool: Tool[Any, Any]) -> McpTool:
-    found = _definitions.get(tool)
-    if found is None:
-        found = _definitions[tool] = _make_definition(tool)
-    return found
-
-
-def _make_definition(tool: Tool[Any, Any]) -> McpTool:
     parameters = tool.parameters
     if tool.examples:
         parameters["examples"] = [
@@ -341,14 +330,10 @@ def _annotations(reach: Reach | None) -> ToolAnnotations:
     Whether a tool that only reads does so in this workspace or in the world is not stated.
     """
     if reach == "read":
-        return ToolAnnotations(
-            read_only_hint=True, destructive_hint=False, idempotent_hint=True, open_world_hint=None
-        )
+        return ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True)
+    may_last = reach != "reversible"
     return ToolAnnotations(
-        read_only_hint=False,
-        destructive_hint=reach != "reversible",
-        idempotent_hint=None,
-        open_world_hint=reach != "reversible",
+        read_only_hint=False, destructive_hint=may_last, open_world_hint=may_last
     )
 
 
@@ -370,8 +355,14 @@ def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
 def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, Any]:
     """Return a result as it goes over the wire; the ``mcp`` package checks it there."""
     meta: dict[str, Any] = {CALL_ID: result.call_id}
-    if result.failure is not None:
-        meta[FAILURE] = _failure(result)
+    if (failure := result.failure) is not None:
+        meta[FAILURE] = {
+            "code": failure.code,
+            "recoverable": failure.recoverable,
+            "suggestions": list(failure.suggestions),
+            "undone": list(result.metadata.undone),
+            "notUndone": list(result.metadata.not_undone),
+        }
     text = result.render()
     answer: dict[str, Any] = {
         "content": [{"type": "text", "text": text}] if text else [],
@@ -395,34 +386,7 @@ def _structured(tool: Tool[Any, Any], result: ToolResult[Any]) -> Mapping[str, A
     return cast("Mapping[str, Any]", dump(value))
 
 
-def _failure(result: ToolResult[Any]) -> dict[str, Any]:
-    failure = result.failure
-    assert failure is not None
-    return {
-        "code": failure.code,
-        "recoverable": failure.recoverable,
-        "suggestions": list(failure.suggestions),
-        "undone": list(result.metadata.undone),
-        "notUndone": list(result.metadata.not_undone),
-    }
-
-
 # How calls run
-
-
-class _Line:
-    """Lets calls through one at a time, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = asyncio.Lock()
-
-    def turn(self) -> asyncio.Lock:
-        """Return what to hold while it is one's turn."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a lock belongs to the loop that waited for it first
-            self._loop, self._lock = loop, asyncio.Lock()
-        return self._lock
 
 
 class _Beats:

@@ -120,10 +120,10 @@ class _Receiver:
                 _logger.warning("the client left in the middle of a line")
             self._to_server.close()
 
-    def _take_line(self, line: bytes | _TooLong) -> None:
-        if isinstance(line, _TooLong):
+    def _take_line(self, line: bytes | tuple[bytes, bytes]) -> None:
+        if isinstance(line, tuple):
             _logger.warning("refused a message of more than %d bytes", MAX_MESSAGE)
-            self._refuse(INVALID_REQUEST, f"a message has {MAX_MESSAGE} bytes at most", line.id)
+            self._refuse(INVALID_REQUEST, f"a message has {MAX_MESSAGE} bytes at most", *line)
             return
         if not line.strip():
             return
@@ -131,14 +131,14 @@ class _Receiver:
             message = jsonrpc_message_adapter.validate_json(line, by_name=False)
         except ValueError:
             _logger.warning("ignored a line that is no JSON-RPC message: %.80r", line)
-            self._refuse(PARSE_ERROR, "not a JSON-RPC message", _id_in(line, line))
+            self._refuse(PARSE_ERROR, "not a JSON-RPC message", line, line)
             return
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
             self._to_server.send_nowait(SessionMessage(message))
 
-    def _refuse(self, code: int, why: str, request: int | str | None) -> None:
+    def _refuse(self, code: int, why: str, start: bytes, end: bytes) -> None:
         error = ErrorData(code=code, message=why)
-        self.refuse(JSONRPCError(jsonrpc="2.0", id=request, error=error))
+        self.refuse(JSONRPCError(jsonrpc="2.0", id=_id_in(start, end), error=error))
 
 
 class _Sender:
@@ -211,13 +211,6 @@ def _read_from(descriptor: int) -> bytes:
         return b""
 
 
-class _TooLong:
-    """A line that nobody kept, and the id of the request in it where that was found."""
-
-    def __init__(self, start: bytes, end: bytes) -> None:
-        self.id = _id_in(start, end)
-
-
 def _id_in(start: bytes, end: bytes) -> int | str | None:
     """Return the id of a request that cannot be read: whoever sent it waits for an answer."""
     # At either end, where it is not inside of something else.
@@ -243,13 +236,13 @@ class _Lines:
     def is_within_one(self) -> bool:
         return self._length > 0
 
-    def add(self, chunk: bytes) -> Iterator[bytes | _TooLong]:
-        """Yield the lines that are whole now."""
+    def add(self, chunk: bytes) -> Iterator[bytes | tuple[bytes, bytes]]:
+        """Yield the lines that are whole now; of one that is too long, its start and its end."""
         *ends, rest = chunk.split(b"\n")
         for end in ends:
             self._keep(end)
             is_short = self._length <= MAX_MESSAGE
-            yield bytes(self._kept) if is_short else _TooLong(self._start, self._end)
+            yield bytes(self._kept) if is_short else (self._start, self._end)
             self._begin()
         self._keep(rest)
 

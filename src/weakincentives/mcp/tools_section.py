@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, get_args
 
 from weakincentives.errors import (
@@ -22,8 +22,8 @@ from weakincentives.errors import (
 from weakincentives.logs import get_logger
 from weakincentives.mcp.connection import HttpServer, McpConnection, StdioServer, as_server
 from weakincentives.mcp.output import McpOutput, output_of
-from weakincentives.mcp.schemas import honoured_schema, offered_names
 from weakincentives.prompt.contracts import Effect, PermissionPrecondition
+from weakincentives.prompt.raw_schema import plain_schema
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
 from weakincentives.prompt.tool_result import ToolResult
@@ -47,6 +47,7 @@ _logger = get_logger(__name__)
 _TIMEOUT = 60.0
 _GRACE = 10.0
 _KEPT_ANSWERS = 256
+_MAX_NAME = 64
 _MAX_DESCRIPTION = 50_000
 """Characters that a server may say of one tool: the model reads them with every turn."""
 
@@ -137,17 +138,18 @@ class McpToolsSection(Section[None]):
     ) -> None:
         self._allow, self._deny = _patterns("allow", allow), _patterns("deny", deny)
         self._rename, self._prefix = dict(rename or {}), prefix
-        self._reach: Mapping[str, StatedReach] = _by_name(reach)
-        self._writes: Mapping[str, Writes] = _by_name(writes)
-        self._permissions: Mapping[str, str] = _by_name(permissions)
-        self._retry: Mapping[str, RetryPolicy] = _by_name(retry)
-        self._timeout: Mapping[str, float | None] = (
-            {"*": None} if timeout is None else _by_name(timeout)
-        )
-        self._undo = dict(undo or {})
+        self._stated: Mapping[str, Mapping[str, Any]] = {
+            "reach": _by_name(reach),
+            "writes": _by_name(writes),
+            "permissions": _by_name(permissions),
+            "retry": _by_name(retry),
+            "timeout": {"*": None} if timeout is None else _by_name(timeout),
+            "undo": dict(undo or {}),
+        }
+        """What each option says, by pattern."""
         self._output_limit = output_limit
-        _check_values("reach", self._reach, (*get_args(Reach), "annotations"))
-        _check_values("writes", self._writes, get_args(Writes))
+        _check_values("reach", self._stated["reach"], (*get_args(Reach), "annotations"))
+        _check_values("writes", self._stated["writes"], get_args(Writes))
         self._listed: Sequence[types.Tool] | None = None
         self._names: dict[str, str] = {}
         self._answers: dict[str, tuple[Mapping[str, Any], McpOutput]] = {}
@@ -183,12 +185,7 @@ class McpToolsSection(Section[None]):
     def __enter__(self) -> McpToolsSection:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def body(self, params: None, session: Session | None) -> str:
@@ -209,16 +206,13 @@ class McpToolsSection(Section[None]):
         if len(set(self._rename.values())) < len(self._rename):
             raise ToolDefinitionError(f"rename gives two tools one name: {self._rename}")
         names = [tool.name for tool in listed]
+        undo = self._stated["undo"]
         stated: dict[str, Iterable[str]] = {
             "allow": self._allow,
             "deny": self._deny,
             "rename": self._rename,
-            "reach": self._reach,
-            "writes": self._writes,
-            "permissions": self._permissions,
-            "retry": self._retry,
-            "timeout": self._timeout,
-            "undo": [*self._undo, *(each.tool for each in self._undo.values())],
+            **self._stated,
+            "undo": [*undo, *(each.tool for each in undo.values())],
         }
         for option, patterns in stated.items():
             for pattern in patterns:
@@ -231,7 +225,7 @@ class McpToolsSection(Section[None]):
 
     def _offered(self, listed: Sequence[types.Tool]) -> tuple[Tool[Any, Any], ...]:
         wanted = {tool.name: tool for tool in listed if self._is_wanted(tool.name)}
-        names = offered_names(wanted, prefix=self._prefix, rename=self._rename, known=self._names)
+        names = _offered_names(wanted, prefix=self._prefix, rename=self._rename, known=self._names)
         self._names.update(names)
         tools: list[Tool[Any, Any]] = []
         left_out: list[LeftOutTool] = []
@@ -252,12 +246,12 @@ class McpToolsSection(Section[None]):
 
     def _tool(self, listed: types.Tool, terms: _Terms) -> Tool[Any, Any]:
         _check_texts(listed)
-        schema = honoured_schema(listed.name, listed.input_schema)
+        schema = _honoured_schema(listed.name, listed.input_schema)
 
         async def handler(params: dict[str, Any], *, context: ToolContext) -> ToolResult[McpOutput]:
             return await self._call(terms, params, context)
 
-        permission = _stated(self._permissions, listed.name)
+        permission = self._of("permissions", listed.name)
         return Tool.from_schema(
             terms.offered,
             (listed.description or listed.title or f"The server's tool {listed.name}.").strip(),
@@ -275,8 +269,11 @@ class McpToolsSection(Section[None]):
 
     def _terms(self, listed: types.Tool, offered: str) -> _Terms:
         name = listed.name
-        reach = self._reach_of(listed)
-        undo = self._undo.get(name)
+        reach = self._of("reach", name)
+        if reach == "annotations":
+            hints = listed.annotations
+            reach = "read" if hints is not None and hints.read_only_hint else None
+        undo = self._stated["undo"].get(name)
         if undo is not None:
             if reach not in (None, "compensable"):
                 raise ToolDefinitionError(f"tool {name!r} has an undo, and its reach is {reach!r}")
@@ -285,26 +282,21 @@ class McpToolsSection(Section[None]):
             raise ToolDefinitionError(
                 f"tool {name!r} is stated to be compensable: say how, in undo"
             )
-        writes = _stated(self._writes, name) or "api"
-        limit = _stated(self._timeout, name, _TIMEOUT)
-        return _Terms(name, offered, reach, writes, limit, self._retry_of(name, reach), undo)
+        retry = self._of("retry", name)
+        if reach not in ("read", "reversible", "compensable"):
+            if name in self._stated["retry"]:
+                raise ToolDefinitionError(
+                    f"retry: nobody knows whether a failed call of tool {name!r} took effect; "
+                    "state its reach"
+                )
+            retry = None
+        writes, limit = self._of("writes", name, "api"), self._of("timeout", name, _TIMEOUT)
+        return _Terms(name, offered, reach, writes, limit, retry, undo)
 
-    def _reach_of(self, listed: types.Tool) -> Reach | None:
-        stated = _stated(self._reach, listed.name)
-        if stated != "annotations":
-            return stated
-        hints = listed.annotations
-        return "read" if hints is not None and hints.read_only_hint else None
-
-    def _retry_of(self, name: str, reach: Reach | None) -> RetryPolicy | None:
-        if reach in ("read", "reversible", "compensable"):
-            return _stated(self._retry, name)
-        if name in self._retry:
-            raise ToolDefinitionError(
-                f"retry: nobody knows whether a failed call of tool {name!r} took effect; state "
-                "its reach"
-            )
-        return None
+    def _of(self, option: str, name: str, otherwise: Any = None) -> Any:
+        """Return what an option says of a tool: that of the first pattern its name matches."""
+        stated = self._stated[option].items()
+        return next((value for key, value in stated if fnmatchcase(name, key)), otherwise)
 
     # A call
 
@@ -462,11 +454,6 @@ def _by_name(option: object) -> Mapping[str, Any]:
     return {} if option is None else {"*": option}
 
 
-def _stated(option: Mapping[str, T], name: str, otherwise: T | None = None) -> T | None:
-    """Return what an option says of a tool: that of the first pattern which its name matches."""
-    return next((value for key, value in option.items() if fnmatchcase(name, key)), otherwise)
-
-
 def _granted(permission: str) -> PermissionPrecondition:
     return PermissionPrecondition(
         description=f"The permission {permission!r} must have been granted", permission=permission
@@ -502,6 +489,73 @@ def _failure(terms: _Terms, message: str, code: str) -> ToolResult[Any]:
         # Raised: an answer would mean that nothing was done, and nobody can say that.
         raise ToolValidationError(message)
     return ToolResult.error(message, code=code)
+
+
+# Names and schemas
+
+
+def _offered_names(
+    names: Iterable[str], *, prefix: str, rename: Mapping[str, str], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what each tool of a server is called here; those in ``known`` keep their names."""
+    given = {name: known[name] for name in names if name in known}
+    taken = set(known.values())
+    new = [name for name in names if name not in given]
+
+    def rank(name: str) -> tuple[bool, bool]:
+        return name not in rename, _plain(prefix + name) != name
+
+    # First those that the user chose, then those that can stay: the others make way for them.
+    for name in sorted(new, key=rank):
+        given[name] = _unique(rename.get(name) or _plain(prefix + name), taken)
+        taken.add(given[name])
+    return given
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9_-]+", "_", name.lower()).strip("_")[:_MAX_NAME] or "tool"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    made, number = name, 2
+    while made in taken:
+        suffix = f"-{number}"
+        made = name[: _MAX_NAME - len(suffix)] + suffix
+        number += 1
+    return made
+
+
+def _honoured_schema(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema for a tool's arguments; refuse what they could not be checked against."""
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    own = plain_schema(name, schema)
+    resource = DRAFT202012.create_resource(own)
+    base = resource.id() or ""
+    resolver = Registry[Any]().with_resource(base, resource).crawl().resolver(base)
+    for reference in _references(own):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ToolDefinitionError(
+                f"the schema of tool {name!r} refers to {reference!r}, which is not in it, and "
+                "nothing is fetched"
+            ) from error
+    return own
+
+
+def _references(schema: object) -> Iterator[str]:
+    if isinstance(schema, dict):
+        for key, value in cast("dict[str, object]", schema).items():
+            if key == "$ref" and isinstance(value, str):
+                yield value
+            else:
+                yield from _references(value)
+    elif isinstance(schema, list):
+        for each in cast("list[object]", schema):
+            yield from _references(each)
 
 
 _GUIDANCE = """\

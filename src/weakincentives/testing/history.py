@@ -204,36 +204,29 @@ class _Found(Exception):
         self.anomaly = anomaly
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A value that a key had in the replay, and the call that gave it."""
-
-    value: object
-    by: _Taken | None
-
-
 class _Replay:
     """Runs the kept calls one after the other on plain values, and compares what they saw."""
 
     def __init__(self, calls: list[_Taken], logged: Container[Hashable]) -> None:
         self._calls = calls
         self._logged = logged
-        self._versions: dict[Hashable, list[_Version]] = {}
-        """By key, what the outermost calls left there one after the other."""
+        self._versions: dict[Hashable, list[tuple[object, _Taken | None]]] = {}
+        """By key, what the outermost calls left there one after the other, and which."""
 
     def run(
         self, initial: Mapping[Hashable, object], final: Mapping[Hashable, object]
     ) -> Anomaly | None:
         values = dict(initial)
-        for key, value in initial.items():
-            self._versions[key] = [_Version(value, None)]
+        self._versions = {key: [(value, None)] for key, value in initial.items()}
         try:
             for call in self._calls:
                 # A call that was interrupted has not come to its place, and answered nothing.
                 if call.is_last and not _is_interrupted(call.record):
                     before = dict(values)
                     self._replay(call, values, call)
-                    self._note(call, before, values)
+                    for key, value in values.items():
+                        if value != before.get(key):
+                            self._versions.setdefault(key, [(None, None)]).append((value, call))
             for key, value in final.items():
                 if values.get(key) != value:
                     raise _Found(self._left(key, value, values.get(key)))
@@ -256,14 +249,6 @@ class _Replay:
             values.clear()
             values.update({**before, **logged})
 
-    def _note(
-        self, call: _Taken, before: Mapping[Hashable, object], after: Mapping[Hashable, object]
-    ) -> None:
-        for key, value in after.items():
-            if value != before.get(key):
-                versions = self._versions.setdefault(key, [_Version(None, None)])
-                versions.append(_Version(value, call))
-
     # Which anomaly it is
 
     def _misread(
@@ -276,22 +261,21 @@ class _Replay:
             calls = (call.id, *(other.id for other in others))
             return Anomaly(name, key, seen, expected, calls, text)
 
-        versions = self._versions.get(key, [_Version(None, None)])
-        past = max((n for n, each in enumerate(versions) if each.value == seen), default=-1)
+        versions = self._versions.get(key, [(None, None)])
+        past = max((n for n, (value, _) in enumerate(versions) if value == seen), default=-1)
         if past < 0:
             writer = self._writer(outermost, key, seen)
             if writer is None:
                 text = f"{saw}, which nobody wrote; one after the other it is {expected!r}"
                 return anomaly("unexplained read", text)
+            why = "had changed it again before its end"
             if not writer.is_kept:
                 why = "was not kept"
             elif writer.order > outermost.order:
                 why = "comes after it"
-            else:
-                why = "had changed it again before its end"
             text = f"{saw}, as {writer.name} wrote it, which {why}; it should be {expected!r}"
             return anomaly("dirty read", text, writer)
-        since = [each.by for each in versions[past + 1 :] if each.by is not None]
+        since = [by for _, by in versions[past + 1 :] if by is not None]
         if not since:  # its own write, or that of a call nested in it, is missing
             return anomaly("stale read", f"{saw} after it had itself made it {expected!r}")
         made = f"{since[-1].name} had made it {expected!r} before"
@@ -327,7 +311,7 @@ class _Replay:
 
     def _without(self, left_out: _Taken, key: Hashable) -> object:
         """Return what a key would be in the end, had one call not been there."""
-        value = self._versions[key][0].value
+        value = self._versions[key][0][0]
         for call in self._calls:
             if call.is_kept and call is not left_out:
                 for change in call.changes():
