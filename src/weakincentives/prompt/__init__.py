@@ -93,3 +93,4 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool_result import ToolError as ToolError
     from weakincentives.prompt.tool_result import ToolMetadata as ToolMetadata
     from weakincentives.prompt.tool_result import ToolResult as ToolResult
+    from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
