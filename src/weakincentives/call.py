@@ -8,10 +8,7 @@ import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from weakincentives.runtime.transactions import Transaction
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -112,9 +109,8 @@ _tokens = threading.Lock()
 # Named only so that a handler which kept a reference to the outer session or filesystem reaches
 # the same view as through its context. Each call runs in a copy of its caller's context, so the
 # variable is never reset: an interrupt cannot leave it behind.
-transaction_under_way: ContextVar[Transaction | None] = ContextVar(
-    "wink_transaction_under_way", default=None
-)
+transaction_under_way: ContextVar[Any] = ContextVar("wink_transaction_under_way", default=None)
+"""The ``Transaction`` of the call, or None."""
 
 
 def call_under_way() -> ToolCall | None:

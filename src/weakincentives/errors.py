@@ -73,10 +73,6 @@ from abc import ABCMeta
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from weakincentives.adapters.recording import Divergence
-    from weakincentives.runtime.conversation import PromptResponse
-
 
 def _listed(message: object, problems: Iterable[str]) -> str:
     return "\n".join([str(message), *(f"  {problem}" for problem in problems)])
@@ -355,7 +351,8 @@ class PromptEvaluationError(PromptError):
     What was committed before stays. ``response`` has how far the run came, once it ends a run.
     """
 
-    response: PromptResponse[Any] | None = None
+    response: Any = None
+    """A ``PromptResponse``, or None."""
 
 
 class DeadlineExceededError(PromptEvaluationError):
@@ -381,7 +378,7 @@ class TaskNotCompleted(PromptEvaluationError):
 class ReplayDiverged(PromptEvaluationError):
     """A run that is replayed strictly does not do what was recorded; ``divergence`` says where."""
 
-    def __init__(self, divergence: Divergence) -> None:
+    def __init__(self, divergence: Any) -> None:
         super().__init__(f"The run differs from its recording: {divergence}")
         self.divergence = divergence
 

@@ -4,7 +4,15 @@
 and ``thaw`` keep the exact runtime types, for what must come back equal in another process.
 """
 
-from weakincentives.serde.exact import freeze, thaw
-from weakincentives.serde.typed import dump, parse, schema
+from typing import TYPE_CHECKING
 
-__all__ = ["dump", "freeze", "parse", "schema", "thaw"]
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
+
+if TYPE_CHECKING:
+    from weakincentives.serde.exact import freeze as freeze
+    from weakincentives.serde.exact import thaw as thaw
+    from weakincentives.serde.typed import dump as dump
+    from weakincentives.serde.typed import parse as parse
+    from weakincentives.serde.typed import schema as schema

@@ -35,6 +35,9 @@ T = TypeVar("T")
 Where: TypeAlias = "tuple[Where, str, object] | None"
 """The way into a value, last step first: cheap to extend, and only spelled out for an error."""
 
+Known: TypeAlias = dict[str, type[Any]]
+"""Classes by their names: those that were passed in, and those that were found since."""
+
 # Beyond it other JSON readers round; Python's own refuses numbers of more than 4300 digits.
 _SAFE_INT = 2**53
 
@@ -59,7 +62,7 @@ def thaw(data: object, *, types: Iterable[Any] = ()) -> Any:
     A dataclass or enum is looked for among ``types``, then by its name in the modules imported so
     far. A SnapshotError names what is missing or does not fit.
     """
-    known: dict[str, type] = {}
+    known: Known = {}
     for each in types:
         origin = get_origin(each) or each
         if not isinstance(origin, type):
@@ -249,12 +252,19 @@ def _text_tags() -> dict[type, str]:
 # Reading
 
 
-def _thaw(data: Any, where: Where, known: Mapping[str, type]) -> Any:
+_LEAVES = frozenset({type(None), bool, int, float, str})
+"""Read as they are. Most of what is read: so whoever holds some looks before it calls."""
+
+
+def _thaw(data: Any, where: Where, known: Known) -> Any:
     kind = cast("type[Any]", type(data))
-    if data is None or kind in (bool, int, float, str):
+    if kind in _LEAVES:
         return data
     if kind is list:
-        return [_thaw(item, (where, "[{}]", at), known) for at, item in enumerate(data)]
+        return [
+            item if type(item) in _LEAVES else _thaw(item, (where, "[{}]", at), known)
+            for at, item in enumerate(data)
+        ]
     if kind is not dict:
         raise SnapshotError(f"Cannot thaw {_spelled(where)}: {kind.__qualname__} is not JSON data")
     if "$" not in data:
@@ -272,18 +282,18 @@ def _thaw(data: Any, where: Where, known: Mapping[str, type]) -> Any:
 
 
 _Frozen: TypeAlias = dict[str, Any]
-_Reader: TypeAlias = Callable[[_Frozen, Where, Mapping[str, type]], Any]
+_Reader: TypeAlias = Callable[[_Frozen, Where, Known], Any]
 
 
 def _items_reader(make: Callable[[list[Any]], Any]) -> _Reader:
-    def read(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:
+    def read(data: _Frozen, where: Where, known: Known) -> Any:
         return make(_thaw(_checked(list, data["items"]), where, known))
 
     return read
 
 
 def _pairs_reader(make: Callable[[list[tuple[Any, Any]]], Any]) -> _Reader:
-    def read(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:
+    def read(data: _Frozen, where: Where, known: Known) -> Any:
         return make(
             [
                 (_thaw(key, (where, " key {}", at), known), _thaw(item, (where, "[{}]", at), known))
@@ -319,7 +329,7 @@ def _check_trie_keys(keys: Iterable[Any]) -> None:
 
 
 def _text_reader(make: Callable[[str], Any]) -> _Reader:
-    def read(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:
+    def read(data: _Frozen, where: Where, known: Known) -> Any:
         return make(_checked(str, _thaw(data["text"], where, known)))
 
     return read
@@ -329,25 +339,25 @@ def _from_text(tag: str, text: str) -> Any:
     return _text_type(tag)(text)
 
 
-def _thaw_int(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> int:
+def _thaw_int(data: _Frozen, _where: Where, _known: Known) -> int:
     return int(_checked(str, data["hex"]), 16)
 
 
-def _thaw_str(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> str:
+def _thaw_str(data: _Frozen, _where: Where, _known: Known) -> str:
     return _from_base64(data["base64"]).decode("utf-8", "surrogatepass")
 
 
-def _thaw_bytes(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> bytes:
+def _thaw_bytes(data: _Frozen, _where: Where, _known: Known) -> bytes:
     return _from_base64(data["base64"])
 
 
-def _thaw_timedelta(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> dt.timedelta:
+def _thaw_timedelta(data: _Frozen, _where: Where, _known: Known) -> dt.timedelta:
     days, seconds, microseconds = data["parts"]
     return dt.timedelta(days, seconds, microseconds)
 
 
 def _moment_reader(make: Callable[[str], dt.datetime | dt.time]) -> _Reader:
-    def read(data: _Frozen, _where: Where, _known: Mapping[str, type]) -> dt.datetime | dt.time:
+    def read(data: _Frozen, _where: Where, _known: Known) -> dt.datetime | dt.time:
         value = make(_checked(str, data["text"]))
         if "zone" in data:
             from zoneinfo import ZoneInfo
@@ -358,14 +368,14 @@ def _moment_reader(make: Callable[[str], dt.datetime | dt.time]) -> _Reader:
     return read
 
 
-def _thaw_enum(data: _Frozen, where: Where, known: Mapping[str, type]) -> Enum:
+def _thaw_enum(data: _Frozen, where: Where, known: Known) -> Enum:
     found = _find(data["type"], where, known)
     if not issubclass(found, Enum):
         raise TypeError(f"{data['type']} is not an enum")
     return found.__members__[data["name"]]
 
 
-def _thaw_flag(data: _Frozen, where: Where, known: Mapping[str, type]) -> Enum:
+def _thaw_flag(data: _Frozen, where: Where, known: Known) -> Enum:
     found = _find(data["type"], where, known)
     if not issubclass(found, Flag):
         raise TypeError(f"{data['type']} is not a flag")
@@ -376,15 +386,16 @@ def _thaw_flag(data: _Frozen, where: Where, known: Mapping[str, type]) -> Enum:
     return flag
 
 
-def _thaw_dataclass(data: _Frozen, where: Where, known: Mapping[str, type]) -> Any:
+def _thaw_dataclass(data: _Frozen, where: Where, known: Known) -> Any:
     found = _find(data["type"], where, known)
     if issubclass(found, Enum):
         raise TypeError(f"{data['type']} is an enum")
     layout = _layout(found)
     fields = cast("dict[str, Any]", _checked(dict, data["fields"]))
-    for retired in getattr(found, "__retired_fields__", ()):
-        fields.pop(retired, None)
-    if fields.keys() != set(layout.kept):
+    if fields.keys() != layout.names:
+        for retired in getattr(found, "__retired_fields__", ()):
+            fields.pop(retired, None)
+    if fields.keys() != layout.names:
         missing = [f"lacks {name}" for name in layout.kept if name not in fields]
         unknown = [f"has {name}, which the class lacks" for name in fields.keys() - {*layout.kept}]
         raise SnapshotError(
@@ -393,7 +404,9 @@ def _thaw_dataclass(data: _Frozen, where: Where, known: Mapping[str, type]) -> A
         )
     value = object.__new__(found)
     for name, item in fields.items():
-        object.__setattr__(value, name, _thaw(item, (where, ".{}", name), known))
+        if type(item) not in _LEAVES:
+            item = _thaw(item, (where, ".{}", name), known)
+        object.__setattr__(value, name, item)
     for name, default in layout.transient:
         object.__setattr__(value, name, default())
     return value
@@ -428,6 +441,7 @@ _READERS: dict[str, _Reader] = {
 class _Layout:
     name: str
     kept: tuple[str, ...]
+    names: frozenset[str]
     transient: tuple[tuple[str, Callable[[], object]], ...]
     """The fields left out, each with what makes its default."""
 
@@ -454,7 +468,7 @@ def _layout(cls: type[Any]) -> _Layout:
             raise SnapshotError(
                 f"Cannot freeze or thaw {name}: its transient field {field.name} has no default"
             )
-    return _Layout(name, tuple(kept), tuple(transient))
+    return _Layout(name, tuple(kept), frozenset(kept), tuple(transient))
 
 
 def _constant(value: object) -> Callable[[], object]:
@@ -481,7 +495,7 @@ _MOVED = {
 """Modules that are gone, with the one that has their classes now."""
 
 
-def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
+def _find(name: object, where: Where, known: Known) -> type[Any]:
     text = _checked(str, name)
     found = known.get(text) or _imported(text) or _imported(current_name(text))
     if found is None:
@@ -493,6 +507,7 @@ def _find(name: object, where: Where, known: Mapping[str, type]) -> type[Any]:
         raise SnapshotError(
             f"Cannot thaw {_spelled(where)}: {text} is neither a dataclass nor an enum"
         )
+    known[text] = found
     return found
 
 
