@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
@@ -34,9 +34,6 @@ from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.store import Store
 from weakincentives.locks import undisturbed
-
-if TYPE_CHECKING:
-    from weakincentives.filesystem.host import HostFilesystem
 
 __all__ = [
     "DEFAULT_OUTPUT_LIMIT",
@@ -507,20 +504,24 @@ class EngineUse:
     reason: str
 
 
-def engines(fs: HostFilesystem) -> tuple[EngineUse, ...]:
+class _OnDisk(Protocol):
+    """A filesystem in a directory; its module is built on this one."""
+
+    @property
+    def root(self) -> Path: ...
+    @property
+    def store(self) -> Path: ...
+
+
+def engines(fs: _OnDisk) -> tuple[EngineUse, ...]:
     """Return the engine for each kind of ``writes`` on this workspace."""
     way = find_way(fs.root, fs.store)
-    command = (
-        EngineUse(writes="command", engine="scan", reason=way)
-        if isinstance(way, str)
-        else EngineUse(
-            writes="command",
-            engine="overlay",
-            reason="in a user namespace" if way.owner else "mounted by root",
-        )
-    )
+    if isinstance(way, str):
+        engine, why = "scan", way
+    else:
+        engine, why = "overlay", "in a user namespace" if way.owner else "mounted by root"
     return (
         EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
-        command,
+        EngineUse(writes="command", engine=engine, reason=why),
         EngineUse(writes="external", engine="scan", reason="what changed is found by looking"),
     )
