@@ -167,17 +167,19 @@ class _Token(NamedTuple):
 
 
 def _reading(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run the operation on the view that the call under way works on."""
+    """Run the operation on the view that the call under way works on, with its lock held."""
 
     @functools.wraps(operation)
     def on_current_view(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        return operation(current_view(self), *args, **kwargs)
+        view = current_view(self)
+        with view.lock:
+            return operation(view, *args, **kwargs)
 
     return on_current_view
 
 
 def _writing(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run the operation on the current view, if it may be changed, with the view's lock held.
+    """Like ``_reading``, if the view may be changed.
 
     The check and the change are under one lock: once ``seal`` has returned, nothing slips through.
     """
@@ -218,7 +220,8 @@ class _InSession(Participant):
 
     def snapshot_here(self) -> object:
         """Like ``snapshot``, of exactly this object, whichever call is under way."""
-        return _Token(self._session.snapshot_here(), self._point())
+        with self._lock:
+            return _Token(self._session.snapshot_here(), self._point())
 
     def _point(self) -> _Written | None:
         """Return where in the writes to a file this is, if it writes to one."""
@@ -289,16 +292,18 @@ class _Entries(_InSession):
 
         Rows of a file that somebody else has changed since are left alone, and logged.
         """
-        found = self._checked(token)
-        written = {} if found.written is None else found.written.since()
-        with self._lock, self._written_through():
-            super().restore_here(token)
-            if self._parent is None:
-                self._put_back(written)
-            elif isinstance(self._rows, _SeenRows) and found.written is not None:
-                self._rows.note_all()
-                for key, (before, _) in written.items():
-                    self._set(_LONG_TERM, [key], _entry(before))
+        point = self._checked(token).written
+        with self._lock:
+            written = {} if point is None else point.since()
+            # The token of a view may hold staged changes.
+            with self._written_through(point is None or bool(written)):
+                super().restore_here(token)
+                if self._parent is None:
+                    self._put_back(written)
+                elif isinstance(self._rows, _SeenRows) and point is not None:
+                    self._rows.note_all()
+                    for key, (before, _) in written.items():
+                        self._set(_LONG_TERM, [key], _entry(before))
 
     def _point(self) -> _Written | None:
         if self._store is None or self._parent is not None:
@@ -417,7 +422,7 @@ class _Entries(_InSession):
     def _own(self, scope: str) -> _Scope:
         return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
 
-    def _written_through(self, needed: bool = True) -> AbstractContextManager[None]:
+    def _written_through(self, needed: bool) -> AbstractContextManager[None]:
         """Write what the block stages to the file, in one step with it; only views stage."""
         if self._store is None or self._parent is not None or not needed:
             return _NO_FILE
@@ -544,15 +549,14 @@ class MemoryManager(_Entries):
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, or None for all, got {limit}")
         scopes = _SCOPES if scope is None else (_scope(scope),)
-        with self._lock:
-            found = [(key, each) for each in scopes for key in self._holding(each, words)]
-            found.sort(key=lambda at: (not _holds(fold(at[0]), words), at[0], _SCOPES.index(at[1])))
-            entries = ((key, each, self._look(each, key)) for key, each in found[:limit])
-            return tuple(
-                MemoryMatch(each, key, self._value(entry))
-                for key, each, entry in entries
-                if entry is not None
-            )
+        found = [(key, each) for each in scopes for key in self._holding(each, words)]
+        found.sort(key=lambda at: (not _holds(fold(at[0]), words), at[0], _SCOPES.index(at[1])))
+        entries = ((key, each, self._look(each, key)) for key, each in found[:limit])
+        return tuple(
+            MemoryMatch(each, key, self._value(entry))
+            for key, each, entry in entries
+            if entry is not None
+        )
 
     # Writing
 
