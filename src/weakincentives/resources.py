@@ -188,8 +188,8 @@ class ResourceRegistry:
             )
         bindings: dict[type[Any], Binding[Any]] = {}
         for kind, value in resources.items():
-            found = value if isinstance(value, Binding) else Binding.instance(kind, value)
-            bindings[kind] = found
+            is_binding = isinstance(value, Binding)
+            bindings[kind] = value if is_binding else Binding.instance(kind, value)
         return cls(bindings)
 
     @property

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
+from weakref import ref
 
 from rpds import HashTrieMap
 
@@ -140,7 +141,7 @@ class _SeenRows:
 class _Written:
     """A point in the writes to a file. Each points to the next, so only snapshots keep them."""
 
-    __slots__ = ("next", "rows")
+    __slots__ = ("__weakref__", "next", "rows")
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[str | None, str | None]] = {}
@@ -166,17 +167,19 @@ class _Token(NamedTuple):
 
 
 def _reading(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run the operation on the view that the call under way works on."""
+    """Run the operation on the view that the call under way works on, with its lock held."""
 
     @functools.wraps(operation)
     def on_current_view(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        return operation(current_view(self), *args, **kwargs)
+        view = current_view(self)
+        with view.lock:
+            return operation(view, *args, **kwargs)
 
     return on_current_view
 
 
 def _writing(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run the operation on the current view, if it may be changed, with the view's lock held.
+    """Like ``_reading``, if the view may be changed.
 
     The check and the change are under one lock: once ``seal`` has returned, nothing slips through.
     """
@@ -195,7 +198,6 @@ class _InSession(Participant):
     """Takes part in transactions by keeping its state in a session of its own."""
 
     _parent: _InSession | None = None
-    _written: _Written | None = None
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._session = Session(clock=clock)
@@ -218,7 +220,12 @@ class _InSession(Participant):
 
     def snapshot_here(self) -> object:
         """Like ``snapshot``, of exactly this object, whichever call is under way."""
-        return _Token(self._session.snapshot_here(), self._written)
+        with self._lock:
+            return _Token(self._session.snapshot_here(), self._point())
+
+    def _point(self) -> _Written | None:
+        """Return where in the writes to a file this is, if it writes to one."""
+        return None
 
     def restore_here(self, token: object) -> None:
         """Like ``restore``, of exactly this object, also when it is sealed or read-only."""
@@ -233,7 +240,7 @@ class _InSession(Participant):
         """Return a private view: it starts as this is now, and neither sees the other's changes."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
-        view.read_only = view._sealed = view._written = None
+        view.read_only = view._sealed = None
         view._session = self._session.fork()
         view._lock = view._session.lock
         view._parent = self
@@ -276,7 +283,8 @@ class _Entries(_InSession):
         self._clock = clock
         self._store = store
         self._rows: RowStore | _SeenRows | None = store
-        self._written = None if store is None else _Written()
+        self._written: Callable[[], _Written | None] = lambda: None
+        """The point that a snapshot was taken at last, if one is still there."""
         self._sweep_at = _FEWEST_TO_SWEEP
 
     def restore_here(self, token: object) -> None:
@@ -284,16 +292,25 @@ class _Entries(_InSession):
 
         Rows of a file that somebody else has changed since are left alone, and logged.
         """
-        found = self._checked(token)
-        written = {} if found.written is None else found.written.since()
-        with self._lock, self._written_through():
-            super().restore_here(token)
-            if self._parent is None:
-                self._put_back(written)
-            elif isinstance(self._rows, _SeenRows) and found.written is not None:
-                self._rows.note_all()
-                for key, (before, _) in written.items():
-                    self._set(_LONG_TERM, [key], _entry(before))
+        point = self._checked(token).written
+        with self._lock:
+            written = {} if point is None else point.since()
+            # The token of a view may hold staged changes.
+            with self._written_through(point is None or bool(written)):
+                super().restore_here(token)
+                if self._parent is None:
+                    self._put_back(written)
+                elif isinstance(self._rows, _SeenRows) and point is not None:
+                    self._rows.note_all()
+                    for key, (before, _) in written.items():
+                        self._set(_LONG_TERM, [key], _entry(before))
+
+    def _point(self) -> _Written | None:
+        if self._store is None or self._parent is not None:
+            return None
+        here = self._written() or _Written()
+        self._written = ref(here)
+        return here
 
     def _put_back(self, written: Mapping[str, tuple[str | None, set[str | None]]]) -> None:
         """Undo what was written to the file."""
@@ -364,10 +381,15 @@ class _Entries(_InSession):
         if self._parent is not None:
             for key in keys:
                 self._look(scope, key)
-        self._update(scope, keys, lambda _: entry)
+        self._update(scope, keys, lambda _: entry, reads=False)
 
     def _update(
-        self, scope: str, keys: Iterable[str], change: Callable[[_Entry | None], _Entry | None]
+        self,
+        scope: str,
+        keys: Iterable[str],
+        change: Callable[[_Entry | None], _Entry | None],
+        *,
+        reads: bool = True,
     ) -> None:
         """Change entries by a function that a merge may apply once more, to other entries."""
         rows = self._rows_of(scope)
@@ -377,7 +399,7 @@ class _Entries(_InSession):
             entries = maps.get(scope, _NO_ENTRIES)
             for key in keys:
                 before = entries.get(key)
-                if before is None and rows is not None:
+                if before is None and rows is not None and reads:
                     before = _entry(rows.peek(key))
                 if before is not None and not before.is_there(self._clock):
                     before = None
@@ -400,7 +422,7 @@ class _Entries(_InSession):
     def _own(self, scope: str) -> _Scope:
         return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
 
-    def _written_through(self, needed: bool = True) -> AbstractContextManager[None]:
+    def _written_through(self, needed: bool) -> AbstractContextManager[None]:
         """Write what the block stages to the file, in one step with it; only views stage."""
         if self._store is None or self._parent is not None or not needed:
             return _NO_FILE
@@ -428,10 +450,13 @@ class _Entries(_InSession):
 
     def _put_rows(self, rows: Mapping[str, str | None]) -> None:
         """Write rows, and note for snapshots what stood there before."""
-        if self._store is None or self._written is None:
+        if self._store is None:
             return
-        self._written.rows = {key: (self._store.get(key), text) for key, text in rows.items()}
-        self._written.next = self._written = _Written()
+        here = self._written()
+        if here is not None:
+            here.rows = {key: (self._store.get(key), text) for key, text in rows.items()}
+            here.next = _Written()
+            self._written = ref(here.next)
         self._store.put(rows)
 
     def _sweep(self) -> None:
@@ -524,15 +549,14 @@ class MemoryManager(_Entries):
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, or None for all, got {limit}")
         scopes = _SCOPES if scope is None else (_scope(scope),)
-        with self._lock:
-            found = [(key, each) for each in scopes for key in self._holding(each, words)]
-            found.sort(key=lambda at: (not _holds(fold(at[0]), words), at[0], _SCOPES.index(at[1])))
-            entries = ((key, each, self._look(each, key)) for key, each in found[:limit])
-            return tuple(
-                MemoryMatch(each, key, self._value(entry))
-                for key, each, entry in entries
-                if entry is not None
-            )
+        found = [(key, each) for each in scopes for key in self._holding(each, words)]
+        found.sort(key=lambda at: (not _holds(fold(at[0]), words), at[0], _SCOPES.index(at[1])))
+        entries = ((key, each, self._look(each, key)) for key, each in found[:limit])
+        return tuple(
+            MemoryMatch(each, key, self._value(entry))
+            for key, each, entry in entries
+            if entry is not None
+        )
 
     # Writing
 

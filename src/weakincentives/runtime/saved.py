@@ -402,8 +402,16 @@ class SavedSessionData:
                 )
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        held = {"state": found.state, "log": found.log, "incomplete": found.incomplete()}
-        return cls(**head, **held, at=found.at, size=size, seals=seals, damage=damage)
+        return cls(
+            **head,
+            state=found.state,
+            log=found.log,
+            incomplete=found.incomplete(),
+            at=found.at,
+            size=size,
+            seals=seals,
+            damage=damage,
+        )
 
     def snapshot(self, types: Iterable[type] = ()) -> Snapshot:
         """Return what the session held; its types must be known here."""
