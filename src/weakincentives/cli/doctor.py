@@ -411,8 +411,8 @@ def _store(workspace: Path) -> Found:
     from weakincentives.cli.calls import Calls
     from weakincentives.cli.runs import runs_of
     from weakincentives.errors import StateUnavailable, StoreRefused
-    from weakincentives.filesystem.confined import files_below
     from weakincentives.filesystem.store import Note, location_of
+    from weakincentives.filesystem.tree import files_below
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.state import state_directory
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.adopting import adopt_store
     from weakincentives.filesystem.commands import CommandResult, engines
     from weakincentives.filesystem.diffs import FileChange
+    from weakincentives.filesystem.disk import HostFilesystem
     from weakincentives.filesystem.history import Committed
-    from weakincentives.filesystem.host import HostFilesystem
     from weakincentives.filesystem.looking import CallChanges, WorkspaceHistory
 
 __all__ = [
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy_names(
         "commands": ["CommandResult", "engines"],
         "diffs": ["FileChange"],
         "history": ["Committed"],
-        "host": ["HostFilesystem"],
+        "disk": ["HostFilesystem"],
         "looking": ["CallChanges", "WorkspaceHistory"],
     },
 )

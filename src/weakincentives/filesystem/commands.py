@@ -39,7 +39,7 @@ from weakincentives.filesystem.store import Store
 from weakincentives.interrupts import undisturbed
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.host import HostFilesystem
+    from weakincentives.filesystem.disk import HostFilesystem
 
 __all__ = [
     "DEFAULT_OUTPUT_LIMIT",

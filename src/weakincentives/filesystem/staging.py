@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.confined import without_privileges
+from weakincentives.filesystem.base import Reads
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -23,7 +23,9 @@ from weakincentives.filesystem.layers import (
     node_of,
 )
 from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.tree import without_privileges
 
 __all__ = ["Edit", "Staging", "State"]
 
@@ -292,6 +294,36 @@ class Staging:
         os.rename(name, place)
         copies[ino] = place
 
+    def check_conflicts(self, reads: Reads, onto: Layer | None, current: Look) -> None:
+        """Raise MergeConflict if anything the view depends on is not what it was at the fork.
+
+        Args:
+            onto: What the view this was forked from has changed; None if it is not a private one.
+            current: What that shows now.
+        """
+        base = self.base
+        if isinstance(base, Present):
+            changes = base.changed()
+        else:
+            assert isinstance(base, Layer)
+            assert onto is not None
+            changes = base.differing(onto)
+        changed = changes.paths
+        if changes.files:
+            changed = changed | names_of(base, changes.files, reads.touched)
+        changed = {parts for parts in changed if not _is_same(base, current, parts)}
+        if not changed:
+            return
+        within = {parts[:depth] for parts in changed for depth in range(len(parts) + 1)}
+
+        def differs(parts: Parts) -> bool:
+            if parts in within:
+                return True
+            inside = any(parts[:depth] in changed for depth in range(len(parts)))
+            return inside and not _is_same(base, current, parts)
+
+        reads.check(differs, base, current)
+
     def drop(self) -> None:
         """Remove the files that hold the contents."""
         if self._folder is not None:
@@ -319,3 +351,49 @@ class Staging:
 
 def _now() -> int:
     return int(SYSTEM_CLOCK.time() * 1e9)
+
+
+def _is_same(base: Look, current: Look, parts: Parts) -> bool:
+    """Tell whether what is at a path, with all that is below it, is what was there."""
+    pending = [parts]
+    while pending:
+        place = pending.pop()
+        was, now = _node(base, place), _node(current, place)
+        if not _is_alike(was, now):
+            return False
+        if was is not None and was.kind == "directory":
+            # It may have been replaced as a whole: then nobody has noted what changed below it.
+            names = _names(base, place)
+            if names != _names(current, place):
+                return False
+            pending += [(*place, name) for name in names]
+    return True
+
+
+def _is_alike(was: Node | None, now: Node | None) -> bool:
+    if was is None or now is None:
+        return was is now
+    if (was.kind, was.mode) != (now.kind, now.mode):
+        return False
+    if was.kind == "directory":
+        return True
+    if was.file != now.file and max(was.links, now.links) > 1:
+        return False  # another file, even if it holds the same
+    return (was.size, was.mtime_ns) == (now.size, now.mtime_ns)
+
+
+def _names(look: Look, parts: Parts) -> set[str]:
+    try:
+        return {name for name, _ in look.kinds(parts) if not name.startswith(TEMPORARY)}
+    except OSError:
+        return set()
+
+
+def _node(look: Look, parts: Parts) -> Node | None:
+    try:
+        return look.node(parts)
+    except OSError:
+        return _BARRED
+
+
+_BARRED = Node("other", -1, 0, 0, 0)

@@ -35,7 +35,7 @@ from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, Co
 from weakincentives.filesystem.protocol import Parts
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.host import HostFilesystem
+    from weakincentives.filesystem.disk import HostFilesystem
 
 __all__ = ["Sandbox", "SandboxChoice", "find_sandbox"]
 

@@ -16,9 +16,9 @@ from weakincentives.contrib.tools.gitignore import (
 )
 from weakincentives.contrib.tools.vfs_values import listed
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.filesystem.protocol import Parts, join_path, split_path, split_root
+from weakincentives.filesystem.tree import Tree
 
 __all__ = ["HostMount", "LeftOut", "MountedFile", "left_out_text", "read_mount"]
 

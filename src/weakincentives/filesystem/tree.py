@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import FilesystemError, PathEscapesRoot
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +44,6 @@ __all__ = [
     "xattrs_of",
 ]
 
-MAX_LINKS = 40
 CHUNK = 1 << 20
 LONGEST = 4000
 """Bytes of a path for one system call: Linux takes 4095. A longer path is opened in pieces."""
@@ -63,9 +61,6 @@ _PATH = getattr(os, "O_PATH", 0)
 
 _OPEN_DIRECTORY = os.O_RDONLY | _DIRECTORY | _NOFOLLOW | _CLOEXEC
 _OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
-
-# What the kernel says when a link, or something that is not a directory, is on the way.
-BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 
 
 class Ident(NamedTuple):
@@ -268,11 +263,7 @@ class Tree:
     def resolve(
         self, parts: Parts, *, follow: bool = True, seen: set[Parts] | None = None
     ) -> Parts:
-        """Return the canonical path: links followed, as long as they stay below the root.
-
-        With ``follow=False`` a link that is the last name stands for itself. What is missing is
-        returned as it is. ``seen`` takes the paths of the links on the way.
-        """
+        """Return the canonical path: links followed, as long as they stay below the root."""
         return resolve(parts, self.link_target, self.below_root, follow=follow, seen=seen)
 
     def below_root(self, target: str) -> list[str] | None:
@@ -424,60 +415,6 @@ def _unlink_files(fd: int) -> list[str]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
     return [name for name, is_directory in kinds if is_directory]
-
-
-def resolve(
-    parts: Parts,
-    link_target: Callable[[Parts], str],
-    below_root: Callable[[str], list[str] | None],
-    *,
-    follow: bool = True,
-    seen: set[Parts] | None = None,
-) -> Parts:
-    """Return the canonical path, given how to read a link and where absolute ones lead."""
-    done: list[str] = []
-    todo = list(reversed(parts))
-    links = 0
-    while todo:
-        name = todo.pop()
-        if name in ("", "."):
-            continue
-        if name == "..":
-            if not done:
-                raise escapes(parts)
-            done.pop()
-            continue
-        here = (*done, name)
-        target = None if not follow and not todo else _target(here, link_target)
-        if target is None:
-            done.append(name)
-            continue
-        links += 1
-        if links > MAX_LINKS:
-            raise FilesystemError(
-                f"{shown(join_path(parts))} leads through too many symbolic links, or in a"
-                " circle. Use the path of the file itself"
-            )
-        if seen is not None:
-            seen.add(here)
-        names: list[str] | None = target.split("/")
-        if target.startswith("/"):
-            names = below_root(target)
-            done.clear()
-        if names is None:
-            raise escapes(parts)
-        todo.extend(reversed(names))
-    return tuple(done)
-
-
-def _target(parts: Parts, link_target: Callable[[Parts], str]) -> str | None:
-    """Return the text of a link; None for anything else, and for nothing."""
-    try:
-        return link_target(parts)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
 
 
 def status_is_directory(tree: Tree, parts: Parts) -> bool:
@@ -657,13 +594,6 @@ def _for_file(acl: bytes) -> bytes:
 _NO_XATTRS = frozenset(
     getattr(errno, name) for name in ("ENOTSUP", "EOPNOTSUPP", "ENOSYS") if hasattr(errno, name)
 )
-
-
-def escapes(parts: Parts) -> PathEscapesRoot:
-    return PathEscapesRoot(
-        f"{shown(join_path(parts))} leads outside the root through a symbolic link. Use a path"
-        " that stays below the root"
-    )
 
 
 def _open_on_the_way(name: str, above: int) -> int:
