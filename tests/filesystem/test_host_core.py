@@ -525,7 +525,7 @@ def test_two_names_change_places(tree: Tree, root: Path):
 def test_rollback_is_exact_where_names_cannot_change_places(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("weakincentives.filesystem.tree._swapper", [None])
+    monkeypatch.setattr("weakincentives.filesystem.tree._libc", lambda *_: None)
     before = look(root)
     with HostFilesystem(root) as fs:
         view = fs.fork_in_place()

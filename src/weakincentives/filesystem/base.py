@@ -239,7 +239,8 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
     def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
         """Check that this may be changed, and change it: as a whole, or not at all."""
         with self._lock:
-            self._check_writable(operation, args)
+            if self._sealed is not None or self.read_only is not None:
+                self._check_writable(operation, args)
             return do()
 
     def _stat(self, path: str, node: N) -> FileStat:
@@ -316,7 +317,10 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         where = self._directory(parts)
         prefix = _prefix(parts)
         return tuple(
-            self._stat(prefix + name, self._followed((*where, name), node))
+            self._stat(
+                prefix + name,
+                node if node.kind != "link" else self._followed((*where, name), node),
+            )
             for name, node in sorted(self._look.nodes(where), key=_name)
             if self._is_shown(name)
         )
@@ -339,9 +343,9 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         look = self._look
         files = [(join_path(parts), where)]
         if node.kind == "directory":
-            files = sorted(self._walk(parts, where, compiled))
-        else:
-            _check_file(parts, node)
+            files = sorted(self._walk(parts, where, compiled), key=_name)
+        elif node.kind != "file":
+            raise _not_a_file(parts, node)
         matches: list[GrepMatch] = []
         for name, file in files:
             try:
@@ -395,7 +399,8 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
     def _set_readonly(self, path: str, readonly: bool) -> None:
         parts = self._parts(path)
         where, node = self._existing(parts)
-        _check_file(parts, node)
+        if node.kind != "file":
+            raise _not_a_file(parts, node)
         self._check_put(where, node)
         self._mark(where, node, readonly)
 
@@ -547,13 +552,17 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         return where
 
     def _content(self, parts: Parts) -> bytes:
-        if self._reads is None:
-            # One open that follows no link; only where that fails is there more to find out.
-            with contextlib.suppress(OSError):
-                return self._look.read(parts)
-        where, node = self._existing(parts)
-        _check_file(parts, node)
-        return self._look.read(where)
+        # One open that follows no link; only where that fails is there more to find out.
+        try:
+            data = self._look.read(parts)
+        except OSError:
+            where, node = self._existing(parts)
+            if node.kind != "file":
+                raise _not_a_file(parts, node) from None
+            return self._look.read(where)
+        if self._reads is not None:
+            self._reads.touched.add(parts)
+        return data
 
     def _followed(self, parts: Parts, node: N) -> N:
         """Return what a link leads to, where that is below the root."""
@@ -597,7 +606,8 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         """Return the file to be changed, or None for one that is still to be made."""
         where, node = self._find(parts)
         if node is not None:
-            _check_file(parts, node)
+            if node.kind != "file":
+                raise _not_a_file(parts, node)
             if node.readonly:
                 raise read_only(join_path(parts))
         self._check_put(where, node)
@@ -616,7 +626,7 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
                 "The root directory cannot be moved or copied. Name what is in it"
             )
         if copied and node.kind == "other":
-            _check_file(origin, node)
+            raise _not_a_file(origin, node)
         target, there = self._find(self._parts(destination), follow=False)
         old, new = shown(join_path(origin)), shown(join_path(target))
         if target != origin and target[: len(origin)] == origin:
@@ -660,12 +670,10 @@ def _entries(
                 yield name, node.kind
 
 
-def _check_file(parts: Parts, node: Node) -> None:
-    if node.kind == "file":
-        return
+def _not_a_file(parts: Parts, node: Node) -> FilesystemError:
     if node.kind == "directory":
-        raise directory_not_file(join_path(parts))
-    raise FilesystemError(
+        return directory_not_file(join_path(parts))
+    return FilesystemError(
         f"{shown(join_path(parts))} is not a regular file but a pipe, socket or device. Give the"
         " path of a file"
     )

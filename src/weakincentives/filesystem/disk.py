@@ -8,7 +8,6 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ from weakincentives.filesystem.commands import (
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
 from weakincentives.filesystem.journal import Changes
-from weakincentives.filesystem.layers import Disk, File, Layer, Look, Node, names_of
+from weakincentives.filesystem.layers import Disk, Layer, Look, Node, names_of
 from weakincentives.filesystem.looking import diff_of
 from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import PathPatterns
@@ -85,6 +84,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
 
+    _edit: Edit
+    """Where changes are made, while a transaction is open."""
+
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -127,18 +129,19 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         )
         self._read_lock = workspace.lock
         self._look = workspace.disk
-        self._edit: Edit | None = None
-        """Where changes are made; None while no transaction is open."""
         self.root = workspace.tree.path
         """The directory, as the system names it."""
         self.store = workspace.store.path
         """Where what undoing takes is kept."""
         self.reserved = workspace.reserved
         """What in the directory no call may change."""
-        self.gate = workspace.gate
-        """Held by the call that works in place; others wait for it."""
         self.recovered: tuple[str, ...] = workspace.recovered
         """What opening the directory found and could not put back, a sentence each."""
+
+    @property
+    def gate(self) -> threading.Lock:
+        """Held by the call that works in place; others wait for it."""
+        return self._workspace.gate
 
     def close(self) -> None:
         """Undo what is open, and let others have the directory. May be called again."""
@@ -188,7 +191,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
 
     def _links_behind(self, patterns: PathPatterns) -> frozenset[Parts]:
         tree, disk = self._workspace.tree, self._workspace.disk
-        named = [parts for parts in patterns.literals if self._looks_linked(parts)]
+        named = list(patterns.literals)
         pending: list[Parts] = [()]
         while pending:
             here = pending.pop()
@@ -201,14 +204,13 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
                         pending.append(parts)
         found: set[Parts] = set()
         for parts in named:
+            links: set[Parts] = set()
             with contextlib.suppress(FilesystemError, OSError):  # it leads outside, or nowhere
-                found.add(tree.resolve(parts, seen=found))
+                where = tree.resolve(parts, seen=links)
+                if links:
+                    found.add(where)
+            found |= links
         return frozenset(found)
-
-    def _looks_linked(self, parts: Parts) -> bool:
-        with contextlib.suppress(FilesystemError, OSError):
-            return self._workspace.tree.resolve(parts) != parts
-        return False
 
     def _stat(self, path: str, node: Node) -> FileStat:
         return FileStat(
@@ -241,12 +243,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _check_put(self, where: Parts, node: Node | None, *, directory: bool = False) -> None:
         self.reserved.check(where, self._look, directory=directory)
         if node is not None and node.links > 1 and node.file is not None:
-            self._check_names({node.file})
-
-    def _check_names(self, files: AbstractSet[File]) -> None:
-        # A change of one with several names shows under all of them.
-        for name in names_of(self._look, files, [()]):
-            self.reserved.check(name, self._look)
+            # A change of a file with several names shows under all of them.
+            for name in names_of(self._look, {node.file}, [()]):
+                self.reserved.check(name, self._look)
 
     def _check_gone(self, where: Parts) -> None:
         self.reserved.check_tree(where, self._look)
@@ -257,8 +256,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         self.reserved.check_moved(origin, target, self._look)
 
     def _check_writable(self, operation: str, args: tuple[object, ...] = ()) -> None:
-        self._check_open(operation, args, self._why_sealed())
-        workspace = self._workspace
+        sealed, workspace = self._why_sealed(), self._workspace
+        if sealed is not None or self.read_only is not None:
+            self._check_open(operation, args, sealed)
         if workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
         if not workspace.closing.alive:
@@ -270,31 +270,26 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
 
     # Changing
 
-    @property
-    def _editing(self) -> Edit:
-        assert self._edit is not None
-        return self._edit
-
     def _write(self, where: Parts, data: bytes) -> None:
-        self._editing.write(where, data)
+        self._edit.write(where, data)
 
     def _make_directory(self, where: Parts) -> None:
-        self._editing.make_directory(where)
+        self._edit.make_directory(where)
 
     def _remove(self, where: Parts) -> None:
-        self._editing.remove(where)
+        self._edit.remove(where)
 
     def _rename(self, origin: Parts, target: Parts) -> None:
-        self._editing.rename(origin, target)
+        self._edit.rename(origin, target)
 
     def _copy(self, origin: Parts, target: Parts) -> None:
-        self._editing.copy(origin, target)
+        self._edit.copy(origin, target)
 
     def _mark(self, where: Parts, node: Node, readonly: bool) -> None:
         mode = node.mode & ~0o222 if readonly else node.mode | 0o200
         if mode == node.mode:
             return
-        self._editing.set_attributes(where, mode=mode)
+        self._edit.set_attributes(where, mode=mode)
         now = self._look.node(where)
         if now is not None and now.readonly != readonly:
             raise FilesystemError(
@@ -309,19 +304,23 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             return do() if operation == "restore" else self._in_transaction(do, None)
 
     def _in_transaction(self, do: Callable[[], R], call: ToolCall | None) -> R:
-        try:
-            with self._workspace.transaction(call) as self._edit:
+        with self._workspace.transaction(call) as self._edit:
+            try:
                 return do()
-        finally:
-            self._edit = None
+            finally:
+                del self._edit
 
-    def _whole(self, do: Callable[[], R]) -> R:
-        """Make a change of a view as a whole, or not at all; here it is a transaction itself."""
+    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
+        """Make a change of a view as a whole, or not at all; here it is a transaction itself.
+
+        Without ``anew``, what this view itself has put at a path is not kept when it is replaced:
+        only for a change that puts one thing at one path.
+        """
         return do()
 
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
         """Make the changes of a private view here, all of them or none."""
-        self._in_transaction(lambda: staging.replay(self._editing, self._go_to), call)
+        self._in_transaction(lambda: staging.replay(self._edit, self._go_to), call)
 
     def _go_to(self, place: object) -> None:
         """Make everything as it was at a place, as a part of the open transaction."""
@@ -353,6 +352,8 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
 
     def _restore(self, token: object) -> None:
         place = self._own_place(token)
+        if place.expired:
+            raise SnapshotExpired("an older snapshot was restored since this one was taken")
         for other in self._workspace.places:
             other.expired = other.expired or other.serial > place.serial
         self._go_back(place.serial)
@@ -360,8 +361,6 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _own_place(self, token: object) -> Place:
         if not isinstance(token, Place) or token.workspace is not self._workspace:
             raise ValueError("the token is not a snapshot of this filesystem")
-        if token.expired:
-            raise SnapshotExpired("an older snapshot was restored since this one was taken")
         return token
 
     def fork(self) -> HostFilesystem:
@@ -381,7 +380,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         There is one at a time: hold ``gate`` while it is open.
         """
         with self._workspace.lock:
-            return _ViewInPlace(self, self._workspace.begin_in_place())
+            return _ViewInPlace(self)
 
     def check_conflicts(self, view: HostFilesystem) -> None:
         self._check_own(view)
@@ -523,11 +522,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
 
         A directory that was moved stands for all that is in it.
         """
-        if not isinstance(token, Place) or token.workspace is not self._workspace:
-            raise ValueError("the token is not a snapshot of this filesystem")
-        history = self._workspace.history
+        serial, history = self._own_place(token).serial, self._workspace.history
         with self._workspace.lock:
-            deltas = history.readable(history.after(token.serial))
+            deltas = history.readable(history.after(serial))
             return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
 
     def revert_to(self, call_id: str) -> tuple[str, ...]:
@@ -593,22 +590,21 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
 class _View(HostFilesystem):
     """A view of a filesystem on disk: a call's own, until it is merged or discarded."""
 
-    def __init__(self, parent: HostFilesystem, edit: Edit) -> None:
+    def __init__(self, parent: HostFilesystem) -> None:
         self.__dict__.update(parent.__dict__)
         self.read_only = self._sealed = None
         self._lock = threading.RLock()
         self._parent = parent
         self._ended = False
-        self._edit = edit
         self.call = call_under_way() or parent.call
 
     def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
         with self._lock, undisturbed():
             self._check_writable(operation, args)
-            return self._whole(do)
+            return self._whole(do, anew=False)
 
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
-        self._whole(lambda: staging.replay(self._editing, self._go_to))
+        self._whole(lambda: staging.replay(self._edit, self._go_to))
 
     # Commands
 
@@ -653,7 +649,7 @@ class _View(HostFilesystem):
                 # It may take its time, and undoes itself when it is interrupted.
                 with self._lock:
                     self._check_writable("run")
-                    self._whole(partial(apply_steps, steps, self._editing, self._check_step))
+                    self._whole(partial(apply_steps, steps, self._edit, self._check_step))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
         except OSError as error:
@@ -706,26 +702,21 @@ class _ViewInPlace(_View):
 
     _can_scan = True
 
-    def __init__(
-        self, parent: HostFilesystem, changes: Changes, savepoint: int | None = None
-    ) -> None:
-        super().__init__(parent, changes)
-        self._changes = changes
-        self._savepoint = savepoint
+    def __init__(self, parent: HostFilesystem, changes: Changes | None = None) -> None:
+        super().__init__(parent)
+        self._savepoint = None if changes is None else changes.mark()
         """Where this view begins; None for the whole transaction."""
         self._undoes: tuple[str, ...] = ()
         """The calls that this view has undone."""
+        # Last: what it begins is to be ended through this view.
+        self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
     def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
-        """Undo what the block did to this view if it raises.
-
-        Without ``anew``, what this view itself has put at a path is not kept when it is replaced:
-        only for a change that puts one thing at one path.
-        """
         workspace, changes = self._workspace, self._changes
         if anew or workspace.private:
             changes.keep_anew()
-        workspace.settle(changes)
+        if workspace.expects_programs:
+            workspace.settle(changes)
         index = len(changes.records)
         try:
             result = do()
@@ -733,13 +724,9 @@ class _ViewInPlace(_View):
             with workspace.external.undoing(changes):
                 changes.undo_since(index)
             raise
-        workspace.changed(changes, index)
+        if workspace.expects_programs or workspace.private:
+            workspace.changed(changes, index)
         return result
-
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
-        with self._lock, undisturbed():
-            self._check_writable(operation, args)
-            return self._whole(do, anew=False)
 
     def _why_sealed(self) -> str | None:
         # A call that was given up may be in the middle of one that is nested in it.
@@ -763,7 +750,7 @@ class _ViewInPlace(_View):
     def fork_in_place(self) -> HostFilesystem:
         with self._workspace.lock:
             self._workspace.settle(self._changes)
-            view = _ViewInPlace(self, self._changes, self._changes.mark())
+            view = _ViewInPlace(self, self._changes)
             view._lock = self._lock  # sealing one waits for a change within the other
         return view
 
@@ -850,14 +837,13 @@ class _PrivateView(_View):
 
     def __init__(self, parent: HostFilesystem, base: Look, place: Place | None) -> None:
         workspace = parent._workspace
-        staging = Staging(base, workspace.store)
-        super().__init__(parent, staging)
-        self._look = self._staging = staging
+        super().__init__(parent)
+        self._look = self._edit = self._staging = Staging(base, workspace.store)
         self._reads = Reads()
         self._place = place
         workspace.private.add(self)
 
-    def _whole(self, do: Callable[[], R]) -> R:
+    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
         state = self._staging.state
         try:
             return do()
@@ -878,6 +864,8 @@ class _PrivateView(_View):
             place, state = self._own_place(token.place), token.state
         else:
             place, state = self._own_place(token), None
+            if place.expired:
+                raise SnapshotExpired("an older snapshot was restored since this one was taken")
         self._note(())
         self._go_to(place, state)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from rpds import HashTrieMap, HashTrieSet
 
@@ -66,21 +66,29 @@ class _State(NamedTuple):
 
     def node(self, parts: Parts) -> _Node | None:
         """Return what is at a path; None for nothing."""
-        node, depth = _find(self.root, parts)
-        if node is not None and depth < len(parts):
-            raise _system_error(errno.ENOTDIR)
+        node: _Node = self.root
+        for name in parts:
+            if isinstance(node, _File):
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            child = node.children.get(name)
+            if child is None:
+                return None
+            node = child
         return node
 
     def read(self, parts: Parts) -> bytes:
         """Return the bytes of a file."""
-        node, depth = _find(self.root, parts)
-        if isinstance(node, _File) and depth == len(parts):
+        node: Any = self.root
+        try:
+            for name in parts:
+                node = node.children[name]
             return node.data
-        raise _system_error(errno.ENOENT)
+        except (AttributeError, KeyError):  # a file in the way, or a directory, or nothing there
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
 
     def link_target(self, parts: Parts) -> str:
         """Refuse: there are no links in memory."""
-        raise _system_error(errno.EINVAL)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def nodes(self, parts: Parts) -> list[tuple[str, _Node]]:
         """Return all that is in a directory."""
@@ -93,10 +101,6 @@ class _State(NamedTuple):
             (name, "file" if isinstance(node, _File) else "directory")
             for name, node in self.nodes(parts)
         ]
-
-
-def _system_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,9 +280,9 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
         reads = view._reads
         if view._parent is not self or reads is None:
             raise ValueError("only a view that was forked from this filesystem can be merged")
-        base, current = _State(view._base), self._look
-        if current.root is not base.root:
-            reads.check(partial(_differs, base.root, current.root), base, current)
+        base, current = view._base, self._look
+        if current.root is not base:
+            reads.check(partial(_differs, base, current.root), _State(base), current)
         return reads
 
 

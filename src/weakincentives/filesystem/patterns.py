@@ -139,8 +139,10 @@ def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tupl
         return
     text = text.removeprefix("\ufeff")  # a byte order mark is not part of the first line
     # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-        line = line.removesuffix("\r")
+    lines = text.removesuffix("\n").split("\n")
+    if "\r" in text:
+        lines = [line.removesuffix("\r") for line in lines]
+    for number, line in enumerate(lines, start=1):
         if found(line):
             yield number, line
 

@@ -174,8 +174,7 @@ class Workspace:
         """Take note of changes that we have made in place: all records from one on."""
         if self.expects_programs:
             self.external.refresh(changes)
-        if self.private:
-            self.note_changes(changes, index)
+        self.note_changes(changes, index)
 
     def note_changes(self, changes: Changes, index: int) -> None:
         """Like ``_committed``, for changes that are not committed yet."""
@@ -233,7 +232,8 @@ class Workspace:
             self.external.end()
             self.expects_programs = False
         self.in_place = None
-        self._go_back_to(0, "the call that this view was forked from has ended")
+        if len(self._stages) > 1:
+            self._go_back_to(0, "the call that this view was forked from has ended")
         self._stages = []
 
     def check_found(self, records: list[Record]) -> None:
