@@ -250,9 +250,9 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         """Return the names that an absolute link has below the root; None for one outside."""
         return None
 
-    def _is_shown(self, name: str) -> bool:
-        """Tell whether a name in a directory is to be shown."""
-        return True
+    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
+        """Return those entries of a directory that are to be shown."""
+        return entries
 
     def _holds_readonly(self, where: Parts) -> bool:
         """Tell whether a read-only file is below a directory whose node does not count them."""
@@ -321,8 +321,7 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
                 prefix + name,
                 node if node.kind != "link" else self._followed((*where, name), node),
             )
-            for name, node in sorted(self._look.nodes(where), key=_name)
-            if self._is_shown(name)
+            for name, node in sorted(self._shown(self._look.nodes(where)), key=_name)
         )
 
     @reading
@@ -580,9 +579,7 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
         pending = [(where, _prefix(parts), glob.start(parts))]
         while pending:
             directory, prefix, positions = pending.pop()
-            for name, kind in _entries(look, directory, glob.names(positions)):
-                if not self._is_shown(name):
-                    continue
+            for name, kind in self._shown(_entries(look, directory, glob.names(positions))):
                 reached = glob.step(positions, name)
                 here = (*directory, name)
                 if kind == "directory":
@@ -657,17 +654,18 @@ class BaseFilesystem(Filesystem, Generic[N, L]):
 
 def _entries(
     look: Look[Any], directory: Parts, names: frozenset[str] | None
-) -> Iterator[tuple[str, NodeKind]]:
-    """Yield what is in a directory, or those of some names that are there."""
-    if names is None:
-        with contextlib.suppress(OSError):  # gone meanwhile, or not readable
-            yield from look.kinds(directory)
-        return
-    for name in names:
+) -> list[tuple[str, NodeKind]]:
+    """Return what is in a directory, or those of some names that are there."""
+    found: list[tuple[str, NodeKind]] = []
+    with contextlib.suppress(OSError):  # gone meanwhile, or not readable
+        if names is None:
+            return look.kinds(directory)
+    for name in names or ():
         with contextlib.suppress(OSError):
             node = look.node((*directory, name))
             if node is not None:
-                yield name, node.kind
+                found.append((name, node.kind))
+    return found
 
 
 def _not_a_file(parts: Parts, node: Node) -> FilesystemError:

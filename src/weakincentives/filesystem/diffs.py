@@ -16,7 +16,7 @@ from typing import Any
 from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.history import CHANGES
 from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 
 __all__ = ["Effort", "FileChange", "all_changed", "changed_paths", "file_changes", "hunks"]
@@ -54,16 +54,16 @@ class _Side:
     is_damaged: bool = False
 
     @property
+    def kind(self) -> NodeKind | None:
+        return None if self.node is None else self.node.kind
+
+    @property
     def words(self) -> str:
         if self.node is None:
             return "nothing"
         if self.is_damaged:
             return "a file whose kept content is damaged"
-        return f"a file of {self.node.size} bytes" if self.is_file else f"a {self.node.kind}"
-
-    @property
-    def is_file(self) -> bool:
-        return self.node is not None and self.node.kind == "file"
+        return f"a file of {self.node.size} bytes" if self.kind == "file" else f"a {self.kind}"
 
     @property
     def mode(self) -> str:
@@ -76,6 +76,7 @@ class _Side:
 
 
 _NOTHING = _Side(None, None)
+_UNKNOWN = Node("other", 0, 0, 0, 0)
 _NOTHING_BELOW = (errno.ENOTDIR, errno.ELOOP)
 """What a look fails with where a file, or a link, stands above the path."""
 
@@ -136,11 +137,11 @@ def _side(look: Look, parts: Parts) -> _Side:
             data = look.link_target(parts).encode(errors="surrogateescape")
         return _Side(node, data)
     except ContentDamaged:
-        return _Side(Node("other", 0, 0, 0, 0), None, is_damaged=True)
+        return _Side(_UNKNOWN, None, is_damaged=True)
     except OSError as error:
         if error.errno in _NOTHING_BELOW:
             return _NOTHING
-        return _Side(Node("other", 0, 0, 0, 0), None)  # not kept, not to be read, or just gone
+        return _Side(_UNKNOWN, None)  # not kept, not to be read, or just gone
 
 
 def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
@@ -162,11 +163,9 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
 def _differ(old: _Side, new: _Side) -> bool:
     if old.is_damaged or new.is_damaged:
         return True
-    if old.node is None or new.node is None:
-        return old.node is not new.node
-    if old.node.kind != new.node.kind:
+    if old.kind != new.kind:
         return True
-    if old.node.kind not in ("file", "link"):
+    if old.kind not in ("file", "link"):
         return False  # of a directory, what is in it is told
     if old.data is None or new.data is None:
         return old.node != new.node
@@ -185,7 +184,7 @@ def _change(
     if not _has_a_diff(old, new):
         lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
         # For git, a file that becomes a directory goes; what is in the directory is told by itself.
-        old, new = _without_directory(old), _without_directory(new)
+        old, new = (_NOTHING if side.kind == "directory" else side for side in (old, new))
     if _has_a_diff(old, new):
         lines += _header(path, old, new, None if origin is None else join_path(origin))
         found = list(_hunks(old, new, effort))
@@ -204,23 +203,19 @@ def _change(
 
 
 def _in_words(old: _Side, new: _Side) -> str:
-    if new.node is not None and new.node.kind == "directory" and old.node is None:
+    if new.kind == "directory" and old.kind is None:
         return "new directory"
-    if old.node is not None and old.node.kind == "directory" and new.node is None:
+    if old.kind == "directory" and new.kind is None:
         return "directory deleted"
-    if not old.is_damaged and old.node and old.node.kind == "other" and old.node.ino == 0:
+    if old.node == _UNKNOWN and not old.is_damaged:
         return f"changed; what it was before is not kept, now {new.words}"
     return f"{old.words} became {new.words}"
 
 
-def _without_directory(side: _Side) -> _Side:
-    return _NOTHING if side.node is not None and side.node.kind == "directory" else side
-
-
 def _has_a_diff(old: _Side, new: _Side) -> bool:
     """Whether git has a way to say it: both are files or links of known content, or nothing."""
-    kinds = {side.node.kind for side in (old, new) if side.node is not None}
-    known = all(side.node is None or side.data is not None for side in (old, new))
+    kinds = {old.kind, new.kind} - {None}
+    known = all(side.kind is None or side.data is not None for side in (old, new))
     return known and len(kinds) == 1 and kinds <= {"file", "link"}
 
 

@@ -54,6 +54,7 @@ from weakincentives.filesystem.protocol import (
 from weakincentives.filesystem.revert import go_back, obstacles, take_back
 from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
+from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.interrupts import undisturbed
@@ -61,6 +62,7 @@ from weakincentives.interrupts import undisturbed
 __all__ = ["HostFilesystem"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 # What a change fails with when the way to it is not as it was.
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
@@ -118,14 +120,10 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         self._parent: HostFilesystem | None = None
         self._ended = False
         """Whether a view was merged or discarded."""
+        path = None if store is None else Path(store)
+        opened = Store(Path(root), path=path, wait=wait, safe=durability == "safe")
         self._workspace = workspace = Workspace(
-            Path(root),
-            store=None if store is None else Path(store),
-            safe=durability == "safe",
-            wait=wait,
-            limit=history_limit,
-            clock=clock,
-            unprotected=unprotected,
+            Path(root), opened, limit=history_limit, clock=clock, unprotected=unprotected
         )
         self._read_lock = workspace.lock
         self._look = workspace.disk
@@ -224,8 +222,8 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _below_root(self, target: str) -> list[str] | None:
         return self._workspace.tree.below_root(target)
 
-    def _is_shown(self, name: str) -> bool:
-        return not name.startswith(TEMPORARY) and _is_text(name)
+    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
+        return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
 
     def _holds_readonly(self, where: Parts) -> bool:
         pending = [where]

@@ -36,7 +36,7 @@ __all__ = ["MemoryFilesystem"]
 class _File(NamedTuple):
     data: bytes
     modified: float
-    readonly: int = False
+    readonly: bool = False
 
     kind = "file"
 
@@ -157,14 +157,10 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             self._set_readonly(path, True)
 
     def _stat(self, path: str, node: _Node) -> FileStat:
-        is_file = isinstance(node, _File)
-        return FileStat(
-            path=path,
-            kind="file" if is_file else "directory",
-            size=len(node.data) if is_file else 0,
-            modified=node.modified,
-            readonly=is_file and bool(node.readonly),
-        )
+        if isinstance(node, _File):
+            size, modified, readonly = len(node.data), node.modified, node.readonly
+            return FileStat(path=path, kind="file", size=size, modified=modified, readonly=readonly)
+        return FileStat(path=path, kind="directory", size=0, modified=node.modified, readonly=False)
 
     # Changing: one assignment each
 

@@ -32,6 +32,8 @@ class GlobPattern:
         self._segments = segments
         self._tests = tuple(re.compile(fnmatch.translate(segment)).match for segment in segments)
         self._onward = _onward(segments)
+        self._always = frozenset({0, 1, 2}) if segments == (_ANY_DEPTH, "*") else None
+        """Where any name leads to in the pattern of all files."""
         self._literal = tuple(not any(c in segment for c in "*?[") for segment in segments)
 
     def start(self, directory: Parts) -> frozenset[int]:
@@ -46,6 +48,8 @@ class GlobPattern:
 
     def step(self, positions: frozenset[int], name: str) -> frozenset[int]:
         """Return the positions one name further down."""
+        if self._always is not None:
+            return self._always
         reached: set[int] = set()
         for position in positions:
             if position == len(self._segments):

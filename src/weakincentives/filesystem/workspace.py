@@ -53,18 +53,10 @@ class Workspace:
     """What a filesystem and all its views have in common."""
 
     def __init__(
-        self,
-        root: Path,
-        *,
-        store: Path | None,
-        safe: bool,
-        wait: float,
-        limit: int,
-        clock: Clock,
-        unprotected: Sequence[str],
+        self, root: Path, store: Store, *, limit: int, clock: Clock, unprotected: Sequence[str]
     ) -> None:
         with contextlib.ExitStack() as opened:
-            self.store = Store(root, path=store, wait=wait, safe=safe)
+            self.store = store
             opened.callback(self.store.close)
             self.tree = Tree(root)
             opened.callback(self.tree.close)
