@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.filesystem.hunks import Effort, hunks
+from weakincentives.filesystem.diffs import Effort, hunks
 
 HEADER = "diff --git a/f b/f\n--- a/f\n+++ b/f\n"
 

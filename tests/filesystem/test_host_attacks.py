@@ -15,7 +15,7 @@ import pytest
 from trees import look
 
 from weakincentives.errors import FilesystemError, MergeConflict, PathEscapesRoot, WinkError
-from weakincentives.filesystem import HostFilesystem, confined
+from weakincentives.filesystem import HostFilesystem, tree
 
 HEAVY = bool(os.environ.get("WINK_HEAVY"))
 
@@ -40,8 +40,8 @@ def no_hanging() -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of opening a path below the root."""
     if request.param == "walk":
-        monkeypatch.setattr(confined, "_opener", [None])
-    elif confined._find_openat2() is None:
+        monkeypatch.setattr(tree, "_find_openat2", lambda: None)
+    elif tree._find_openat2() is None:
         pytest.skip("this system has no openat2")
     return request.param
 
@@ -468,9 +468,10 @@ class Interruption:
             original = getattr(os, name, None)
             if original is not None:
                 patch.setattr(os, name, self._counted(name, original))
-        opener = confined._find_openat2()
+        opener = tree._find_openat2()
         if opener is not None:
-            patch.setattr(confined, "_opener", [self._counted("openat2", opener)])
+            counted = self._counted("openat2", opener)
+            patch.setattr(tree, "_find_openat2", lambda: counted)
 
     def start(self, at: int) -> None:
         self._at = at

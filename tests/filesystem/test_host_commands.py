@@ -28,9 +28,9 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import HostFilesystem, commands, overlay
 from weakincentives.filesystem.commands import engines
-from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
+from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 from weakincentives.testing import FakeClock
 

@@ -27,9 +27,9 @@ from weakincentives.errors import (
     WorkspaceLocked,
 )
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.filesystem.confined import Tree, exchange
 from weakincentives.filesystem.records import Record, read_journal
 from weakincentives.filesystem.store import Entry
+from weakincentives.filesystem.tree import Tree, exchange
 from weakincentives.state import Seals
 
 ENTRY = Entry(kind="file", mode=0o644, mtime_ns=1, uid=0, gid=0)
@@ -525,7 +525,7 @@ def test_two_names_change_places(tree: Tree, root: Path):
 def test_rollback_is_exact_where_names_cannot_change_places(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("weakincentives.filesystem.confined._swapper", [None])
+    monkeypatch.setattr("weakincentives.filesystem.tree._libc", lambda *_: None)
     before = look(root)
     with HostFilesystem(root) as fs:
         view = fs.fork_in_place()

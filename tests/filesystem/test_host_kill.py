@@ -143,7 +143,7 @@ def differences(seen: dict[str, Seen], tree: Tree, times: dict[tuple[int, int], 
 # Processes to kill. They are forked from one that has everything imported already.
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["killed_child", "weakincentives.filesystem.host"])
+_processes.set_forkserver_preload(["killed_child", "weakincentives.filesystem.disk"])
 
 
 @pytest.fixture(scope="module", autouse=True)

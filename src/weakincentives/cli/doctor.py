@@ -404,8 +404,8 @@ def _inotify() -> Found:
 
 def _store(workspace: Path) -> Found:
     from weakincentives.errors import StateUnavailable, StoreRefused
-    from weakincentives.filesystem.confined import files_below
     from weakincentives.filesystem.store import Note, location_of
+    from weakincentives.filesystem.tree import files_below
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.runtime.calls import Calls
     from weakincentives.state import state_directory

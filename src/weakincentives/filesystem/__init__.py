@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.commands import CommandResult as CommandResult
     from weakincentives.filesystem.commands import engines as engines
     from weakincentives.filesystem.diffs import FileChange as FileChange
+    from weakincentives.filesystem.disk import HostFilesystem as HostFilesystem
     from weakincentives.filesystem.history import Committed as Committed
-    from weakincentives.filesystem.host import HostFilesystem as HostFilesystem
     from weakincentives.filesystem.looking import CallChanges as CallChanges
     from weakincentives.filesystem.looking import WorkspaceHistory as WorkspaceHistory
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem

@@ -5,20 +5,26 @@ from __future__ import annotations
 import errno
 import re
 import stat
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from difflib import Match, SequenceMatcher
+from typing import Any
 
 from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.history import CHANGES
-from weakincentives.filesystem.hunks import Effort, hunks
-from weakincentives.filesystem.layers import Look, Node, names_of, walk
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
+from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 
-__all__ = ["FileChange", "changed_paths", "file_changes"]
+__all__ = ["Effort", "FileChange", "all_changed", "changed_paths", "file_changes", "hunks"]
 
 _MAX_COMPARED = 1 << 20
 """Bytes of a file; of a bigger one only the size is told."""
+_CONTEXT = 3
+"""Lines that stay, before and after those that changed."""
 
 # What stands for all that is below it, there before or there now.
 _WHOLE = ("put", "again", "gone", "moved", "moved over")
@@ -48,16 +54,16 @@ class _Side:
     is_damaged: bool = False
 
     @property
+    def kind(self) -> NodeKind | None:
+        return None if self.node is None else self.node.kind
+
+    @property
     def words(self) -> str:
         if self.node is None:
             return "nothing"
         if self.is_damaged:
             return "a file whose kept content is damaged"
-        return f"a file of {self.node.size} bytes" if self.is_file else f"a {self.node.kind}"
-
-    @property
-    def is_file(self) -> bool:
-        return self.node is not None and self.node.kind == "file"
+        return f"a file of {self.node.size} bytes" if self.kind == "file" else f"a {self.kind}"
 
     @property
     def mode(self) -> str:
@@ -70,6 +76,7 @@ class _Side:
 
 
 _NOTHING = _Side(None, None)
+_UNKNOWN = Node("other", 0, 0, 0, 0)
 _NOTHING_BELOW = (errno.ENOTDIR, errno.ELOOP)
 """What a look fails with where a file, or a link, stands above the path."""
 
@@ -85,6 +92,18 @@ def changed_paths(records: Sequence[Record], before: Look, now: Look) -> list[Pa
     tops = {record.path for record in records if record.op in _WHOLE} | origins
     edited = [before.node(record.path) for record in records if record.op == "edit"]
     files = {node.file for node in edited if node is not None and node.links > 1 and node.file}
+    return all_changed(found, tops, files, before, now)
+
+
+def all_changed(
+    paths: AbstractSet[Parts],
+    tops: AbstractSet[Parts],
+    files: AbstractSet[File],
+    before: Look,
+    now: Look,
+) -> list[Parts]:
+    """Return paths with all that is, or was, below some of them, and all names of some files."""
+    found = set(paths)
     for look in (before, now):
         found.update(parts for parts, _ in walk(look, tops))
         if files:
@@ -118,11 +137,11 @@ def _side(look: Look, parts: Parts) -> _Side:
             data = look.link_target(parts).encode(errors="surrogateescape")
         return _Side(node, data)
     except ContentDamaged:
-        return _Side(Node("other", 0, 0, 0, 0), None, is_damaged=True)
+        return _Side(_UNKNOWN, None, is_damaged=True)
     except OSError as error:
         if error.errno in _NOTHING_BELOW:
             return _NOTHING
-        return _Side(Node("other", 0, 0, 0, 0), None)  # not kept, not to be read, or just gone
+        return _Side(_UNKNOWN, None)  # not kept, not to be read, or just gone
 
 
 def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
@@ -144,11 +163,9 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
 def _differ(old: _Side, new: _Side) -> bool:
     if old.is_damaged or new.is_damaged:
         return True
-    if old.node is None or new.node is None:
-        return old.node is not new.node
-    if old.node.kind != new.node.kind:
+    if old.kind != new.kind:
         return True
-    if old.node.kind not in ("file", "link"):
+    if old.kind not in ("file", "link"):
         return False  # of a directory, what is in it is told
     if old.data is None or new.data is None:
         return old.node != new.node
@@ -167,7 +184,7 @@ def _change(
     if not _has_a_diff(old, new):
         lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
         # For git, a file that becomes a directory goes; what is in the directory is told by itself.
-        old, new = _without_directory(old), _without_directory(new)
+        old, new = (_NOTHING if side.kind == "directory" else side for side in (old, new))
     if _has_a_diff(old, new):
         lines += _header(path, old, new, None if origin is None else join_path(origin))
         found = list(_hunks(old, new, effort))
@@ -186,23 +203,19 @@ def _change(
 
 
 def _in_words(old: _Side, new: _Side) -> str:
-    if new.node is not None and new.node.kind == "directory" and old.node is None:
+    if new.kind == "directory" and old.kind is None:
         return "new directory"
-    if old.node is not None and old.node.kind == "directory" and new.node is None:
+    if old.kind == "directory" and new.kind is None:
         return "directory deleted"
-    if not old.is_damaged and old.node and old.node.kind == "other" and old.node.ino == 0:
+    if old.node == _UNKNOWN and not old.is_damaged:
         return f"changed; what it was before is not kept, now {new.words}"
     return f"{old.words} became {new.words}"
 
 
-def _without_directory(side: _Side) -> _Side:
-    return _NOTHING if side.node is not None and side.node.kind == "directory" else side
-
-
 def _has_a_diff(old: _Side, new: _Side) -> bool:
     """Whether git has a way to say it: both are files or links of known content, or nothing."""
-    kinds = {side.node.kind for side in (old, new) if side.node is not None}
-    known = all(side.node is None or side.data is not None for side in (old, new))
+    kinds = {old.kind, new.kind} - {None}
+    known = all(side.kind is None or side.data is not None for side in (old, new))
     return known and len(kinds) == 1 and kinds <= {"file", "link"}
 
 
@@ -262,3 +275,174 @@ _ESCAPES = {
     ord("\n"): "\\n",
     ord("\t"): "\\t",
 }
+
+# The lines that differ. The standard library's difflib takes minutes for a megabyte that was
+# rewritten. Here lines that are in both texts once are put side by side first, which takes no time
+# worth counting; between those, the shortest way from one text to the other is looked for as long
+# as there is effort left. Where it runs out, a whole block is replaced: longer than it had to be,
+# and as right.
+
+
+@dataclass(slots=True)
+class Effort:
+    """How many steps may be made in the search for short diffs; about a second for all of them."""
+
+    left: int = 500_000
+
+
+class _Matcher(SequenceMatcher[str]):
+    """Groups changes into hunks, given the lines that stay."""
+
+    def __init__(self, blocks: list[Match]) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def get_matching_blocks(self) -> list[Match]:
+        return self._blocks
+
+
+def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[str]:
+    """Yield the lines of a patch's hunks, from one text's lines to the other's."""
+    # Numbers are quicker to compare than lines are.
+    known: dict[str, int] = {}
+    old_ids, new_ids = (
+        [known.setdefault(line, len(known)) for line in each] for each in (old, new)
+    )
+    blocks = [*_blocks(_same(old_ids, new_ids, effort)), Match(len(old), len(new), 0)]
+    for group in _Matcher(blocks).get_grouped_opcodes(_CONTEXT):
+        if {opcode[0] for opcode in group} == {"equal"}:
+            return  # all is the same
+        (_, start, _, new_start, _), (_, _, end, _, new_end) = group[0], group[-1]
+        yield f"@@ -{_range(start, end)} +{_range(new_start, new_end)} @@\n"
+        for tag, i, x, j, y in group:
+            if tag == "equal":
+                yield from _marked(" ", old[i:x])
+            else:
+                yield from _marked("-", old[i:x])
+                yield from _marked("+", new[j:y])
+
+
+def _blocks(same: Iterable[tuple[int, int]]) -> Iterator[Match]:
+    """Yield the runs of lines that stay."""
+    i = j = size = 0
+    for x, y in same:
+        if size and (x, y) != (i + size, j + size):
+            yield Match(i, j, size)
+            size = 0
+        if not size:
+            i, j = x, y
+        size += 1
+    if size:
+        yield Match(i, j, size)
+
+
+def _range(start: int, end: int) -> str:
+    length = end - start
+    if length == 1:
+        return f"{start + 1}"
+    return f"{start + 1 if length else start},{length}"
+
+
+def _marked(mark: str, lines: Sequence[str]) -> Iterator[str]:
+    for line in lines:
+        end = "" if line.endswith("\n") else "\n\\ No newline at end of file\n"
+        yield f"{mark}{line}{end}"
+
+
+def _same(old: Sequence[int], new: Sequence[int], effort: Effort) -> Iterator[tuple[int, int]]:
+    """Yield the lines that stay, as their places in both texts, in order."""
+    i = j = 0
+    for x, y in (*_anchors(old, new), (len(old), len(new))):
+        yield from _between(old, new, (i, x), (j, y), effort)
+        if x < len(old):
+            yield x, y
+        i, j = x + 1, y + 1
+
+
+def _anchors(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+    """Return lines that are in both texts once: the most that stand in the same order."""
+    in_old, in_new = Counter(old), Counter(new)
+    places = {line: place for place, line in enumerate(new) if in_new[line] == 1}
+    pairs = [
+        (place, places[line])
+        for place, line in enumerate(old)
+        if in_old[line] == 1 and line in places
+    ]
+    # The longest rising sequence: for each length, the pair that ends one and lies lowest.
+    lowest: list[int] = []
+    chosen: list[int] = []
+    before: list[int] = []
+    for number, (_, place) in enumerate(pairs):
+        length = bisect_left(lowest, place)
+        before.append(chosen[length - 1] if length else -1)
+        lowest[length : length + 1] = [place]
+        chosen[length : length + 1] = [number]
+    found: list[tuple[int, int]] = []
+    number = chosen[-1] if chosen else -1
+    while number >= 0:
+        found.append(pairs[number])
+        number = before[number]
+    return found[::-1]
+
+
+def _between(
+    old: Sequence[int],
+    new: Sequence[int],
+    in_old: tuple[int, int],
+    in_new: tuple[int, int],
+    effort: Effort,
+) -> Iterator[tuple[int, int]]:
+    """Yield the lines that stay in two parts: at both ends, then on the shortest way."""
+    (i, x), (j, y) = in_old, in_new
+    while i < x and j < y and old[i] == new[j]:
+        yield i, j
+        i, j = i + 1, j + 1
+    end = 0
+    while x - end > i and y - end > j and old[x - end - 1] == new[y - end - 1]:
+        end += 1
+    for a, b in _shortest(old[i : x - end], new[j : y - end], effort):
+        yield i + a, j + b
+    yield from ((x - n, y - n) for n in range(end, 0, -1))
+
+
+_Way = tuple[int, Any]
+"""How far one gets in the old lines, and the ends of the runs that stay, newest first."""
+
+
+def _shortest(old: Sequence[int], new: Sequence[int], effort: Effort) -> list[tuple[int, int]]:
+    """Return the lines that stay where the fewest go and come; none where that takes too long.
+
+    Myers' greedy search: how far one gets with so many lines that go or come, on each diagonal.
+    """
+    if not old or not new or not set(old) & set(new):
+        return []
+    furthest: dict[int, _Way] = {1: (0, None)}
+    for edits in range(len(old) + len(new) + 1):
+        effort.left -= edits + 1
+        if effort.left < 0:
+            return []
+        for diagonal in range(-edits, edits + 1, 2):
+            down, right = furthest.get(diagonal + 1), furthest.get(diagonal - 1)
+            if right is None or (down is not None and diagonal != edits and right[0] < down[0]):
+                assert down is not None
+                x, runs = down  # a line came
+            else:
+                x, runs = right[0] + 1, right[1]  # a line went
+            start = x
+            while x < len(old) and 0 <= x - diagonal < len(new) and old[x] == new[x - diagonal]:
+                x += 1
+            if x > start:
+                effort.left -= (x - start) // 4
+                runs = (x, x - diagonal, x - start, runs)
+            furthest[diagonal] = (x, runs)
+            if x >= len(old) and x - diagonal >= len(new):
+                return _unrolled(runs)
+    return []
+
+
+def _unrolled(runs: Any) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    while runs is not None:
+        x, y, length, runs = runs
+        found += [(x - n, y - n) for n in range(1, length + 1)]
+    return found[::-1]

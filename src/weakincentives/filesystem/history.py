@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import HistoryDamaged, StoreRefused
-from weakincentives.filesystem.confined import Ident, Tree, ident_of, remove_tree, xattrs_of
 from weakincentives.filesystem.pack import data_of, path_of
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.records import JOURNAL, Journal, Record, Source, read_journal
@@ -35,6 +34,7 @@ from weakincentives.filesystem.store import (
     digest_of,
     entry_at,
 )
+from weakincentives.filesystem.tree import Ident, Tree, ident_of, remove_tree, xattrs_of
 from weakincentives.state import Seals
 
 __all__ = [

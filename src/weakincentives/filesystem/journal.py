@@ -22,8 +22,29 @@ from pathlib import Path
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import FilesystemError, SnapshotExpired
-from weakincentives.filesystem.confined import (
-    BARRED,
+from weakincentives.filesystem.history import History, Mark, mark_of
+from weakincentives.filesystem.pack import (
+    fill,
+    has_content,
+    path_of,
+    read_exactly,
+    second_name,
+)
+from weakincentives.filesystem.protocol import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.records import Record, Source, read_journal
+from weakincentives.filesystem.rooms import Room, Rooms, set_time
+from weakincentives.filesystem.store import (
+    DAMAGED,
+    Entry,
+    Store,
+    apply_entry,
+    copy_content,
+    copy_exactly,
+    digest_of,
+    entry_at,
+    kind_of,
+)
+from weakincentives.filesystem.tree import (
     CHUNK,
     PRIVILEGES,
     Held,
@@ -42,28 +63,6 @@ from weakincentives.filesystem.confined import (
     without_privileges,
     write_all,
     xattrs_of,
-)
-from weakincentives.filesystem.history import History, Mark, mark_of
-from weakincentives.filesystem.pack import (
-    fill,
-    has_content,
-    path_of,
-    read_exactly,
-    second_name,
-)
-from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.records import Record, Source, read_journal
-from weakincentives.filesystem.rooms import Room, Rooms, set_time
-from weakincentives.filesystem.store import (
-    DAMAGED,
-    Entry,
-    Store,
-    apply_entry,
-    copy_content,
-    copy_exactly,
-    digest_of,
-    entry_at,
-    kind_of,
 )
 
 __all__ = ["Changes", "lasting", "matches", "recover"]

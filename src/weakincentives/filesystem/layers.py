@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple, Protocol
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
-from weakincentives.filesystem.confined import BARRED, Tree
 from weakincentives.filesystem.history import Delta, Link, Past, kept_at
 from weakincentives.filesystem.pack import data_of, path_of
-from weakincentives.filesystem.protocol import Parts, join_path
+from weakincentives.filesystem.protocol import BARRED, Parts, join_path
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Content, Entry, Objects
+from weakincentives.filesystem.tree import Tree
 
 __all__ = [
     "Changed",

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.diffs import FileChange, changed_paths, file_changes
 from weakincentives.filesystem.history import Committed, Delta, Past
 from weakincentives.filesystem.layers import Disk, Layer, Look, taken_by, undone
@@ -16,6 +15,7 @@ from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import JOURNAL
 from weakincentives.filesystem.revert import obstacles
 from weakincentives.filesystem.store import Note, location_of
+from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 
 __all__ = ["CallChanges", "WorkspaceHistory", "diff_of"]

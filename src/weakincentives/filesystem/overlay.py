@@ -26,16 +26,16 @@ from typing import Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.confined import (
+from weakincentives.filesystem.layers import Look, Node
+from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.tree import (
     PATIENCE,
     Tree,
     mounted_below,
     remove_tree,
     xattrs_of,
 )
-from weakincentives.filesystem.layers import Look, Node
-from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.rooms import TEMPORARY
 
 __all__ = ["Attributes", "Layers", "Process", "Step", "Way", "find_way"]
 

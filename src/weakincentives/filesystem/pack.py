@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weakincentives.errors import ContentDamaged
-from weakincentives.filesystem.confined import CHUNK, read_all, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.records import Source
 from weakincentives.filesystem.store import DAMAGED, Entry, copy_content, kind_of
+from weakincentives.filesystem.tree import CHUNK, read_all, write_all
 from weakincentives.state import Seals
 
 __all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]

@@ -32,6 +32,8 @@ class GlobPattern:
         self._segments = segments
         self._tests = tuple(re.compile(fnmatch.translate(segment)).match for segment in segments)
         self._onward = _onward(segments)
+        self._always = frozenset({0, 1, 2}) if segments == (_ANY_DEPTH, "*") else None
+        """Where any name leads to in the pattern of all files."""
         self._literal = tuple(not any(c in segment for c in "*?[") for segment in segments)
 
     def start(self, directory: Parts) -> frozenset[int]:
@@ -46,6 +48,8 @@ class GlobPattern:
 
     def step(self, positions: frozenset[int], name: str) -> frozenset[int]:
         """Return the positions one name further down."""
+        if self._always is not None:
+            return self._always
         reached: set[int] = set()
         for position in positions:
             if position == len(self._segments):
@@ -139,8 +143,10 @@ def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tupl
         return
     text = text.removeprefix("\ufeff")  # a byte order mark is not part of the first line
     # Not splitlines(): form feeds and Unicode separators do not start a line in any editor.
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-        line = line.removesuffix("\r")
+    lines = text.removesuffix("\n").split("\n")
+    if "\r" in text:
+        lines = [line.removesuffix("\r") for line in lines]
+    for number, line in enumerate(lines, start=1):
         if found(line):
             yield number, line
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 from weakincentives.errors import (
     BinaryFile,
@@ -16,18 +18,22 @@ from weakincentives.errors import (
 )
 
 __all__ = [
+    "BARRED",
     "DEFAULT_ROOT",
     "FileStat",
     "Filesystem",
     "GrepMatch",
+    "NodeKind",
     "Parts",
-    "decode_text",
     "directory_not_file",
     "encode_text",
+    "escapes",
     "file_not_directory",
     "join_path",
+    "not_text",
     "nothing_there",
     "read_only",
+    "resolve",
     "shown",
     "split_path",
     "split_root",
@@ -41,13 +47,20 @@ MAX_PATH_BYTES = 4096
 Parts = tuple[str, ...]
 """A normalised path, name by name; the root is the empty tuple."""
 
+NodeKind = Literal["file", "directory", "link", "other"]
+
+# What a look fails with when a link, or something that is not a directory, is on the way.
+BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
+
+MAX_LINKS = 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
     """What is known about a file or directory without reading it."""
 
     path: str
-    kind: Literal["file", "directory", "link", "other"]
+    kind: NodeKind
     """On disk also ``"link"``, a symbolic link that leads nowhere or out of the root, and
     ``"other"``, such as a pipe."""
     size: int
@@ -126,7 +139,8 @@ class Filesystem(Protocol):
         """Return the files below ``path`` that match, sorted.
 
         ``*``, ``?`` and ``[a-z]`` stay within one name; ``**`` is any number of directories,
-        also none. Names that start with a dot are like any other.
+        also none. Names that start with a dot are like any other. Links to directories are not
+        followed.
         """
         ...
 
@@ -151,12 +165,15 @@ class Filesystem(Protocol):
         """Give a file, or a directory with all that is in it, another path.
 
         ``overwrite`` lets a file take the place of a file, and a directory that of a directory,
-        as a whole.
+        as a whole. A symbolic link is moved itself, not what it leads to.
         """
         ...
 
     def copy(self, source: str, destination: str, *, overwrite: bool = False) -> None:
-        """Copy a file or a whole directory: content, times and read-only marks."""
+        """Copy a file or a whole directory: content, times and read-only marks.
+
+        ``overwrite`` is as in :meth:`move`.
+        """
         ...
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
@@ -182,16 +199,16 @@ class Filesystem(Protocol):
         """
         ...
 
-    def fork(self) -> Self:
+    def fork(self) -> Filesystem:
         """Return a private view: it starts as this is now, and neither sees the other's changes."""
         ...
 
-    def check_conflicts(self, view: Self) -> None:
+    def check_conflicts(self, view: Any) -> None:
         """Raise MergeConflict if something the view depends on has changed here since the fork."""
         ...
 
-    def merge(self, view: Self) -> None:
-        """Bring a view's changes in, all of them or none.
+    def merge(self, view: Any) -> None:
+        """Bring a view's changes in, all of them or none. A sealed view can be merged.
 
         Raises:
             MergeConflict: Something the view read or changed has changed here since the fork.
@@ -199,7 +216,10 @@ class Filesystem(Protocol):
         ...
 
     def seal(self, reason: str) -> None:
-        """Refuse every later change with :class:`~weakincentives.errors.ViewClosed`, and log it."""
+        """Refuse every later change with :class:`~weakincentives.errors.ViewClosed`, and log it.
+
+        Reading still works.
+        """
         ...
 
 
@@ -225,7 +245,7 @@ def split_path(path: str, root: Parts = ()) -> Parts:
     parts = [part for part in path.split("/") if part and part != "."]
     if path.startswith("/"):
         if tuple(parts[: len(root)]) != root:
-            raise _escapes(path, root)
+            raise _outside(path, root)
         del parts[: len(root)]
     if ".." in parts:
         parts = _climb(parts, path, root)
@@ -257,14 +277,8 @@ def encode_text(content: str, path: str) -> bytes:
         ) from error
 
 
-def decode_text(data: bytes, path: str) -> str:
-    """Return the text that bytes stand for."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise BinaryFile(
-            f"Not a UTF-8 text file: {shown(path)}. Use read_bytes to get its bytes"
-        ) from error
+def not_text(path: str) -> BinaryFile:
+    return BinaryFile(f"Not a UTF-8 text file: {shown(path)}. Use read_bytes to get its bytes")
 
 
 def nothing_there(path: str) -> NoSuchFile:
@@ -293,7 +307,7 @@ def _climb(parts: list[str], path: str, root: Parts) -> list[str]:
         elif resolved:
             resolved.pop()
         else:
-            raise _escapes(path, root)
+            raise _outside(path, root)
     return resolved
 
 
@@ -315,7 +329,72 @@ def _check_encoded(parts: list[str], path: str) -> None:
         raise FilesystemError(f"A path can have {MAX_PATH_BYTES} bytes: {shown(path)} has {total}")
 
 
-def _escapes(path: str, root: Parts) -> PathEscapesRoot:
+def _outside(path: str, root: Parts) -> PathEscapesRoot:
     return PathEscapesRoot(
         f"{shown(path)} is outside the root. Use a relative path, or one below /{'/'.join(root)}"
+    )
+
+
+def resolve(
+    parts: Parts,
+    link_target: Callable[[Parts], str],
+    below_root: Callable[[str], list[str] | None],
+    *,
+    follow: bool = True,
+    seen: set[Parts] | None = None,
+) -> Parts:
+    """Return the canonical path: links followed, as long as they stay below the root.
+
+    With ``follow=False`` a link that is the last name stands for itself. What is missing is
+    returned as it is. ``seen`` takes the paths of the links on the way.
+    """
+    done: list[str] = []
+    todo = list(reversed(parts))
+    links = 0
+    while todo:
+        name = todo.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            if not done:
+                raise escapes(parts)
+            done.pop()
+            continue
+        here = (*done, name)
+        target = None if not follow and not todo else _target(here, link_target)
+        if target is None:
+            done.append(name)
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise FilesystemError(
+                f"{shown(join_path(parts))} leads through too many symbolic links, or in a"
+                " circle. Use the path of the file itself"
+            )
+        if seen is not None:
+            seen.add(here)
+        names: list[str] | None = target.split("/")
+        if target.startswith("/"):
+            names = below_root(target)
+            done.clear()
+        if names is None:
+            raise escapes(parts)
+        todo.extend(reversed(names))
+    return tuple(done)
+
+
+def _target(parts: Parts, link_target: Callable[[Parts], str]) -> str | None:
+    """Return the text of a link; None for anything else, and for nothing."""
+    try:
+        return link_target(parts)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def escapes(parts: Parts) -> PathEscapesRoot:
+    return PathEscapesRoot(
+        f"{shown(join_path(parts))} leads outside the root through a symbolic link. Use a path"
+        " that stays below the root"
     )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from weakincentives.filesystem.confined import Ident, write_all
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Entry, Store, checked_parts
+from weakincentives.filesystem.tree import Ident, write_all
 from weakincentives.state import Seals
 
 __all__ = ["JOURNAL", "Journal", "Record", "Source", "read_journal"]

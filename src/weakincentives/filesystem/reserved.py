@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,9 +36,14 @@ _SPELLED = {"head": "HEAD"}
 _CONTENT = frozenset({"refs", "logs", "objects"})
 _FILES = frozenset({"wink.toml", ".gitmodules", ".gitconfig"})
 
-# Nearly no path has any of these names: one search tells, for all of them.
 _names = "|".join(re.escape(name) for name in sorted({".git", *_CODE, *_STRUCTURE, *_FILES}))
 _suspect = re.compile(rf"(?:^|/)(?:{_names}|\.[^/]+\.wink)(?:/|$)", re.IGNORECASE).search
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(parts: Parts) -> bool:
+    """Tell whether no name in a path can protect it, as in nearly all of them."""
+    return _suspect("/".join(parts)) is None
 
 
 class Reserved:
@@ -74,6 +80,8 @@ class Reserved:
             look: What is there now.
             directory: It is, or will be, a directory, and it is not about what is in it.
         """
+        if not self.trees and _is_plain(parts):
+            return
         found = self.problem(parts, look, directory=directory)
         if found is not None:
             raise self._protected(found)
@@ -95,6 +103,8 @@ class Reserved:
     def check_changed(self, paths: Iterable[Parts], before: Look, now: Look) -> None:
         """Raise ProtectedPath if one of the paths that were changed is protected."""
         for parts in paths:
+            if not self.trees and _is_plain(parts):
+                continue
             kinds = {_kind(before, parts), _kind(now, parts)} - {None}
             found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
             if found is not None and (found in self.trees or not _is_same(parts, before, now)):
@@ -138,11 +148,10 @@ class Reserved:
         for tree in self.trees:
             if parts[: len(tree)] == tree:
                 return tree
-        path = "/".join(parts)
-        if _suspect(path) is None:
+        if _is_plain(parts):
             return None
         found = self._named(parts, look, now, directory)
-        return None if found is None or self._allowed.match(path) else found
+        return None if found is None or self._allowed.match("/".join(parts)) else found
 
     def _named(self, parts: Parts, look: Look, now: Look | None, directory: bool) -> Parts | None:
         # Some filesystems take names of either case for the same.

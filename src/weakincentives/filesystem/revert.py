@@ -8,13 +8,13 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from weakincentives.errors import UndoRefused
-from weakincentives.filesystem.confined import Ident, Tree, ident_of
 from weakincentives.filesystem.history import Committed, Delta, History, Past
 from weakincentives.filesystem.journal import Changes, lasting, matches
 from weakincentives.filesystem.layers import Disk, Layer, Look, Node, taken_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, apply_entry
+from weakincentives.filesystem.tree import Ident, Tree, ident_of
 
 __all__ = ["go_back", "obstacles", "take_back"]
 

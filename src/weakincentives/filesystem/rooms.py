@@ -15,7 +15,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from weakincentives.filesystem.confined import (
+from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.store import Store, checked_parts
+from weakincentives.filesystem.tree import (
     Held,
     Mount,
     Tree,
@@ -24,8 +26,6 @@ from weakincentives.filesystem.confined import (
     without_default_acl,
     write_all,
 )
-from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.store import Store, checked_parts
 
 __all__ = ["TEMPORARY", "Room", "Rooms", "link", "set_time"]
 

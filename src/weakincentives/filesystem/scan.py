@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.confined import BARRED, Ident, Tree, xattrs_of
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.pack import Pack, Place, Row, has_content
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.protocol import BARRED, Parts
 from weakincentives.filesystem.records import Source
 from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.store import Entry, Store
+from weakincentives.filesystem.tree import Ident, Tree, xattrs_of
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.journal import Changes

@@ -7,10 +7,10 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.confined import without_privileges
+from weakincentives.filesystem.base import Reads
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -23,7 +23,9 @@ from weakincentives.filesystem.layers import (
     node_of,
 )
 from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.tree import without_privileges
 
 __all__ = ["Edit", "Staging", "State"]
 
@@ -57,23 +59,31 @@ class Edit(Protocol):
     ) -> None: ...
 
 
-class _Attributes(NamedTuple):
-    mode: int | None
-    mtime_ns: int | None
-    uid: int | None
-    gid: int | None
-    xattrs: tuple[tuple[str, bytes], ...] | None
-
-
 class _Step(NamedTuple):
-    action: Literal[
-        "write", "directory", "remove", "rename", "copy", "name", "put", "attributes", "back"
+    """A change, as a method of ``Edit`` and what it is called with; "back" goes to a place."""
+
+    method: Literal[
+        "write",
+        "make_directory",
+        "remove",
+        "rename",
+        "copy",
+        "add_name",
+        "put_file",
+        "set_attributes",
+        "back",
     ]
     parts: Parts
-    target: Parts = ()
-    content: bytes | Path = b""
-    attributes: _Attributes | None = None
-    place: object = None
+    target: Parts | None = None
+    content: Any = None
+    """A file's bytes or where they are; attributes; or a place."""
+
+    @property
+    def changed(self) -> set[Parts]:
+        """The paths where something changes."""
+        if self.target is None:
+            return {self.parts}
+        return {self.parts, self.target} if self.method == "rename" else {self.target}
 
 
 class State(NamedTuple):
@@ -105,16 +115,13 @@ class Staging:
     @property
     def written(self) -> set[Parts]:
         """The paths that were changed."""
-        return {step.target or step.parts for step in self.state.steps} | {
-            step.parts for step in self.state.steps if step.action not in ("copy", "name")
-        }
+        return set[Parts]().union(*(step.changed for step in self.state.steps))
 
     @property
     def wholes(self) -> set[Parts]:
         """Those of the changed paths that stand for all that is below them."""
-        attributes = {step.parts for step in self.state.steps if step.action == "attributes"}
-        others = {step.parts for step in self.state.steps if step.action != "attributes"}
-        return self.written - (attributes - others)
+        steps = (step for step in self.state.steps if step.method != "set_attributes")
+        return set[Parts]().union(*(step.changed for step in steps))
 
     @property
     def covered(self) -> set[Parts]:
@@ -168,7 +175,7 @@ class Staging:
         else:
             node = Node("file", mode, len(data), now, next(_numbers))
         steps = self.state.steps
-        if steps and steps[-1].action == "write" and steps[-1].parts == parts:
+        if steps and steps[-1].method == "write" and steps[-1].parts == parts:
             steps = steps[:-1]
         self.state = State(
             layer.put(parts, Cover(node, content)),
@@ -178,7 +185,7 @@ class Staging:
     def make_directory(self, parts: Parts) -> None:
         """Make a directory, and those it needs; one that is there is fine."""
         layer = self.layer.make_directories(parts, _now())
-        self._add(layer, _Step("directory", parts))
+        self._add(layer, _Step("make_directory", parts))
 
     def remove(self, parts: Parts) -> None:
         """Take a file, link or whole directory away."""
@@ -202,7 +209,7 @@ class Staging:
         node = node_of(os.lstat(place))
         content = os.fsencode(os.readlink(place)) if node.kind == "link" else place
         layer = self.layer.make_directories(parts[:-1], _now()).put(parts, Cover(node, content))
-        self._add(layer, _Step("put", parts, content=place))
+        self._add(layer, _Step("put_file", parts, content=place))
 
     def link(self, opened: Path, parts: Parts) -> None:
         """Make the path one more name of a file; ``opened`` is the path of a descriptor of it."""
@@ -219,67 +226,40 @@ class Staging:
     def add_name(self, origin: Parts, parts: Parts) -> None:
         """Make the path one more name of the file at another; what is there goes."""
         layer = self.layer.make_directories(parts[:-1], _now()).add_name(origin, parts)
-        self._add(layer, _Step("name", origin, parts))
+        self._add(layer, _Step("add_name", origin, parts))
 
-    def set_attributes(
-        self,
-        parts: Parts,
-        *,
-        mode: int | None = None,
-        mtime_ns: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        xattrs: tuple[tuple[str, bytes], ...] | None = None,
-    ) -> None:
+    def set_attributes(self, parts: Parts, *, mode: int | None = None, **others: Any) -> None:
         """Change what is given of a file's or directory's attributes, and nothing else."""
         layer = self.layer if mode is None or not parts else self.layer.set_mode(parts, mode)
-        attributes = _Attributes(mode, mtime_ns, uid, gid, xattrs)
-        self._add(layer, _Step("attributes", parts, attributes=attributes))
+        self._add(layer, _Step("set_attributes", parts, content={"mode": mode, **others}))
 
     def go_to(self, place: object, state: State) -> None:
         """Make everything as it was at a place, and do from there what ``state`` did."""
-        self.state = State(state.layer, (_Step("back", (), place=place), *state.steps))
+        self.state = State(state.layer, (_Step("back", (), content=place), *state.steps))
 
     def replay(self, edit: Edit, go_back: Callable[[object], None]) -> None:
         """Make all these changes elsewhere, in the same order."""
         copies: dict[int, Path] = {}
-        for step in self.state.steps:
-            match step.action:
+        for method, parts, target, content in self.state.steps:
+            match method:
                 case "write":
-                    content = step.content
-                    data = content if isinstance(content, bytes) else content.read_bytes()
-                    edit.write(step.parts, data)
-                case "directory":
-                    edit.make_directory(step.parts)
-                case "remove":
-                    edit.remove(step.parts)
-                case "rename":
-                    edit.rename(step.parts, step.target)
-                case "copy":
-                    edit.copy(step.parts, step.target)
-                case "name":
-                    edit.add_name(step.parts, step.target)
+                    data = content.read_bytes() if isinstance(content, Path) else content
+                    edit.write(parts, data)
+                case "put_file":
+                    self._put_file(edit, parts, content, copies)
+                case "set_attributes":
+                    edit.set_attributes(parts, **content)
                 case "back":
-                    go_back(step.place)
-                case "put":
-                    self._put_file(edit, step, copies)
-                case "attributes":
-                    self._set_attributes(edit, step)
+                    go_back(content)
+                case _:
+                    getattr(edit, method)(parts, *(() if target is None else (target,)))
 
-    def _set_attributes(self, edit: Edit, step: _Step) -> None:
-        if step.attributes is not None:
-            mode, mtime_ns, uid, gid, xattrs = step.attributes
-            edit.set_attributes(
-                step.parts, mode=mode, mtime_ns=mtime_ns, uid=uid, gid=gid, xattrs=xattrs
-            )
-
-    def _put_file(self, edit: Edit, step: _Step, copies: dict[int, Path]) -> None:
+    def _put_file(self, edit: Edit, parts: Parts, place: Path, copies: dict[int, Path]) -> None:
         """Put a staged file elsewhere by another name, then have a copy: it may be needed again."""
-        place, name = step.content, self._place()
-        assert isinstance(place, Path)
+        name = self._place()
         ino = os.lstat(place).st_ino
         os.link(place, name, follow_symlinks=False)
-        edit.put_file(step.parts, name)
+        edit.put_file(parts, name)
         # Its own from here on: what is in the directory may be changed in place.
         if ino in copies:
             os.link(copies[ino], name, follow_symlinks=False)
@@ -291,6 +271,36 @@ class Staging:
             os.mkfifo(name)
         os.rename(name, place)
         copies[ino] = place
+
+    def check_conflicts(self, reads: Reads, onto: Layer | None, current: Look) -> None:
+        """Raise MergeConflict if anything the view depends on is not what it was at the fork.
+
+        Args:
+            onto: What the view this was forked from has changed; None if it is not a private one.
+            current: What that shows now.
+        """
+        base = self.base
+        if isinstance(base, Present):
+            changes = base.changed()
+        else:
+            assert isinstance(base, Layer)
+            assert onto is not None
+            changes = base.differing(onto)
+        changed = changes.paths
+        if changes.files:
+            changed = changed | names_of(base, changes.files, reads.touched)
+        changed = {parts for parts in changed if not _is_same(base, current, parts)}
+        if not changed:
+            return
+        within = {parts[:depth] for parts in changed for depth in range(len(parts) + 1)}
+
+        def differs(parts: Parts) -> bool:
+            if parts in within:
+                return True
+            inside = any(parts[:depth] in changed for depth in range(len(parts)))
+            return inside and not _is_same(base, current, parts)
+
+        reads.check(differs, base, current)
 
     def drop(self) -> None:
         """Remove the files that hold the contents."""
@@ -319,3 +329,49 @@ class Staging:
 
 def _now() -> int:
     return int(SYSTEM_CLOCK.time() * 1e9)
+
+
+def _is_same(base: Look, current: Look, parts: Parts) -> bool:
+    """Tell whether what is at a path, with all that is below it, is what was there."""
+    pending = [parts]
+    while pending:
+        place = pending.pop()
+        was, now = _node(base, place), _node(current, place)
+        if not _is_alike(was, now):
+            return False
+        if was is not None and was.kind == "directory":
+            # It may have been replaced as a whole: then nobody has noted what changed below it.
+            names = _names(base, place)
+            if names != _names(current, place):
+                return False
+            pending += [(*place, name) for name in names]
+    return True
+
+
+def _is_alike(was: Node | None, now: Node | None) -> bool:
+    if was is None or now is None:
+        return was is now
+    if (was.kind, was.mode) != (now.kind, now.mode):
+        return False
+    if was.kind == "directory":
+        return True
+    if was.file != now.file and max(was.links, now.links) > 1:
+        return False  # another file, even if it holds the same
+    return (was.size, was.mtime_ns) == (now.size, now.mtime_ns)
+
+
+def _names(look: Look, parts: Parts) -> set[str]:
+    try:
+        return {name for name, _ in look.kinds(parts) if not name.startswith(TEMPORARY)}
+    except OSError:
+        return set()
+
+
+def _node(look: Look, parts: Parts) -> Node | None:
+    try:
+        return look.node(parts)
+    except OSError:
+        return _BARRED
+
+
+_BARRED = Node("other", -1, 0, 0, 0)

@@ -20,7 +20,8 @@ from typing import Any, Literal, get_args
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
-from weakincentives.filesystem.confined import (
+from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.tree import (
     CHUNK,
     Ident,
     Mount,
@@ -34,7 +35,6 @@ from weakincentives.filesystem.confined import (
     write_all,
     xattrs_of,
 )
-from weakincentives.filesystem.protocol import Parts
 from weakincentives.state import Seals, state_path
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weakincentives.contrib.tools.file_values import listed
 from weakincentives.errors import FilesystemError, MissingExtra
-from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.filesystem.protocol import Parts, join_path, split_path, split_root
+from weakincentives.filesystem.tree import Tree
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec

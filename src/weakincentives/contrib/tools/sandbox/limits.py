@@ -15,7 +15,7 @@ from pathlib import Path
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
-from weakincentives.filesystem.confined import files_below
+from weakincentives.filesystem.tree import files_below
 
 __all__ = [
     "SandboxLimits",

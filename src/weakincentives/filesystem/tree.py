@@ -12,16 +12,13 @@ import os
 import stat
 import struct
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import FilesystemError, PathEscapesRoot
-from weakincentives.filesystem.protocol import Parts, join_path, shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
 
 __all__ = [
     "Held",
@@ -45,7 +42,8 @@ __all__ = [
     "xattrs_of",
 ]
 
-MAX_LINKS = 40
+T = TypeVar("T")
+
 CHUNK = 1 << 20
 LONGEST = 4000
 """Bytes of a path for one system call: Linux takes 4095. A longer path is opened in pieces."""
@@ -63,9 +61,6 @@ _PATH = getattr(os, "O_PATH", 0)
 
 _OPEN_DIRECTORY = os.O_RDONLY | _DIRECTORY | _NOFOLLOW | _CLOEXEC
 _OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
-
-# What the kernel says when a link, or something that is not a directory, is on the way.
-BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 
 
 class Ident(NamedTuple):
@@ -85,21 +80,23 @@ def supported() -> bool:
     return {os.open, os.stat, os.rename, os.unlink, os.link, os.utime} <= os.supports_dir_fd
 
 
-class Held:
+class Held(int):
     """An open directory descriptor for a ``with`` block, closed at its end."""
 
-    __slots__ = ("_close", "fd")
-
-    def __init__(self, fd: int, close: bool) -> None:
-        self.fd = fd
-        self._close = close
-
-    def __enter__(self) -> int:
-        return self.fd
+    __slots__ = ()
+    __enter__ = int.__int__  # runs in C: every change opens several directories
 
     def __exit__(self, *_: object) -> None:
-        if self._close:
-            os.close(self.fd)
+        os.close(self)
+
+
+class _Root(Held):
+    """A tree's own descriptor, which stays open."""
+
+    __slots__ = ()
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class Tree:
@@ -116,6 +113,7 @@ class Tree:
         # A view keeps trees open for as long as somebody holds it, and nobody says when that ends.
         self._closed = weakref.finalize(self, os.close, self.fd)
         self._closed.atexit = False
+        self._root = _Root(self.fd)
         self.mount = mount_of(self.fd)
         self.exchanges: dict[Mount, bool] = {}
         """Where two names can change places in one step, as far as that was tried."""
@@ -123,25 +121,25 @@ class Tree:
 
     def close(self) -> None:
         """Give the root's descriptor back."""
-        self.fd = -1
+        self.fd = self._root = _Root(-1)
         self._closed()
 
     # Opening
 
     def directory(self, parts: Parts) -> Held:
         """Return a directory's descriptor, to be held in a ``with`` block."""
-        return Held(self.fd, False) if not parts else Held(self._open(parts, _OPEN_DIRECTORY), True)
+        return Held(self._open(parts, _OPEN_DIRECTORY)) if parts else self._root
+
+    def parent(self, parts: Parts) -> Held:
+        """Return the descriptor of the directory that holds the last name of a path."""
+        return Held(self._open(parts[:-1], _OPEN_DIRECTORY)) if len(parts) > 1 else self._root
 
     def listing(self, parts: Parts) -> Held:
         """Return a new descriptor of a directory, to read its names with.
 
         How far it is read belongs to the descriptor: others must not read with the same one.
         """
-        return Held(self._open(parts, _OPEN_DIRECTORY), True)
-
-    def parent(self, parts: Parts) -> Held:
-        """Return the descriptor of the directory that holds the last name of a path."""
-        return self.directory(parts[:-1])
+        return Held(self._open(parts, _OPEN_DIRECTORY))
 
     @contextlib.contextmanager
     def reached(self, parts: Parts) -> Generator[str]:
@@ -161,49 +159,15 @@ class Tree:
             return os.open(parts[0], flags, dir_fd=self.fd)
         if self._openat2 is not None and parts:
             path = os.fsencode("/".join(parts))
-            if len(path) > LONGEST:
-                return self._open_far(parts, path, flags)
-            fd = self._openat2(self.fd, path, flags)
-            if fd >= 0:
-                return fd
-            if fd not in (-errno.EAGAIN, -errno.EACCES):
-                raise OSError(-fd, os.strerror(-fd), join_path(parts))
-        return self._walk_open(parts, flags)
-
-    def _open_far(self, parts: Parts, path: bytes, flags: int) -> int:
-        """Open a path that is too long for one system call, piece by piece."""
-        assert self._openat2 is not None
-        above = self.fd
-        try:
-            pieces = _pieces(path)
-            for number, piece in enumerate(pieces):
-                last = number == len(pieces) - 1
-                below = self._openat2(above, piece, flags if last else _OPEN_DIRECTORY)
-                if below in (-errno.EAGAIN, -errno.EACCES):
-                    return self._walk_open(parts, flags)
-                if below < 0:
-                    raise OSError(-below, os.strerror(-below), join_path(parts))
-                if above != self.fd:
-                    os.close(above)
-                above = below
-            fd, above = above, self.fd
-            return fd
-        finally:
-            if above != self.fd:
-                os.close(above)
-
-    def _walk_open(self, parts: Parts, flags: int) -> int:
-        above = self.fd
-        try:
-            for name in parts[:-1]:
-                below = _open_on_the_way(name, above)
-                if above != self.fd:
-                    os.close(above)
-                above = below
-            return os.open(parts[-1] if parts else ".", flags, dir_fd=above)
-        finally:
-            if above != self.fd:
-                os.close(above)
+            try:
+                if len(path) <= LONGEST:
+                    return self._openat2(self.fd, path, flags)
+                return _open_in_steps(self.fd, _pieces(path), flags, self._openat2)
+            except OSError as error:
+                # Something was renamed meanwhile, or a directory may only be passed through.
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+        return _open_in_steps(self.fd, parts or (".",), flags, _open_name)
 
     # Looking
 
@@ -212,10 +176,17 @@ class Tree:
         if not parts:
             return os.fstat(self.fd)
         try:
-            with self.parent(parts) as fd:
-                return os.stat(parts[-1], dir_fd=fd, follow_symlinks=False)
+            if len(parts) == 1:
+                return os.stat(parts[0], dir_fd=self.fd, follow_symlinks=False)
+            above = self._open(parts[:-1], _OPEN_DIRECTORY)
         except FileNotFoundError:
             return None
+        try:
+            return os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(above)
 
     def status_if_reached(self, parts: Parts) -> os.stat_result | None:
         """Like ``status``; None also where a link or a file is in the way."""
@@ -268,11 +239,7 @@ class Tree:
     def resolve(
         self, parts: Parts, *, follow: bool = True, seen: set[Parts] | None = None
     ) -> Parts:
-        """Return the canonical path: links followed, as long as they stay below the root.
-
-        With ``follow=False`` a link that is the last name stands for itself. What is missing is
-        returned as it is. ``seen`` takes the paths of the links on the way.
-        """
+        """Return the canonical path: links followed, as long as they stay below the root."""
         return resolve(parts, self.link_target, self.below_root, follow=follow, seen=seen)
 
     def below_root(self, target: str) -> list[str] | None:
@@ -299,8 +266,11 @@ class Tree:
             else:
                 os.unlink(parts[-1], dir_fd=fd)
 
-    def walk(self, top: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
-        """Yield path and status of a path and all that is below it, directories first."""
+    def walk(self, top: Parts, *, lenient: bool = False) -> Iterator[tuple[Parts, os.stat_result]]:
+        """Yield path and status of a path and all that is below it, directories first.
+
+        With ``lenient``, a directory that cannot be read, or vanishes, is passed over.
+        """
         status = self.status(top)
         if status is None:
             return
@@ -308,7 +278,13 @@ class Tree:
         pending = [top] if stat.S_ISDIR(status.st_mode) else []
         while pending:
             parts = pending.pop()
-            for name, status in self.scan(parts):
+            try:
+                found = self.scan(parts)
+            except OSError:
+                if not lenient:
+                    raise
+                continue
+            for name, status in found:
                 yield (*parts, name), status
                 if stat.S_ISDIR(status.st_mode):
                     pending.append((*parts, name))
@@ -324,21 +300,44 @@ def _pieces(path: bytes) -> list[bytes]:
     return [*pieces, path]
 
 
+def _open_in_steps(
+    root: int, pieces: Sequence[T], flags: int, open_one: Callable[[int, T, int | None], int]
+) -> int:
+    """Open a path piece by piece; all but the last are directories on the way."""
+    above = root
+    try:
+        for piece in pieces[:-1]:
+            below = open_one(above, piece, None)
+            if above != root:
+                os.close(above)
+            above = below
+        return open_one(above, pieces[-1], flags)
+    finally:
+        if above != root:
+            os.close(above)
+
+
+def _open_name(above: int, name: str, flags: int | None) -> int:
+    if flags is not None:
+        return os.open(name, flags, dir_fd=above)
+    try:
+        return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
+    except PermissionError:
+        if not _PATH:
+            raise
+        # A directory that may be passed through but not listed.
+        return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
+
+
 def files_below(folder: Path) -> Iterator[os.stat_result]:
     """Yield the status of all but the directories below one, however deep; what vanishes, or may
     not be looked into, is left out.
     """
     tree = Tree(folder)
     try:
-        pending: list[Parts] = [()]
-        while pending:
-            parts = pending.pop()
-            with contextlib.suppress(OSError):
-                for name, status in tree.scan(parts):
-                    if stat.S_ISDIR(status.st_mode):
-                        pending.append((*parts, name))
-                    else:
-                        yield status
+        for _, status in tree.walk((), lenient=True):
+            if not stat.S_ISDIR(status.st_mode):
+                yield status
     finally:
         tree.close()
 
@@ -426,60 +425,6 @@ def _unlink_files(fd: int) -> list[str]:
     return [name for name, is_directory in kinds if is_directory]
 
 
-def resolve(
-    parts: Parts,
-    link_target: Callable[[Parts], str],
-    below_root: Callable[[str], list[str] | None],
-    *,
-    follow: bool = True,
-    seen: set[Parts] | None = None,
-) -> Parts:
-    """Return the canonical path, given how to read a link and where absolute ones lead."""
-    done: list[str] = []
-    todo = list(reversed(parts))
-    links = 0
-    while todo:
-        name = todo.pop()
-        if name in ("", "."):
-            continue
-        if name == "..":
-            if not done:
-                raise escapes(parts)
-            done.pop()
-            continue
-        here = (*done, name)
-        target = None if not follow and not todo else _target(here, link_target)
-        if target is None:
-            done.append(name)
-            continue
-        links += 1
-        if links > MAX_LINKS:
-            raise FilesystemError(
-                f"{shown(join_path(parts))} leads through too many symbolic links, or in a"
-                " circle. Use the path of the file itself"
-            )
-        if seen is not None:
-            seen.add(here)
-        names: list[str] | None = target.split("/")
-        if target.startswith("/"):
-            names = below_root(target)
-            done.clear()
-        if names is None:
-            raise escapes(parts)
-        todo.extend(reversed(names))
-    return tuple(done)
-
-
-def _target(parts: Parts, link_target: Callable[[Parts], str]) -> str | None:
-    """Return the text of a link; None for anything else, and for nothing."""
-    try:
-        return link_target(parts)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
-
-
 def status_is_directory(tree: Tree, parts: Parts) -> bool:
     status = tree.status(parts)
     return status is not None and stat.S_ISDIR(status.st_mode)
@@ -537,14 +482,11 @@ def sync(fd: int) -> None:
 
 def sync_all(fd: int) -> None:
     """Have the disk hold all of the filesystem that something open is on."""
-    if os.uname().sysname != "Linux":
+    syncfs = _libc("syncfs", "i")
+    if syncfs is None:
         os.sync()
-        return
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).syncfs(fd):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    elif syncfs(fd):
+        raise _last_error()
 
 
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
@@ -570,41 +512,36 @@ def chmod_at(above: int, name: str, mode: int) -> None:
         os.close(fd)
 
 
-if hasattr(os, "listxattr"):
+_HAS_XATTRS = hasattr(os, "listxattr")
 
-    def xattrs_of(target: int | str) -> tuple[tuple[str, bytes], ...]:
-        """Return the extended attributes of an open file, or of a path that is not followed."""
-        follow = isinstance(target, int)
-        try:
-            names = os.listxattr(target, follow_symlinks=follow)
-        except OSError as error:
-            if error.errno in _NO_XATTRS:
-                return ()
-            raise
-        if not names:
-            return ()
-        return tuple((n, os.getxattr(target, n, follow_symlinks=follow)) for n in sorted(names))
 
-    def set_xattrs(target: int | str, wanted: tuple[tuple[str, bytes], ...]) -> None:
-        """Make the extended attributes exactly these, as far as the process may."""
-        present = dict(xattrs_of(target))
-        follow = isinstance(target, int)
-        for name, value in wanted:
-            if present.pop(name, None) != value:
-                with contextlib.suppress(PermissionError):
-                    os.setxattr(target, name, value, follow_symlinks=follow)
-        for name in present:
-            with contextlib.suppress(PermissionError):
-                os.removexattr(target, name, follow_symlinks=follow)
-
-else:
-
-    def xattrs_of(target: int | str) -> tuple[tuple[str, bytes], ...]:
-        """Return nothing: this system's Python has no calls for extended attributes."""
+def xattrs_of(target: int | str) -> tuple[tuple[str, bytes], ...]:
+    """Return the extended attributes of an open file, or of a path that is not followed."""
+    if not _HAS_XATTRS:
         return ()
+    follow = isinstance(target, int)
+    try:
+        names = os.listxattr(target, follow_symlinks=follow)
+    except OSError as error:
+        if error.errno in _NO_XATTRS:
+            return ()
+        raise
+    if not names:
+        return ()
+    return tuple((n, os.getxattr(target, n, follow_symlinks=follow)) for n in sorted(names))
 
-    def set_xattrs(target: int | str, wanted: tuple[tuple[str, bytes], ...]) -> None:
-        """Do nothing: this system's Python has no calls for extended attributes."""
+
+def set_xattrs(target: int | str, wanted: tuple[tuple[str, bytes], ...]) -> None:
+    """Make the extended attributes exactly these, as far as the process may."""
+    present = dict(xattrs_of(target))
+    follow = isinstance(target, int)
+    for name, value in wanted if _HAS_XATTRS else ():
+        if present.pop(name, None) != value:
+            with contextlib.suppress(PermissionError):
+                os.setxattr(target, name, value, follow_symlinks=follow)
+    for name in present:
+        with contextlib.suppress(PermissionError):
+            os.removexattr(target, name, follow_symlinks=follow)
 
 
 _ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
@@ -633,7 +570,7 @@ def without_default_acl(directory: int | Path) -> None:
 
 
 def _default_acl(directory: int | Path) -> bytes | None:
-    if not hasattr(os, "getxattr"):
+    if not _HAS_XATTRS:
         return None
     try:
         return os.getxattr(directory, _DEFAULT_ACL)
@@ -657,23 +594,6 @@ def _for_file(acl: bytes) -> bytes:
 _NO_XATTRS = frozenset(
     getattr(errno, name) for name in ("ENOTSUP", "EOPNOTSUPP", "ENOSYS") if hasattr(errno, name)
 )
-
-
-def escapes(parts: Parts) -> PathEscapesRoot:
-    return PathEscapesRoot(
-        f"{shown(join_path(parts))} leads outside the root through a symbolic link. Use a path"
-        " that stays below the root"
-    )
-
-
-def _open_on_the_way(name: str, above: int) -> int:
-    try:
-        return os.open(name, _OPEN_DIRECTORY, dir_fd=above)
-    except PermissionError:
-        if not _PATH:
-            raise
-        # A directory that may be passed through but not listed.
-        return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
 
 
 def _type_of(entry: os.DirEntry[str]) -> int:
@@ -710,9 +630,7 @@ The same disk may be mounted in several places, and nothing can be renamed from 
 def mount_of(fd: int) -> Mount:
     """Return where an open file or directory is mounted."""
     statx = _find_statx()
-    if statx is not None:
-        return statx(fd)
-    return os.fstat(fd).st_dev, _mount_in_proc(fd)
+    return (os.fstat(fd).st_dev, _mount_in_proc(fd)) if statx is None else statx(fd)
 
 
 def _mount_in_proc(fd: int) -> int:
@@ -723,19 +641,15 @@ def _mount_in_proc(fd: int) -> int:
     return next((int(line[7:]) for line in lines if line.startswith(b"mnt_id:")), 0)
 
 
-_stater: list[Callable[[int], Mount] | None] = []
+# Calls of Linux that Python has no function for. Each is looked for once.
 
 
-def _find_statx() -> Callable[[int], Mount] | None:
-    if not _stater:
-        _stater.append(_load_statx())
-    return _stater[0]
-
-
-def _load(name: str, arguments: str) -> Callable[..., int] | None:
+@cache
+def _libc(name: str, arguments: str) -> Callable[..., int] | None:
     """Return a function of Linux's C library, None where there is none.
 
-    ``arguments`` has a letter for each: ``i`` an int, ``b`` bytes, ``u`` unsigned.
+    ``arguments`` has a letter for each: ``i`` an int, ``l`` a long, ``u`` unsigned, ``s`` a size,
+    ``b`` bytes, ``p`` a pointer.
     """
     if os.uname().sysname != "Linux":
         return None
@@ -745,14 +659,30 @@ def _load(name: str, arguments: str) -> Callable[..., int] | None:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    kinds = {"i": ctypes.c_int, "b": ctypes.c_char_p, "u": ctypes.c_uint}
+    kinds = {
+        "i": ctypes.c_int,
+        "l": ctypes.c_long,
+        "u": ctypes.c_uint,
+        "s": ctypes.c_size_t,
+        "b": ctypes.c_char_p,
+        "p": ctypes.c_void_p,
+    }
     found.restype = ctypes.c_int
     found.argtypes = [kinds[letter] for letter in arguments]
     return found
 
 
-def _load_statx() -> Callable[[int], Mount] | None:
-    call = _load("statx", "ibiub")
+def _last_error(name: str | None = None) -> OSError:
+    import ctypes
+
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), name)
+
+
+@cache
+def _find_statx() -> Callable[[int], Mount] | None:
+    """Return a function that tells where a descriptor is mounted, where there is one."""
+    call = _libc("statx", "ibiub")
     if call is None:
         return None
     import ctypes
@@ -761,83 +691,59 @@ def _load_statx() -> Callable[[int], Mount] | None:
     buffer = ctypes.c_char * 256  # a struct statx
     mask, device_and_mount = struct.Struct("=I"), struct.Struct("=QQ")
 
-    def ask(fd: int) -> ctypes.Array[ctypes.c_char]:
+    def statx(fd: int) -> Mount:
         found = buffer()
         if call(fd, b"", empty_path, mount_id, found):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        return found
-
-    root = os.open("/", _OPEN_DIRECTORY)
-    try:
-        tells = mask.unpack_from(ask(root))[0] & mount_id
-    except OSError:
-        return None
-    finally:
-        os.close(root)
-    if not tells:  # a kernel before 5.8
-        return None
-
-    def statx(fd: int) -> Mount:
-        device, mount = device_and_mount.unpack_from(ask(fd), 136)
+            raise _last_error()
+        if not mask.unpack_from(found)[0] & mount_id:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # a kernel before 5.8
+        device, mount = device_and_mount.unpack_from(found, 136)
         return device, mount
 
-    return statx
+    return statx if _works(statx) else None
 
 
-_opener: list[Callable[[int, bytes, int], int] | None] = []
+@cache
+def _find_openat2() -> Callable[[int, bytes, int | None], int] | None:
+    """Return the call that opens a path without following any link, where there is one.
 
-
-def _find_openat2() -> Callable[[int, bytes, int], int] | None:
-    """Return the system call that opens a path without following any link, where there is one."""
-    if not _opener:
-        _opener.append(_load_openat2())
-    return _opener[0]
-
-
-def _load_openat2() -> Callable[[int, bytes, int], int] | None:
-    if os.uname().sysname != "Linux":
+    Without flags it opens a directory on the way.
+    """
+    syscall = _libc("syscall", "libps")
+    if syscall is None:
         return None
     import ctypes
 
-    class OpenHow(ctypes.Structure):
-        _fields_ = (
-            ("flags", ctypes.c_uint64),
-            ("mode", ctypes.c_uint64),
-            ("resolve", ctypes.c_uint64),
-        )
-
-    no_magiclinks, no_symlinks, beneath = 0x02, 0x04, 0x08
     number = 437  # openat2; one number for every architecture that Python knows but Alpha
+    no_magiclinks, no_symlinks, beneath = 0x02, 0x04, 0x08
     resolve = no_magiclinks | no_symlinks | beneath
-    try:
-        syscall = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError):
-        return None
-    syscall.restype = ctypes.c_long
-    syscall.argtypes = [
-        ctypes.c_long,
-        ctypes.c_int,
-        ctypes.c_char_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-    ]
-    hows = {flags: OpenHow(flags, 0, resolve) for flags in (_OPEN_DIRECTORY, _OPEN_FILE)}
-    refs = {flags: (how, ctypes.addressof(how)) for flags, how in hows.items()}
-    size = ctypes.sizeof(OpenHow)
+    how = ctypes.c_uint64 * 3  # flags, mode, resolve
+    hows = {flags: how(flags, 0, resolve) for flags in (_OPEN_DIRECTORY, _OPEN_FILE)}
+    places = {flags: ctypes.addressof(each) for flags, each in hows.items()}
+    places[None] = places[_OPEN_DIRECTORY]
+    size = ctypes.sizeof(how)
 
-    def openat2(directory: int, path: bytes, flags: int) -> int:
-        """Return a descriptor, or a negative error number."""
-        fd = syscall(number, directory, path, refs[flags][1], size)
-        return fd if fd >= 0 else -ctypes.get_errno()
+    def openat2(directory: int, path: bytes, flags: int | None) -> int:
+        fd = syscall(number, directory, path, places[flags], size)
+        if fd < 0:
+            raise _last_error(os.fsdecode(path))
+        return fd
 
+    openat2.hows = hows  # pyright: ignore[reportFunctionMemberAccess]  # kept alive: C reads them
+    # An older kernel, or a filter, may not know the call.
+    return openat2 if _works(lambda root: os.close(openat2(root, b".", None))) else None
+
+
+def _works(call: Callable[[int], object]) -> bool:
+    """Tell whether a call on the system's root succeeds."""
     root = os.open("/", _OPEN_DIRECTORY)
-    probe = openat2(root, b".", _OPEN_DIRECTORY)
-    os.close(root)
-    if probe < 0:  # an older kernel, or a filter that does not know the call
-        return None
-    os.close(probe)
-    return openat2
+    try:
+        call(root)
+    except OSError:
+        return False
+    finally:
+        os.close(root)
+    return True
 
 
 def exchange(one: int, name: str, other: int, place: str) -> bool:
@@ -845,38 +751,16 @@ def exchange(one: int, name: str, other: int, place: str) -> bool:
 
     Each is a directory's descriptor and a name in it.
     """
-    swap = _find_renameat2()
-    if swap is None:
+    renameat2 = _libc("renameat2", "ibibu")
+    both = 2  # RENAME_EXCHANGE
+    if renameat2 is None:
         return False
-    number = swap(one, os.fsencode(name), other, os.fsencode(place))
-    if number in _CANNOT_EXCHANGE:
-        return False
-    if number:
-        raise OSError(number, os.strerror(number), place)
+    if renameat2(one, os.fsencode(name), other, os.fsencode(place), both):
+        error = _last_error(place)
+        if error.errno in _CANNOT_EXCHANGE:
+            return False
+        raise error
     return True
 
 
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EXDEV)
-
-_swapper: list[Callable[[int, bytes, int, bytes], int] | None] = []
-
-
-def _find_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
-    if not _swapper:
-        _swapper.append(_load_renameat2())
-    return _swapper[0]
-
-
-def _load_renameat2() -> Callable[[int, bytes, int, bytes], int] | None:
-    renameat2 = _load("renameat2", "ibibu")
-    if renameat2 is None:
-        return None
-    import ctypes
-
-    both = 2  # RENAME_EXCHANGE
-
-    def swap(one: int, name: bytes, other: int, place: bytes) -> int:
-        """Return 0, or an error number."""
-        return ctypes.get_errno() if renameat2(one, name, other, place, both) else 0
-
-    return swap

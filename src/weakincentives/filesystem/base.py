@@ -1,0 +1,681 @@
+"""Every operation on files, once: path, look up, check, and then the backend acts.
+
+A backend gives a ``_look``, which tells what is at a path, and six steps that change it. In memory
+both are about one persistent tree. On disk they are the directory and its journal or, for a private
+view, a layer over the directory and the steps to repeat when the view is merged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from weakincentives.call import current_view
+from weakincentives.errors import (
+    AlreadyExists,
+    FilesystemError,
+    MergeConflict,
+    NotADirectory,
+    ReadOnlyView,
+    ViewClosed,
+    WinkError,
+)
+from weakincentives.filesystem.patterns import (
+    GlobPattern,
+    check_limit,
+    compile_regex,
+    matching_lines,
+)
+from weakincentives.filesystem.protocol import (
+    BARRED,
+    FileStat,
+    Filesystem,
+    GrepMatch,
+    NodeKind,
+    Parts,
+    directory_not_file,
+    encode_text,
+    escapes,
+    file_not_directory,
+    join_path,
+    not_text,
+    nothing_there,
+    read_only,
+    resolve,
+    shown,
+    split_path,
+)
+from weakincentives.participant import Participant
+
+__all__ = ["BaseFilesystem", "Look", "Reads", "kind_at", "reading", "worded"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+N = TypeVar("N", bound="Node")
+L = TypeVar("L", bound="Look[Any]")
+
+_logger = logging.getLogger("weakincentives.filesystem")
+
+RETRIES = 10
+"""How often a path is looked up again when links on it come and go."""
+
+
+class Node(Protocol):
+    """What is at a path, links not followed."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def readonly(self) -> int:
+        """Whether a file is read-only. A directory may count the read-only files below it."""
+        ...
+
+
+class Look(Protocol[T]):
+    """Reading by canonical path. Errors are the system's: ELOOP or ENOTDIR for a barred way."""
+
+    def node(self, parts: Parts) -> T | None: ...
+    def read(self, parts: Parts) -> bytes: ...
+    def link_target(self, parts: Parts) -> str: ...
+    def nodes(self, parts: Parts) -> list[tuple[str, T]]: ...
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]: ...
+
+
+@dataclass(slots=True)
+class Reads:
+    """What a private view depends on. It only grows: what has been read cannot be unread."""
+
+    touched: set[Parts] = field(default_factory=set[Parts])
+    """Read or written: what is there, with all that is below it, must not have changed."""
+    glimpsed: set[Parts] = field(default_factory=set[Parts])
+    """Seen to be a directory: it must still be one."""
+    cleared: set[Parts] = field(default_factory=set[Parts])
+    """Made a directory: no file may have come there, or into the way."""
+
+    def include(self, other: Reads) -> None:
+        """Depend on all that another view depends on, too."""
+        self.touched |= other.touched
+        self.glimpsed |= other.glimpsed
+        self.cleared |= other.cleared
+
+    def check(self, differs: Callable[[Parts], bool], base: Look[Any], current: Look[Any]) -> None:
+        """Raise MergeConflict if anything this depends on is not what it was at the fork.
+
+        Args:
+            differs: Tells whether what is at a path, with all that is below it, has changed.
+            base: What the view was forked from.
+            current: What it is to be merged into.
+        """
+        changed = {parts for parts in self.touched if differs(parts)}
+        changed |= {
+            parts
+            for parts in self.glimpsed
+            if differs(parts)
+            and not (kind_at(base, parts) == kind_at(current, parts) == "directory")
+        }
+        changed |= {
+            parts
+            for parts in self.cleared
+            if differs(parts) and kind_at(current, parts) not in (None, "directory")
+        }
+        if changed:
+            paths = sorted(map(join_path, changed))
+            names = ", ".join(map(shown, paths))
+            raise MergeConflict(f"Changed by another call in the meantime: {names}", paths)
+
+
+def kind_at(look: Look[Any], parts: Parts) -> NodeKind | None:
+    """Return what is at a path, None for nothing, "other" where the way there is barred."""
+    try:
+        node = look.node(parts)
+    except OSError:
+        return "other"
+    return None if node is None else node.kind
+
+
+Self = TypeVar("Self", bound="BaseFilesystem[Any, Any]")
+
+
+def reading(
+    operation: Callable[Concatenate[Self, P], R],
+) -> Callable[Concatenate[Self, P], R]:
+    """Run the operation on the view that the current call works on."""
+
+    @functools.wraps(operation)
+    def on_current_view(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+        view = current_view(self)
+        try:
+            if view._reads is None:  # pyright: ignore[reportPrivateUsage]
+                return operation(view, *args, **kwargs)
+            # What a private view sees must not change under it.
+            with view._read_lock:  # pyright: ignore[reportPrivateUsage]
+                return operation(view, *args, **kwargs)
+        except OSError as error:
+            if isinstance(error, WinkError):
+                raise
+            raise worded(error, "read", args) from error
+
+    return on_current_view
+
+
+def writing(
+    operation: Callable[Concatenate[Self, P], R],
+) -> Callable[Concatenate[Self, P], R]:
+    """Run the operation on the current view, if it may be changed: as a whole, or not at all."""
+    name = operation.__name__
+
+    @functools.wraps(operation)
+    def on_current_view(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+        view = current_view(self)
+        do = functools.partial(operation, view, *args, **kwargs)
+        try:
+            return view._change(do, name, args)  # pyright: ignore[reportPrivateUsage]
+        except OSError as error:
+            if isinstance(error, WinkError):
+                raise
+            raise worded(error, "changed", args) from error
+
+    return on_current_view
+
+
+def worded(error: OSError, what: str, args: tuple[object, ...] = ()) -> Exception:
+    """Return the system's error in words for the model."""
+    if error.errno == errno.EBADF:
+        return ViewClosed("this filesystem was closed")
+    path = args[0] if args and isinstance(args[0], str) else "."
+    if error.errno == errno.ENOENT:
+        return nothing_there(path)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return FilesystemError(f"{shown(path)} could not be {what}: {reason}")
+
+
+class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
+    """What all filesystems share. :class:`Filesystem` says what each operation does."""
+
+    _prefix: Parts
+    _lock: threading.RLock
+    """Held while this is changed, and to seal it: once ``seal`` has returned, nothing slips
+    through. Reentrant: a log handler or finaliser that uses the filesystem must not hang."""
+    _read_lock: threading.RLock
+    """Held while a private view is read."""
+    _sealed: str | None
+    _reads: Reads | None
+    """What a private view depends on; None for anything else."""
+    _look: L
+    """What there is."""
+
+    # A backend changes itself by these, each one step, and given canonical paths. Missing parent
+    # directories are made.
+
+    def _write(self, where: Parts, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _make_directory(self, where: Parts) -> None:
+        raise NotImplementedError
+
+    def _remove(self, where: Parts) -> None:
+        raise NotImplementedError
+
+    def _rename(self, origin: Parts, target: Parts) -> None:
+        raise NotImplementedError
+
+    def _copy(self, origin: Parts, target: Parts) -> None:
+        raise NotImplementedError
+
+    def _mark(self, where: Parts, node: N, readonly: bool) -> None:
+        """Mark a file as read-only, or take the mark away."""
+        raise NotImplementedError
+
+    # A backend may have more to check or to tell.
+
+    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
+        """Check that this may be changed, and change it: as a whole, or not at all."""
+        with self._lock:
+            if self._sealed is not None or self.read_only is not None:
+                self._check_writable(operation, args)
+            return do()
+
+    def _stat(self, path: str, node: N) -> FileStat:
+        raise NotImplementedError
+
+    def _below_root(self, target: str) -> list[str] | None:
+        """Return the names that an absolute link has below the root; None for one outside."""
+        return None
+
+    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
+        """Return those entries of a directory that are to be shown."""
+        return entries
+
+    def _holds_readonly(self, where: Parts) -> bool:
+        """Tell whether a read-only file is below a directory whose node does not count them."""
+        return False
+
+    def _check_put(self, where: Parts, node: N | None, *, directory: bool = False) -> None:
+        """Raise if nothing may be put at a path, or changed there."""
+
+    def _check_gone(self, where: Parts) -> None:
+        """Raise if a path, or anything below it, may not be removed or replaced."""
+
+    def _check_moved(self, origin: Parts, target: Parts, *, copied: bool) -> None:
+        """Raise if what is at a path may not be put at another."""
+
+    # Reading
+
+    def normalize(self, path: str) -> str:
+        return join_path(self._parts(path))
+
+    @reading
+    def read(self, path: str) -> str:
+        parts = split_path(path, self._prefix)
+        try:
+            return self._content(parts).decode()
+        except UnicodeDecodeError as error:
+            raise not_text(join_path(parts)) from error
+
+    @reading
+    def read_bytes(self, path: str) -> bytes:
+        return self._content(split_path(path, self._prefix))
+
+    @reading
+    def exists(self, path: str) -> bool:
+        parts = self._parts(path)
+        try:
+            where, node = self._find(parts, note=False)
+        except NotADirectory:
+            self._note(parts)
+            return False
+        if self._reads is not None:
+            is_directory = node is not None and node.kind == "directory"
+            (self._reads.glimpsed if is_directory else self._reads.touched).add(where)
+        return node is not None
+
+    @reading
+    def is_readonly(self, path: str) -> bool:
+        try:
+            _, node = self._find(self._parts(path))
+        except NotADirectory:
+            return False
+        return node is not None and node.kind == "file" and bool(node.readonly)
+
+    @reading
+    def stat(self, path: str) -> FileStat:
+        parts = self._parts(path)
+        where, node = self._existing(parts, follow=False)
+        return self._stat(join_path(parts), self._followed(where, node))
+
+    @reading
+    def list(self, path: str = ".") -> tuple[FileStat, ...]:
+        parts = self._parts(path)
+        where = self._directory(parts)
+        prefix = _prefix(parts)
+        return tuple(
+            self._stat(
+                prefix + name,
+                node if node.kind != "link" else self._followed((*where, name), node),
+            )
+            for name, node in sorted(self._shown(self._look.nodes(where)), key=_name)
+        )
+
+    @reading
+    def glob(self, pattern: str, path: str = ".") -> tuple[str, ...]:
+        glob = GlobPattern(pattern, self._prefix)
+        parts = self._parts(path)
+        return tuple(sorted(path for path, _ in self._walk(parts, self._directory(parts), glob)))
+
+    @reading
+    def grep(
+        self, pattern: str, path: str = ".", *, glob: str = "**/*", limit: int | None = None
+    ) -> tuple[GrepMatch, ...]:
+        check_limit(limit)
+        regex = compile_regex(pattern)
+        compiled = GlobPattern(glob, self._prefix)
+        parts = self._parts(path)
+        where, node = self._existing(parts)
+        look = self._look
+        files = [(join_path(parts), where)]
+        if node.kind == "directory":
+            files = sorted(self._walk(parts, where, compiled), key=_name)
+        elif node.kind != "file":
+            raise _not_a_file(parts, node)
+        matches: list[GrepMatch] = []
+        for name, file in files:
+            try:
+                data = look.read(file)
+            except OSError:
+                continue  # gone meanwhile, or not readable: nothing can be found in it
+            for number, line in matching_lines(data, regex.search):
+                if len(matches) == limit:
+                    return tuple(matches)
+                matches.append(GrepMatch(path=name, line_number=number, line=line))
+        return tuple(matches)
+
+    @reading
+    def search(self, query: str, limit: int | None = None) -> tuple[str, ...]:
+        check_limit(limit)
+        wanted = query.casefold()
+        found = (
+            path
+            for path, _ in self._walk((), self._directory(()), GlobPattern("**/*"))
+            if wanted in path.rpartition("/")[2].casefold()
+        )
+        return tuple(sorted(found)[:limit])
+
+    # Writing
+
+    @writing
+    def write(self, path: str, content: str) -> None:
+        self._put(path, encode_text(content, path))
+
+    @writing
+    def write_bytes(self, path: str, content: bytes) -> None:
+        self._put(path, content)
+
+    def _put(self, path: str, content: bytes) -> None:
+        # A bytearray or memoryview could change later on.
+        data = content if type(content) is bytes else bytes(memoryview(content))
+        where, _ = self._changeable(split_path(path, self._prefix))
+        self._write(where, data)
+
+    @writing
+    def append(self, path: str, content: str) -> None:
+        added = encode_text(content, path)
+        where, node = self._changeable(self._parts(path))
+        self._write(where, added if node is None else self._look.read(where) + added)
+
+    @writing
+    def set_readonly(self, path: str, readonly: bool = True) -> None:
+        """Mark a file as read-only, or take the mark away."""
+        self._set_readonly(path, readonly)
+
+    def _set_readonly(self, path: str, readonly: bool) -> None:
+        parts = self._parts(path)
+        where, node = self._existing(parts)
+        if node.kind != "file":
+            raise _not_a_file(parts, node)
+        self._check_put(where, node)
+        self._mark(where, node, readonly)
+
+    @writing
+    def mkdir(self, path: str) -> None:
+        parts = self._parts(path)
+        where, node = self._find(parts, note=False)
+        if node is not None and node.kind != "directory":
+            self._note(where)
+            raise file_not_directory(join_path(parts))
+        if self._reads is not None:
+            self._reads.cleared.add(where)
+        if node is None:
+            self._check_put(where, None, directory=True)
+        if node is None or self._reads is not None:
+            self._make_directory(where)
+
+    @writing
+    def move(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        origin, target, node = self._transfer(source, destination, overwrite, copied=False)
+        self._check_unlocked(origin, node)
+        if origin != target:
+            self._check_gone(origin)
+            self._check_moved(origin, target, copied=False)
+            self._rename(origin, target)
+
+    @writing
+    def copy(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        origin, target, _ = self._transfer(source, destination, overwrite, copied=True)
+        if origin != target:
+            self._check_moved(origin, target, copied=True)
+            self._copy(origin, target)
+
+    @writing
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        parts = self._parts(path)
+        if not parts:
+            raise FilesystemError("The root directory cannot be deleted. Delete what is in it")
+        where, node = self._existing(parts, follow=False)
+        if node.kind == "directory" and not recursive and self._look.kinds(where):
+            raise FilesystemError(
+                f"{shown(join_path(parts))} is not empty. Pass recursive=True to delete it with"
+                " all that is in it"
+            )
+        self._check_unlocked(where, node)
+        self._check_gone(where)
+        self._remove(where)
+
+    # Taking part in a transaction: each backend adds fork, merge, check_conflicts, discard,
+    # snapshot_here, restore_here and changed_here.
+
+    @reading
+    def snapshot(self) -> object:
+        return self.snapshot_here()
+
+    @writing
+    def restore(self, token: object) -> None:
+        self.restore_here(token)
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """The paths a private view has read or changed, directories standing for all below."""
+        with self._read_lock:
+            reads = self._reads or Reads()
+            return frozenset(map(join_path, reads.touched | reads.glimpsed | reads.cleared))
+
+    def _check_writable(self, operation: str, args: tuple[object, ...] = ()) -> None:
+        """Refuse a change through a view that has ended, and log it, or that is read-only."""
+        self._check_open(operation, args, self._sealed)
+
+    def _check_open(self, operation: str, args: tuple[object, ...], sealed: str | None) -> None:
+        if sealed is not None:
+            about = f" of {shown(args[0])}" if args and isinstance(args[0], str) else ""
+            _logger.error("Refused %s%s: %s", operation, about, sealed)
+            raise ViewClosed(sealed)
+        if self.read_only is not None:
+            raise ReadOnlyView(self.read_only)
+
+    # One step of an operation each. All act on exactly this object.
+
+    def _parts(self, path: str) -> Parts:
+        return split_path(path, self._prefix)
+
+    def _note(self, parts: Parts) -> None:
+        if self._reads is not None:
+            self._reads.touched.add(parts)
+
+    def _find(
+        self, parts: Parts, *, follow: bool = True, note: bool = True
+    ) -> tuple[Parts, N | None]:
+        """Return the canonical path, and what is there; a private view depends on it."""
+        try:
+            node = self._look.node(parts)
+        except OSError as error:
+            if error.errno not in BARRED:
+                raise
+            return self._find_behind_links(parts, follow, note)
+        if node is not None and follow and node.kind == "link":
+            return self._find_behind_links(parts, follow, note)
+        if note and self._reads is not None:
+            self._reads.touched.add(parts)
+        return parts, node
+
+    def _find_behind_links(self, parts: Parts, follow: bool, note: bool) -> tuple[Parts, N | None]:
+        links = None if self._reads is None else self._reads.touched
+        for _ in range(RETRIES):  # links may come and go meanwhile
+            where = resolve(
+                parts, self._look.link_target, self._below_root, follow=follow, seen=links
+            )
+            try:
+                node = self._look.node(where)
+            except OSError as error:
+                if error.errno not in BARRED:
+                    raise
+                self._check_barred(where)
+                continue
+            if node is None or node.kind != "link" or not follow:
+                if note:
+                    self._note(where)
+                return where, node
+        raise escapes(parts)
+
+    def _check_barred(self, parts: Parts) -> None:
+        """Raise if a file is in the way."""
+        for depth in range(1, len(parts)):
+            try:
+                node = self._look.node(parts[:depth])
+            except OSError:
+                return
+            if node is not None and node.kind in ("file", "other"):
+                self._note(parts[:depth])
+                raise file_not_directory(join_path(parts[:depth]))
+
+    def _existing(self, parts: Parts, *, follow: bool = True) -> tuple[Parts, N]:
+        where, node = self._find(parts, follow=follow)
+        if node is None:
+            raise nothing_there(join_path(parts))
+        return where, node
+
+    def _directory(self, parts: Parts) -> Parts:
+        where, node = self._existing(parts)
+        if node.kind != "directory":
+            raise file_not_directory(join_path(parts))
+        return where
+
+    def _content(self, parts: Parts) -> bytes:
+        # One open that follows no link; only where that fails is there more to find out.
+        try:
+            data = self._look.read(parts)
+        except OSError:
+            where, node = self._existing(parts)
+            if node.kind != "file":
+                raise _not_a_file(parts, node) from None
+            return self._look.read(where)
+        if self._reads is not None:
+            self._reads.touched.add(parts)
+        return data
+
+    def _followed(self, parts: Parts, node: N) -> N:
+        """Return what a link leads to, where that is below the root."""
+        if node.kind != "link":
+            return node
+        try:
+            _, found = self._find(parts)
+        except FilesystemError:
+            return node
+        return found or node
+
+    def _walk(self, parts: Parts, where: Parts, glob: GlobPattern) -> Iterator[tuple[str, Parts]]:
+        """Yield path and canonical path of each file below a directory that matches."""
+        look = self._look
+        pending = [(where, _prefix(parts), glob.start(parts))]
+        while pending:
+            directory, prefix, positions = pending.pop()
+            for name, kind in self._shown(_entries(look, directory, glob.names(positions))):
+                reached = glob.step(positions, name)
+                here = (*directory, name)
+                if kind == "directory":
+                    if reached:
+                        pending.append((here, f"{prefix}{name}/", reached))
+                elif glob.matched(reached):
+                    file = here if kind == "file" else self._file_behind(here, kind)
+                    if file is not None:
+                        yield prefix + name, file
+
+    def _file_behind(self, parts: Parts, kind: str) -> Parts | None:
+        if kind != "link":
+            return None
+        try:
+            where, node = self._find(parts)
+        except (FilesystemError, OSError):
+            return None
+        return where if node is not None and node.kind == "file" else None
+
+    def _changeable(self, parts: Parts) -> tuple[Parts, N | None]:
+        """Return the file to be changed, or None for one that is still to be made."""
+        where, node = self._find(parts)
+        if node is not None:
+            if node.kind != "file":
+                raise _not_a_file(parts, node)
+            if node.readonly:
+                raise read_only(join_path(parts))
+        self._check_put(where, node)
+        return where, node
+
+    def _transfer(
+        self, source: str, destination: str, overwrite: bool, *, copied: bool
+    ) -> tuple[Parts, Parts, N]:
+        """Return from where to where something goes, and what it is, if it can be put there.
+
+        A link is moved itself; of one that is copied, what it leads to.
+        """
+        origin, node = self._existing(self._parts(source), follow=copied)
+        if not origin:
+            raise FilesystemError(
+                "The root directory cannot be moved or copied. Name what is in it"
+            )
+        if copied and node.kind == "other":
+            raise _not_a_file(origin, node)
+        target, there = self._find(self._parts(destination), follow=False)
+        old, new = shown(join_path(origin)), shown(join_path(target))
+        if target != origin and target[: len(origin)] == origin:
+            raise FilesystemError(f"{old} cannot be put into itself, at {new}")
+        if there is None:
+            return origin, target, node
+        if not overwrite:
+            raise AlreadyExists(f"{new} exists. Pass overwrite=True to replace it")
+        if target != origin and origin[: len(target)] == target:
+            raise FilesystemError(f"{new} cannot be replaced by {old}, which is in it")
+        if there.kind == "directory" and node.kind != "directory":
+            raise directory_not_file(join_path(target))
+        if there.kind != "directory" and node.kind == "directory":
+            raise file_not_directory(join_path(target))
+        self._check_unlocked(target, there)
+        if target != origin:
+            self._check_gone(target)
+        return origin, target, node
+
+    def _check_unlocked(self, where: Parts, node: N) -> None:
+        """Raise if it, or a file in it, is read-only."""
+        if node.kind != "directory":
+            if node.readonly:
+                raise read_only(join_path(where))
+        elif node.readonly or self._holds_readonly(where):
+            raise read_only(f"A file in {join_path(where)}")
+
+
+def _entries(
+    look: Look[Any], directory: Parts, names: frozenset[str] | None
+) -> list[tuple[str, NodeKind]]:
+    """Return what is in a directory, or those of some names that are there."""
+    found: list[tuple[str, NodeKind]] = []
+    with contextlib.suppress(OSError):  # gone meanwhile, or not readable
+        if names is None:
+            return look.kinds(directory)
+    for name in names or ():
+        with contextlib.suppress(OSError):
+            node = look.node((*directory, name))
+            if node is not None:
+                found.append((name, node.kind))
+    return found
+
+
+def _not_a_file(parts: Parts, node: Node) -> FilesystemError:
+    if node.kind == "directory":
+        return directory_not_file(join_path(parts))
+    return FilesystemError(
+        f"{shown(join_path(parts))} is not a regular file but a pipe, socket or device. Give the"
+        " path of a file"
+    )
+
+
+def _prefix(parts: Parts) -> str:
+    return f"{join_path(parts)}/" if parts else ""
+
+
+def _name(entry: tuple[str, object]) -> str:
+    return entry[0]
