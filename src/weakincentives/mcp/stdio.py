@@ -63,8 +63,8 @@ async def stdio_streams(wire: Wire | None = None) -> AsyncGenerator[tuple[Incomi
         return
     to_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](math.inf)
     outgoing, to_client = anyio.create_memory_object_stream[SessionMessage](0)
-    receiver, sender = _Receiver(wire.incoming, to_server), _Sender(wire.outgoing, to_server.close)
-    receiver.refuse = sender.put
+    sender = _Sender(wire.outgoing, to_server.close)
+    receiver = _Receiver(wire.incoming, to_server, sender.put)
     sending = asyncio.ensure_future(sender.send_all(to_client))
     receiver.begin()
     try:
@@ -82,14 +82,16 @@ class _Receiver:
     """Hands the server what a client writes."""
 
     def __init__(
-        self, descriptor: int, to_server: MemoryObjectSendStream[SessionMessage | Exception]
+        self,
+        descriptor: int,
+        to_server: MemoryObjectSendStream[SessionMessage | Exception],
+        answer: Callable[[JSONRPCMessage], None],
     ) -> None:
         self._descriptor = descriptor
         self._to_server = to_server
+        self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._lines = _Lines()
-        self.refuse: Callable[[JSONRPCMessage], None] = lambda message: None
-        """Answers what the server never sees."""
 
     def begin(self) -> None:
         try:
@@ -137,8 +139,9 @@ class _Receiver:
             self._to_server.send_nowait(SessionMessage(message))
 
     def _refuse(self, code: int, why: str, start: bytes, end: bytes) -> None:
+        """Answer what the server never sees."""
         error = ErrorData(code=code, message=why)
-        self.refuse(JSONRPCError(jsonrpc="2.0", id=_id_in(start, end), error=error))
+        self._answer(JSONRPCError(jsonrpc="2.0", id=_id_in(start, end), error=error))
 
 
 class _Sender:
