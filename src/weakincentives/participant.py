@@ -51,11 +51,11 @@ class Participant:
         """Go back to a token's state, also when this object is sealed or read-only."""
         raise NotImplementedError
 
-    def fork(self) -> Self:
+    def fork(self) -> Any:
         """Return a private view: it starts as this is now, and neither sees the other's changes."""
         raise NotImplementedError
 
-    def fork_in_place(self) -> Self:
+    def fork_in_place(self) -> Any:
         """Return a view for the only call under way, which may change the original at once."""
         return self.fork()
 

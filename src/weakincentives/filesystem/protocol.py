@@ -192,7 +192,7 @@ class Filesystem(Protocol):
         """Like ``snapshot``, of exactly this object, whichever call is under way."""
         ...
 
-    def restore_here(self, token: object) -> None:
+    def restore_here(self, token: object, /) -> None:
         """Like ``restore``, of exactly this object, also when it is sealed or read-only.
 
         For the runtime, which undoes what a call did after the call has ended.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import ViewClosed
 from weakincentives.logs import get_logger
+from weakincentives.participant import Participant
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.resources import ResourceContext, ResourceRegistry, ToolScope
@@ -195,8 +196,8 @@ class Progress:
         return self.around.resources
 
     @property
-    def snapshotables(self) -> tuple[tuple[str, Any], ...]:
-        return self.open().snapshotables
+    def participants(self) -> tuple[tuple[str, Participant], ...]:
+        return self.open().participants
 
     @property
     def scope(self) -> ToolScope:
