@@ -26,8 +26,6 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.state import Seals
 
-__all__ = ["adopt_store"]
-
 
 def adopt_store(
     root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None

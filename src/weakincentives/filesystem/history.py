@@ -37,19 +37,6 @@ from weakincentives.filesystem.store import (
 from weakincentives.filesystem.tree import Ident, Tree, ident_of, remove_tree, xattrs_of
 from weakincentives.state import Seals
 
-__all__ = [
-    "CHANGES",
-    "Committed",
-    "Delta",
-    "History",
-    "Link",
-    "Mark",
-    "Past",
-    "kept_at",
-    "mark_of",
-    "replaced",
-]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_LIMIT = 256 << 20

@@ -65,8 +65,6 @@ from weakincentives.filesystem.tree import (
     xattrs_of,
 )
 
-__all__ = ["Changes", "lasting", "matches", "recover"]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 SYNCED_ONE_BY_ONE = 64

@@ -22,24 +22,6 @@ from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Content, Entry, Objects
 from weakincentives.filesystem.tree import Tree
 
-__all__ = [
-    "Changed",
-    "Cover",
-    "Disk",
-    "File",
-    "Layer",
-    "Look",
-    "Node",
-    "NodeKind",
-    "Present",
-    "Taken",
-    "names_of",
-    "node_of",
-    "taken_by",
-    "undone",
-    "walk",
-]
-
 NodeKind = Literal["file", "directory", "link", "other"]
 
 File = tuple[int, int]

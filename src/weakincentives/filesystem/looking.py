@@ -18,8 +18,6 @@ from weakincentives.filesystem.store import Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 
-__all__ = ["CallChanges", "WorkspaceHistory", "diff_of"]
-
 
 class CallChanges(NamedTuple):
     """A committed call, and what it did to each path."""

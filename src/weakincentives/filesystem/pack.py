@@ -25,8 +25,6 @@ from weakincentives.filesystem.store import DAMAGED, Entry, copy_content, kind_o
 from weakincentives.filesystem.tree import CHUNK, read_all, write_all
 from weakincentives.state import Seals
 
-__all__ = ["Pack", "Place", "Row", "data_of", "fill", "has_content", "path_of", "second_name"]
-
 LARGE = 256 << 10
 """Files from this size on are copied to a file of their own."""
 

@@ -16,8 +16,6 @@ from weakincentives.filesystem.store import Entry, Store, checked_parts
 from weakincentives.filesystem.tree import Ident, write_all
 from weakincentives.state import Seals
 
-__all__ = ["JOURNAL", "Journal", "Record", "Source", "read_journal"]
-
 JOURNAL = "journal"
 """What the records of a transaction are sealed as; each is bound to its place in the file."""
 

@@ -16,8 +16,6 @@ from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.store import Entry, apply_entry
 from weakincentives.filesystem.tree import Ident, Tree, ident_of
 
-__all__ = ["go_back", "obstacles", "take_back"]
-
 _NO_CHANGES = ("external", "again")
 """Records that only say how something came about."""
 

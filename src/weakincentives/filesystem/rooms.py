@@ -27,8 +27,6 @@ from weakincentives.filesystem.tree import (
     write_all,
 )
 
-__all__ = ["TEMPORARY", "Room", "Rooms", "link", "set_time"]
-
 TEMPORARY = ".wink-temporary-"
 """How the names of such directories begin. Nobody else is to be bothered with them."""
 

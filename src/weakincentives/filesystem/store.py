@@ -37,22 +37,6 @@ from weakincentives.filesystem.tree import (
 )
 from weakincentives.state import Seals, state_path
 
-__all__ = [
-    "Content",
-    "Entry",
-    "Note",
-    "Objects",
-    "Store",
-    "apply_entry",
-    "checked_digest",
-    "checked_name",
-    "checked_parts",
-    "copy_exactly",
-    "entry_at",
-    "left_in",
-    "location_of",
-]
-
 logger = logging.getLogger("weakincentives.filesystem")
 WORTH_CLONING = 256 << 10
 _FICLONE = 0x40049409

@@ -20,28 +20,6 @@ from typing import NamedTuple, TypeVar
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
 
-__all__ = [
-    "Held",
-    "Ident",
-    "Mount",
-    "Tree",
-    "exchange",
-    "files_below",
-    "ident_of",
-    "inherit",
-    "mount_of",
-    "mounted_below",
-    "remove_directory",
-    "remove_tree",
-    "supported",
-    "sync",
-    "sync_all",
-    "without_default_acl",
-    "without_privileges",
-    "write_all",
-    "xattrs_of",
-]
-
 T = TypeVar("T")
 
 CHUNK = 1 << 20
