@@ -10,8 +10,7 @@ SERVERS := .venv-servers/.ready
 UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
-# On all cores; the blocks of a page stay together, in order.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope
 
 .PHONY: demo test test-all torture check lint bench picture servers clean
 
@@ -22,19 +21,19 @@ test: $(READY)  ## The tests a newcomer can run anywhere, in a few minutes.
 	$(PYTEST)
 
 test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, kills, more examples.
-	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST)
+	WINK_HEAVY=1 $(PYTEST)
 
-torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names its SEED= to repeat.
+torture: $(READY)  ## Kill a working process for SECONDS=600 (a failure names its SEED= to repeat it), then 1,000 random examples of every property.
 	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
+	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST) -m hypothesis
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)  ## Format, lint, types, layers, and the documentation site in .site/.
+lint: $(VENDORS)  ## Format, lint, types, layers. The tests build the documentation site.
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -11,6 +11,8 @@ from collections.abc import Generator
 import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # Tests, and what they start, keep their state here: never in the home of whoever runs them. Those
 # that become another user name a directory of that user.
@@ -21,6 +23,29 @@ pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md", "tests/seeds/protocol.md"],
 ).pytest()
+
+
+TOGETHER = (
+    ".md",
+    "test_docs_site.py",
+    "test_local.py",
+    "test_package.py",
+    "test_public_servers.py",
+)
+"""Pages, whose blocks build on each other, and modules with a fixture that takes long to set up."""
+
+
+class ByTest(LoadScopeScheduling):
+    """Gives each process a whole page, or one test with all its parameters, at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if path.endswith(TOGETHER) else nodeid.partition("[")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Balance the processes by test: one file can hold a minute of work."""
+    return ByTest(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -53,7 +53,7 @@ PUBLIC = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make lint` does it: a warning is an error."""
+    """The site, built with every warning an error."""
     built = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(built)]
     done = subprocess.run(

@@ -883,6 +883,7 @@ def test_a_process_killed_during_a_command_leaves_nothing_behind(
     assert look(root) == before
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root can be someone else")
 def test_it_works_for_any_user(ordinary_user: OrdinaryUser, home: Path):
     """The tests of this module, once more, as a user that may do nothing special."""

@@ -94,6 +94,7 @@ def test_what_kept_calls_replaced_counts_for_the_limit_of_the_history(root: Path
         assert 1 <= len(fs.history()) < 8
 
 
+@pytest.mark.heavy
 def test_a_file_with_holes_keeps_them_in_the_store_and_when_it_comes_back(root: Path):
     sparse = root / "sparse.img"
     with open(sparse, "wb") as file:

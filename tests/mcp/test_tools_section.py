@@ -152,6 +152,7 @@ def test_odd_names_are_mapped_and_stay_apart_and_odd_schemas_are_left_out_with_t
         assert registry.execute("tree", {"node": {"n": {}}}).success
 
 
+@pytest.mark.heavy
 def test_a_hostile_server_cannot_hang_us_and_what_is_too_large_is_left_out():
     with McpToolsSection(server=raw("--hostile")) as section:
         reasons = {each.name: each.reason for each in section.left_out}

@@ -240,6 +240,7 @@ def elsewhere(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "$defs": {name: named | each for name, each in schema["$defs"].items()}}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("schema", "arguments"),
     [

@@ -523,7 +523,7 @@ def check(made: list[tuple[str, Any]], quota: int | None, limit: int | None, can
 
 
 HISTORIES = settings(max_examples=settings.default.max_examples * 2)
-"""A hundred or so in `make test`, thousands in `make test-all`."""
+"""Sixty in `make test`, thousands in `make torture`."""
 
 
 @given(turns, quotas, limits)

@@ -251,6 +251,7 @@ def small(engine: str, files: int) -> Sandbox:
     return find_sandbox(engine, limits=limits)  # type: ignore[arg-type]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("overlay", [True, False])
 def test_a_command_makes_so_many_files_and_no_more(
     engine: str, overlay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
