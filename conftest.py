@@ -40,7 +40,7 @@ class ByTest(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return path if path.endswith(TOGETHER) else nodeid.partition("[")[0]
+        return path if path.endswith((".md", *SETUP_TAKES_LONG)) else nodeid.partition("[")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
