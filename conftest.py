@@ -25,14 +25,7 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 
-TOGETHER = (
-    ".md",
-    "test_docs_site.py",
-    "test_local.py",
-    "test_package.py",
-    "test_public_servers.py",
-)
-"""Pages, whose blocks build on each other, and modules with a fixture that takes long to set up."""
+SLOW_SETUP = ("test_docs_site.py", "test_local.py", "test_package.py", "test_public_servers.py")
 
 
 class ByTest(LoadScopeScheduling):
@@ -40,7 +33,7 @@ class ByTest(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return path if path.endswith((".md", *SETUP_TAKES_LONG)) else nodeid.partition("[")[0]
+        return path if path.endswith((".md", *SLOW_SETUP)) else nodeid.partition("[")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
