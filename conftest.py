@@ -36,6 +36,7 @@ class ByTest(LoadScopeScheduling):
         return path if path.endswith((".md", *SLOW_SETUP)) else nodeid.partition("[")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Balance the processes by test: one file can hold a minute of work."""
     return ByTest(config, log)
