@@ -19,7 +19,6 @@ from weakincentives.errors import ToolDefinitionError
 from weakincentives.prompt.prompt import Offer, RenderedPrompt
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
-from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.runtime.tool_call import (
     aexecute_tool,
     aexecute_tools,
@@ -28,6 +27,7 @@ from weakincentives.runtime.tool_call import (
     step_by_hand,
 )
 from weakincentives.serde import dump
+from weakincentives.tool_result import ToolError, ToolResult
 
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
