@@ -14,7 +14,7 @@ import pytest
 from weakincentives import dbc
 from weakincentives.dbc import ensure, require
 from weakincentives.errors import ContractError
-from weakincentives.prompt.tool_result import ToolResult
+from weakincentives.tool_result import ToolResult
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,7 +24,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weakincentives.errors import ToolTimeout, WorkspaceLocked
-from weakincentives.prompt.tool_result import ToolError
 from weakincentives.retry import (
     LOCK,
     NETWORK,
@@ -40,6 +39,7 @@ from weakincentives.retry import (
     RetryPolicy,
     code_of,
 )
+from weakincentives.tool_result import ToolError
 
 SECONDS = st.floats(0, 1e9) | st.integers(0, 10**9)
 ATTEMPTS = st.integers(1, 60) | st.integers(1, 10**400)

@@ -42,13 +42,13 @@ from weakincentives.prompt import (
     PromptTemplate,
     ReadBeforeWritePolicy,
     SectionVisibility,
-    ToolRegistry,
 )
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime import (
     Session,
     ToolCall,
     ToolInvoked,
+    ToolRegistry,
     execute_tool,
     execute_tools,
     sequence,

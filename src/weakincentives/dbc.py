@@ -267,7 +267,7 @@ def _is_handler(signature: Signature) -> bool:
 
 
 def _answer_model(violation: _Violation) -> object:
-    from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.tool_result import ToolResult
 
     return ToolResult.error(violation.text, code="CONTRACT_VIOLATION", recoverable=True)
 

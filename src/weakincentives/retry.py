@@ -16,7 +16,7 @@ from weakincentives.errors import ToolTimeout, WorkspaceLocked
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from weakincentives.prompt.tool_result import ToolError
+    from weakincentives.tool_result import ToolError
 
 __all__ = [
     "LOCK",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from weakincentives import events
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.errors import MissingExtra, ProviderError, VisibilityExpansionRequired
-from weakincentives.runtime import events
+from weakincentives.events import ToolInvoked
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, PromptResponse
-from weakincentives.runtime.events import ToolInvoked
 from weakincentives.serde import dump
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from weakincentives.call import ToolCall
     from weakincentives.prompt.tool import ToolContext
-    from weakincentives.runtime.progress import Progress
     from weakincentives.runtime.transactions import Transaction
 
 __all__ = ["Telemetry", "instrument"]
@@ -165,34 +164,34 @@ class Telemetry:
 
     async def tool_call(
         self,
-        run: Callable[[Progress], Coroutine[Any, Any, T]],
-        progress: Progress,
+        run: Callable[[Transaction], Coroutine[Any, Any, T]],
+        transaction: Transaction,
     ) -> T:
         """Run one call; what it came to is read from its record."""
         from opentelemetry.context import get_current
 
-        call = progress.call
-        offer = progress.around.offers.get(call.name)
+        call = transaction.call
+        offer = transaction.around.offers.get(call.name)
         tool = None if offer is None else offer.tool
         attributes = {
             "gen_ai.tool.name": str(call.name),
             "gen_ai.tool.call.id": call.id,
             "gen_ai.tool.type": "function",
             "gen_ai.tool.description": "" if tool is None else tool.description,
-            "gen_ai.conversation.id": progress.base.session_id,
+            "gen_ai.conversation.id": transaction.base.session_id,
             "wink.reach": None if tool is None else tool.reach,
         }
-        around = self._around(progress.parent)
+        around = self._around(transaction.parent)
         with self._span("execute_tool", str(call.name), attributes, context=around) as span:
             self._inside[call.id] = get_current()
             try:
-                return await run(progress)
+                return await run(transaction)
             except BaseException as error:
                 self._note_error(span, error)
                 raise
             finally:
                 self._inside.pop(call.id, None)
-                record = _record_of(call, progress.recorded)
+                record = _record_of(call, transaction.recorded)
                 if record is not None and span.is_recording():
                     self._note_record(span, record, bool(offer and offer.policies))
 

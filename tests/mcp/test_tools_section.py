@@ -22,9 +22,9 @@ from weakincentives.errors import DeadlineExceededError, McpServerError, ToolDef
 from weakincentives.mcp import HttpServer, McpToolsSection, McpUndo, StdioServer
 from weakincentives.prompt.policies import PolicyDecision, QuotaPolicy
 from weakincentives.prompt.tool import ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import RetryPolicy
 from weakincentives.runtime import CallOutcome, Permissions, aexecute_tools
+from weakincentives.tool_result import ToolResult
 
 pytest.importorskip("mcp")
 from mcp.server.mcpserver import Context, MCPServer

@@ -166,23 +166,21 @@ class TestRefused:
 
     @pytest.mark.parametrize("compose", [sequence, parallel])
     def test_something_else_than_tools(self, compose: Any):
-        with pytest.raises(ToolDefinitionError, match="takes tools, got"):
+        with pytest.raises(ToolDefinitionError, match="takes tools that have a handler, got"):
             compose([lambda: None])
-        with pytest.raises(ToolDefinitionError, match="takes a list of tools"):
-            compose(fine("a"))
 
     def test_something_else_than_branches(self):
-        with pytest.raises(ToolDefinitionError, match="takes ConditionalBranch"):
+        with pytest.raises(ToolDefinitionError, match="at least one ConditionalBranch"):
             conditional([fine("a")])  # type: ignore[list-item]
 
     def test_a_tool_that_the_provider_runs(self):
         provided = Tool[None, None](name="search", description="Searches.", handler=None)
 
-        with pytest.raises(ToolDefinitionError, match="'search': it has no handler"):
+        with pytest.raises(ToolDefinitionError, match="that have a handler, got <tool search>"):
             sequence([provided])
 
     def test_one_tool_twice_in_a_list_for_parallel(self):
-        with pytest.raises(ToolDefinitionError, match="'size' twice; give the tools as a mapping"):
+        with pytest.raises(ToolDefinitionError, match="twice; give the tools as a mapping"):
             parallel([size, size])
 
     def test_two_tools_of_one_name(self):
@@ -195,7 +193,9 @@ class TestRefused:
             """Count."""
             return path
 
-        with pytest.raises(ToolDefinitionError, match=r"'size' and 'count' both .* 'path'.*rename"):
+        with pytest.raises(
+            ToolDefinitionError, match=r"'count' and a tool before it both .* 'path'.*rename"
+        ):
             parallel([size, count])
 
     def test_a_member_that_could_never_be_called(self):

@@ -11,6 +11,7 @@ from agents import AddStep, Counter, Plan, Step, World, make_tool, raising
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
+from weakincentives.memory import EventBus, MemoryManager, Permissions
 from weakincentives.prompt import (
     CascadeEffect,
     CustomPrecondition,
@@ -25,7 +26,6 @@ from weakincentives.prompt import (
     StatePrecondition,
     ToolContext,
     ToolResult,
-    apply_effects,
     validate_preconditions,
 )
 from weakincentives.retry import NoBackoff, RetryPolicy
@@ -35,12 +35,12 @@ from weakincentives.runtime import (
     ToolInvoked,
     ToolRegistry,
     aexecute_tool,
+    apply_effects,
     execute_tool,
     execute_tools,
 )
 from weakincentives.runtime.compose import sequence
 from weakincentives.runtime.ledger import CallOutcome
-from weakincentives.runtime.memory import EventBus, MemoryManager, Permissions
 from weakincentives.testing import make_context
 
 UNTOUCHED = (Plan(), {}, 0)
@@ -663,8 +663,8 @@ def test_the_record_of_a_call_says_how_it_ended_outside():
 @pytest.mark.parametrize(
     ("declare", "said"),
     [
-        (lambda: MemoryEffect(scope="bogus", key="k"), "unknown memory scope 'bogus'"),  # type: ignore[arg-type]
-        (lambda: MemoryEffect(scope=None, key="k"), "unknown memory scope None"),  # type: ignore[arg-type]
+        (lambda: MemoryEffect(scope="bogus", key="k"), "scope must be one of .*'bogus'"),  # type: ignore[arg-type]
+        (lambda: MemoryEffect(scope=None, key="k"), "scope must be one of .*None"),  # type: ignore[arg-type]
         (lambda: MemoryEffect(key=""), "key"),
         (lambda: StateChangeEffect(state=""), "state"),
         (lambda: StatePrecondition(description="d", state=""), "state"),

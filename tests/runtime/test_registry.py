@@ -25,7 +25,6 @@ from weakincentives.prompt import (
     SequentialDependencyPolicy,
     Tool,
     ToolContext,
-    ToolRegistry,
     ToolResult,
     tool,
 )
@@ -44,6 +43,7 @@ from weakincentives.runtime import (
     Session,
     ToolCall,
     ToolInvoked,
+    ToolRegistry,
     execute_tool,
     sequence,
 )

@@ -431,7 +431,7 @@ class TestTakenAgain:
 
         assert results[1].message == "saw it"
         assert refused.wait(120)
-        assert told == ["the call is taken again"]
+        assert told == ["the call is re-run"]
         assert desk.notes == ["a"]
 
     def test_a_session_that_others_change_all_the_time_ends_in_a_conflict(self) -> None:

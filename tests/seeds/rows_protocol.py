@@ -33,9 +33,7 @@ from weakincentives.prompt import (
     Tool,
     ToolContext,
     ToolError,
-    ToolRegistry,
     ToolResult,
-    apply_effects,
     tool,
     validate_preconditions,
 )
@@ -56,6 +54,8 @@ from weakincentives.runtime import (
     Session,
     ToolComposer,
     ToolInvoked,
+    ToolRegistry,
+    apply_effects,
 )
 from weakincentives.testing import FakeClock, make_context, make_vfs
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.prompt.tool import Tool
-    from weakincentives.prompt.tool_result import ToolResult
     from weakincentives.runtime.evaluation import Model, RunOptions
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
+    from weakincentives.tool_result import ToolResult
 
 OutT = TypeVar("OutT")
 

@@ -37,13 +37,13 @@ from weakincentives.errors import (
     ProviderThrottled,
     ProviderUnavailable,
 )
+from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.logs import get_logger
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
-from weakincentives.runtime.events import ToolInvoked
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from claude_agent_sdk import ClaudeAgentOptions, ClaudeSDKClient

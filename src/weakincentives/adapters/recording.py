@@ -31,15 +31,15 @@ from weakincentives.errors import (
     ResourceError,
     SnapshotError,
 )
+from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.prompt.prompt import RenderedPrompt
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
 from weakincentives.runtime.evaluation import Model
-from weakincentives.runtime.events import PromptExecuted, ToolInvoked
-from weakincentives.runtime.session import Session
 from weakincentives.serde import dump, freeze
+from weakincentives.session import Session
 from weakincentives.slices import EMPTY, Slice
 
 _logger = get_logger(__name__)

@@ -18,18 +18,18 @@ from weakincentives.errors import (
     Suspended,
     VisibilityExpansionRequired,
 )
+from weakincentives.events import ToolInvoked
 from weakincentives.logs import get_logger
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
 from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
 from weakincentives.prompt.section import Section, expand
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.registry import ToolRegistry
-from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import aexecute_tool
 from weakincentives.serde import dump, schema
+from weakincentives.session import Session
+from weakincentives.tool_result import ToolResult
 
 try:
     import anyio

@@ -26,14 +26,14 @@ from weakincentives.prompt.contracts import Effect, PermissionPrecondition
 from weakincentives.prompt.raw_schema import plain_schema
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import SERVER_ERROR, TIMEOUT, RetryPolicy
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from mcp import types
 
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 T = TypeVar("T")
 PerTool: TypeAlias = T | Mapping[str, T]

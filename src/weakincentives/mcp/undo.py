@@ -16,16 +16,16 @@ from typing import Any
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
+from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Committed, Filesystem, HostFilesystem
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.saved import not_undone
-from weakincentives.runtime.session import Session, Snapshot
+from weakincentives.session import Session, Snapshot
 from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.tool_result import ToolResult
 
 _MOST_POINTS = 200
 """Calls whose session state can be undone; what files were is kept on disk, by size."""

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import ResourcePrecondition as ResourcePrecondition
     from weakincentives.prompt.contracts import StateChangeEffect as StateChangeEffect
     from weakincentives.prompt.contracts import StatePrecondition as StatePrecondition
-    from weakincentives.prompt.contracts import apply_effects as apply_effects
     from weakincentives.prompt.contracts import validate_preconditions as validate_preconditions
     from weakincentives.prompt.decorator import tool as tool
     from weakincentives.prompt.feedback import After as After
@@ -90,7 +89,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool import ToolExample as ToolExample
     from weakincentives.prompt.tool import ToolHandler as ToolHandler
     from weakincentives.prompt.tool import Writes as Writes
-    from weakincentives.prompt.tool_result import ToolError as ToolError
-    from weakincentives.prompt.tool_result import ToolMetadata as ToolMetadata
-    from weakincentives.prompt.tool_result import ToolResult as ToolResult
-    from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
+    from weakincentives.tool_result import ToolError as ToolError
+    from weakincentives.tool_result import ToolMetadata as ToolMetadata
+    from weakincentives.tool_result import ToolResult as ToolResult

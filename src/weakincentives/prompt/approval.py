@@ -19,7 +19,7 @@ from weakincentives.serde import dump
 from weakincentives.text import visible
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
 
@@ -134,7 +134,7 @@ class ApprovalPolicy:
         return Approval(False, reason="the answer made no sense")
 
     async def _asked(self, request: ApprovalRequest) -> object:
-        from weakincentives.runtime.loops import in_thread
+        from weakincentives.loops import in_thread
 
         if is_async(self.ask):
             answer = self.ask(request)

@@ -14,11 +14,9 @@ from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 
 if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
+    from weakincentives.memory import MemoryManager
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
-
-    # The one place where prompts name types of the runtime.
-    from weakincentives.runtime.memory import MemoryManager as MemoryManager
-    from weakincentives.runtime.session import Session as Session
+    from weakincentives.session import Session
 
 
 class _Memory:
@@ -48,7 +46,7 @@ class _Memory:
             view = getattr(context.resources, "view", None)
             return given if view is None else view(given)
         # Nobody can have bound one without importing it.
-        module = sys.modules.get("weakincentives.runtime.memory")
+        module = sys.modules.get("weakincentives.memory")
         return None if module is None else context.resources.find(module.MemoryManager)
 
 

@@ -16,7 +16,7 @@ from weakincentives.errors import ToolDefinitionError
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.signatures import hints_of, is_async
 from weakincentives.prompt.tool import Reach, Tool, ToolExample, Writes
-from weakincentives.prompt.tool_result import ToolResult
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect, Precondition

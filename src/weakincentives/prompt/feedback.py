@@ -17,9 +17,9 @@ from weakincentives.logs import get_logger
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
+    from weakincentives.events import ToolInvoked
     from weakincentives.prompt.context import ToolContext
-    from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.events import ToolInvoked
+    from weakincentives.tool_result import ToolResult
 
 R = TypeVar("R")
 
@@ -199,7 +199,7 @@ def collect_feedback(
     A provider that says nothing is asked again after the next call; one that raises is logged, and
     the others are heard.
     """
-    from weakincentives.runtime.events import ToolInvoked
+    from weakincentives.events import ToolInvoked
 
     names = [provider.name for provider in providers]
     if len(set(names)) < len(names):

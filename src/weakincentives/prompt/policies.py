@@ -25,9 +25,10 @@ from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.context import Session, ToolContext
+    from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.tool import Tool
-    from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.session import Session
+    from weakincentives.tool_result import ToolResult
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -32,8 +32,8 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from weakincentives.prompt.context import Session
     from weakincentives.prompt.overrides import PromptOverrides
+    from weakincentives.session import Session
 
     OutT = TypeVarWithDefault("OutT", default=Any)
 else:

@@ -42,15 +42,15 @@ from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import attach
 from weakincentives.prompt.signatures import TypedConstructor, is_async, misfit, show
 from weakincentives.prompt.tool import Tool, ToolExample
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import ResourceRegistry
 from weakincentives.serde import dump
 from weakincentives.slices import Reducer, Slice, upsert_by
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    from weakincentives.prompt.context import Session
+    from weakincentives.session import Session
 
     ParamsT = TypeVarWithDefault("ParamsT", default=Any)
 else:

@@ -36,9 +36,9 @@ from weakincentives.prompt.signatures import (
     misfit,
     show,
 )
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.serde import dump, parse, schema
 from weakincentives.serde.typed import is_plain, validator_for
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect, Precondition

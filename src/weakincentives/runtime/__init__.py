@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from weakincentives.call import RunContext as RunContext
     from weakincentives.call import ToolCall as ToolCall
     from weakincentives.call import call_under_way as call_under_way
+    from weakincentives.events import Dispatcher as Dispatcher
+    from weakincentives.events import PromptExecuted as PromptExecuted
+    from weakincentives.events import PromptRendered as PromptRendered
+    from weakincentives.events import ToolInvoked as ToolInvoked
     from weakincentives.logs import configure_logging as configure_logging
+    from weakincentives.memory import EventBus as EventBus
+    from weakincentives.memory import MemoryManager as MemoryManager
+    from weakincentives.memory import MemoryMatch as MemoryMatch
+    from weakincentives.memory import Permissions as Permissions
     from weakincentives.prompt.contracts import MemoryScope as MemoryScope
     from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
     from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
@@ -21,35 +29,28 @@ if TYPE_CHECKING:
     from weakincentives.runtime.compose import conditional as conditional
     from weakincentives.runtime.compose import parallel as parallel
     from weakincentives.runtime.compose import sequence as sequence
-    from weakincentives.runtime.events import Dispatcher as Dispatcher
-    from weakincentives.runtime.events import PromptExecuted as PromptExecuted
-    from weakincentives.runtime.events import PromptRendered as PromptRendered
-    from weakincentives.runtime.events import ToolInvoked as ToolInvoked
     from weakincentives.runtime.ledger import CallOutcome as CallOutcome
     from weakincentives.runtime.ledger import Outcome as Outcome
     from weakincentives.runtime.ledger import OutcomeLedger as OutcomeLedger
     from weakincentives.runtime.main_loop import MainLoop as MainLoop
     from weakincentives.runtime.main_loop import MainLoopConfig as MainLoopConfig
     from weakincentives.runtime.main_loop import RequestFinished as RequestFinished
-    from weakincentives.runtime.memory import EventBus as EventBus
-    from weakincentives.runtime.memory import MemoryManager as MemoryManager
-    from weakincentives.runtime.memory import MemoryMatch as MemoryMatch
-    from weakincentives.runtime.memory import Permissions as Permissions
     from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
     from weakincentives.runtime.saved import SavedSession as SavedSession
     from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
-    from weakincentives.runtime.session import Session as Session
-    from weakincentives.runtime.session import SliceAccessor as SliceAccessor
-    from weakincentives.runtime.session import Snapshot as Snapshot
+    from weakincentives.runtime.snapshots import CompositeSnapshot as CompositeSnapshot
+    from weakincentives.runtime.snapshots import PendingToolTracker as PendingToolTracker
+    from weakincentives.runtime.snapshots import create_snapshot as create_snapshot
+    from weakincentives.runtime.snapshots import restore_snapshot as restore_snapshot
+    from weakincentives.runtime.snapshots import tool_transaction as tool_transaction
     from weakincentives.runtime.tool_call import aexecute_tool as aexecute_tool
     from weakincentives.runtime.tool_call import aexecute_tools as aexecute_tools
+    from weakincentives.runtime.tool_call import apply_effects as apply_effects
     from weakincentives.runtime.tool_call import execute_tool as execute_tool
     from weakincentives.runtime.tool_call import execute_tools as execute_tools
-    from weakincentives.runtime.transactions import CompositeSnapshot as CompositeSnapshot
-    from weakincentives.runtime.transactions import PendingToolTracker as PendingToolTracker
-    from weakincentives.runtime.transactions import create_snapshot as create_snapshot
-    from weakincentives.runtime.transactions import restore_snapshot as restore_snapshot
-    from weakincentives.runtime.transactions import tool_transaction as tool_transaction
+    from weakincentives.session import Session as Session
+    from weakincentives.session import SliceAccessor as SliceAccessor
+    from weakincentives.session import Snapshot as Snapshot
     from weakincentives.slices import Slice as Slice
     from weakincentives.slices import SlicePolicy as SlicePolicy
     from weakincentives.slices import append_all as append_all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from inspect import isawaitable
 from json import JSONDecodeError
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn, cast
@@ -22,14 +23,13 @@ from weakincentives.errors import (
     ToolValidationError,
     VisibilityExpansionRequired,
 )
+from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.filesystem.protocol import shown
 from weakincentives.logs import get_logger
 from weakincentives.prompt.signatures import show
-from weakincentives.prompt.tool import Tool
-from weakincentives.prompt.tool_result import ToolError, ToolMetadata, ToolResult
-from weakincentives.runtime.events import SUSPENDED, ToolInvoked
-from weakincentives.runtime.progress import Progress
-from weakincentives.runtime.transactions import NeedsItsPlace
+from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.runtime.transactions import NeedsItsPlace, Transaction
+from weakincentives.tool_result import ToolError, ToolMetadata, ToolResult
 
 _logger = get_logger(__name__)
 
@@ -53,7 +53,50 @@ class Failed(Exception):
         self.result = result
 
 
-# What a handler returned
+# The handler and what it returned
+
+
+async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
+    """Run a handler within its limits: on the loop if it is async, else in a thread."""
+    import asyncio
+
+    from weakincentives.loops import ends_within, in_thread
+
+    handler: Any = tool.handler
+
+    async def shielded() -> Any:
+        # As a value: an interrupt raised inside a task would end the whole loop.
+        try:
+            answer = handler(params, context=context)
+            return await answer if isawaitable(answer) else answer, None
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            return None, interrupt
+
+    if tool.is_async:
+        work: asyncio.Future[Any] = asyncio.get_running_loop().create_task(shielded())
+    else:
+        work = in_thread(lambda: (handler(params, context=context), None))
+    limit = tool.timeout
+    remaining = None if context.deadline is None else context.deadline.remaining()
+    if remaining is not None and (limit is None or remaining < limit):
+        limit = remaining
+    try:
+        done = await ends_within(limit, work)
+    except asyncio.CancelledError:
+        work.cancel()
+        if tool.is_async:
+            # Let it clean up; its session and files are still its own.
+            await ends_within(5, work)
+        raise
+    if not done:
+        work.cancel()
+        if remaining is not None and limit == remaining:
+            raise DeadlineExceededError(f"The deadline passed while tool '{tool.name}' ran")
+        raise ToolTimeout(f"Tool '{tool.name}' timed out after {tool.timeout:g} s")
+    result, interrupt = work.result()
+    if interrupt is not None:
+        raise interrupt
+    return result
 
 
 def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
@@ -94,11 +137,11 @@ def _check_finished(answer: object) -> None:
 # What a failure means
 
 
-def refuse_unknown(progress: Progress) -> NoReturn:
+def refuse_unknown(transaction: Transaction) -> NoReturn:
     """Refuse a call to a tool that is not offered."""
     from difflib import get_close_matches
 
-    name, offers = str(progress.call.name), progress.around.offers
+    name, offers = str(transaction.call.name), transaction.around.offers
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
@@ -112,21 +155,21 @@ def raises_through(error: BaseException) -> bool:
     )
 
 
-def answer_to(progress: Progress, error: BaseException) -> ToolResult[Any]:
+def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]:
     """Return what a failure means for the model; an expected one is a line in the log."""
     level, cause = logging.INFO, None
-    name, text = progress.call.name, _text(error)
+    name, text = transaction.call.name, _text(error)
     if isinstance(error, Failed):
-        progress.answered = True
-        result = _well_formed(progress, error.result)
+        transaction.answered = True
+        result = _well_formed(transaction, error.result)
     elif isinstance(error, Suspended):
-        progress.answered = True  # whoever stops to be called again has not done it yet
-        undone = " and rolled back" if progress.ran else ""
+        transaction.answered = True  # whoever stops to be called again has not done it yet
+        undone = " and rolled back" if transaction.ran else ""
         said = f"'{name}' was suspended{undone}: {type(error).__name__}"
         return ToolResult.error(said, code=SUSPENDED)
     elif isinstance(error, Refusal):
         if isinstance(error, PolicyDenied):
-            progress.denied_by = error.policy
+            transaction.denied_by = error.policy
         result = ToolResult.error(
             text, code=error.code, recoverable=error.recoverable, suggestions=error.suggestions
         )
@@ -139,7 +182,7 @@ def answer_to(progress: Progress, error: BaseException) -> ToolResult[Any]:
         if code is not None:
             said = f"{type(error).__name__}: {text}"
         else:
-            ended = "ended, and was rolled back" if progress.ran else "ran"
+            ended = "ended, and was rolled back" if transaction.ran else "ran"
             said = f"'{name}' was interrupted before it {ended}"
         return ToolResult.error(said, code=code or "INTERRUPTED", recoverable=False)
     elif isinstance(error, ContractError):
@@ -176,15 +219,15 @@ def _internal_error(name: str, text: str, error: BaseException) -> ToolResult[An
     )
 
 
-def _well_formed(progress: Progress, result: ToolResult[Any]) -> ToolResult[Any]:
+def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResult[Any]:
     """Return a handler's own failure with a message and a ToolError, whatever it left out."""
     message, failure = result.message, result.failure
-    retry = None if progress.tool is None else progress.tool.retry
-    if failure is None and retry is not None and 0 < retry.max_retries < progress.attempts:
+    retry = None if transaction.tool is None else transaction.tool.retry
+    if failure is None and retry is not None and 0 < retry.max_retries < transaction.attempts:
         exceeded = f"Exceeded maximum retries ({retry.max_retries})"
         message = message or exceeded
         failure = ToolError("MAX_RETRIES_EXCEEDED", exceeded, recoverable=False)
-    message = message or f"Tool '{progress.call.name}' failed without saying why"
+    message = message or f"Tool '{transaction.call.name}' failed without saying why"
     failure = failure or ToolError("EXECUTION_FAILED", message)
     return replace(result, message=message, failure=failure)
 
@@ -202,14 +245,14 @@ def _text(error: BaseException) -> str:
 
 
 def complete(
-    progress: Progress, result: ToolResult[Any], undone: tuple[str, ...] = ()
+    transaction: Transaction, result: ToolResult[Any], undone: tuple[str, ...] = ()
 ) -> ToolInvoked:
     """Make the record of a call, with the result as it is handed out."""
-    call, place = progress.call, progress.place
-    duration = progress.clock.monotonic() - progress.started
+    call, place = transaction.call, transaction.place
+    duration = transaction.clock.monotonic() - transaction.started
     message = result.message
-    if progress.degraded and progress.ran:
-        message = f"{message}\nRan without: {'; '.join(progress.degraded)}".lstrip("\n")
+    if transaction.degraded and transaction.ran:
+        message = f"{message}\nRan without: {'; '.join(transaction.degraded)}".lstrip("\n")
     completed: ToolResult[Any] = ToolResult(
         message,
         result.value,
@@ -218,33 +261,33 @@ def complete(
         result.failure,
         ToolMetadata(
             call.name,
-            progress.timestamp,
+            transaction.timestamp,
             duration,
-            progress.attempts,
+            transaction.attempts,
             undone,
-            progress.not_undone,
-            progress.degraded,
+            transaction.not_undone,
+            transaction.degraded,
         ),
         call.id,
     )
     event = ToolInvoked(
         tool_name=call.name,
-        params=progress.params,
+        params=transaction.params,
         result=completed,
         success=result.success,
-        timestamp=progress.timestamp,
+        timestamp=transaction.timestamp,
         duration=duration,
         call_id=call.id,
-        ran=progress.ran,
+        ran=transaction.ran,
     )
-    if progress.notes:
-        event.notes = progress.notes
-    if progress.denied_by:
-        event.denied_by = progress.denied_by
-    if progress.parent is not None:
-        event.nested_in = progress.parent.call.id
+    if transaction.notes:
+        event.notes = transaction.notes
+    if transaction.denied_by:
+        event.denied_by = transaction.denied_by
+    if transaction.parent is not None:
+        event.nested_in = transaction.parent.call.id
     if place is not None:
         event.place, event.attempts = place.number, place.attempts
         event.conflicts = place.conflicts
-    progress.event = event
+    transaction.event = event
     return event

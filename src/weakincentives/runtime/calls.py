@@ -25,9 +25,9 @@ from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.runtime.saved import SavedSessionData, not_undone
 
-_RECORDS = "weakincentives.runtime.events:ToolInvoked"
+_RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
-_ENDS = "weakincentives.runtime.events:PromptExecuted"
+_ENDS = "weakincentives.events:PromptExecuted"
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _SUFFIX = ".jsonl"
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from weakincentives.errors import ProviderError
     from weakincentives.prompt.prompt import RenderedPrompt
-    from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
+    from weakincentives.tool_result import ToolResult
 
     OutT = TypeVarWithDefault("OutT", default=Any)
 else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Protocol, TypedDict, TypeVar
 
+from weakincentives import events
 from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker
 from weakincentives.call import RunContext, ToolCall, current_view, new_call_id
 from weakincentives.deadlines import Deadline, Heartbeat
@@ -25,6 +26,7 @@ from weakincentives.errors import (
     TurnLimitExceeded,
     VisibilityExpansionRequired,
 )
+from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
@@ -32,9 +34,7 @@ from weakincentives.prompt.prompt import Prompt, RenderedPrompt
 from weakincentives.prompt.section import expand
 from weakincentives.prompt.structured_output import output_schema, parse_structured_output
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.retry import RetryPolicies, RetryPolicy
-from weakincentives.runtime import events
 from weakincentives.runtime.conversation import (
     Message,
     ModelRequest,
@@ -49,10 +49,10 @@ from weakincentives.runtime.conversation import (
     TurnEnded,
     TurnStarted,
 )
-from weakincentives.runtime.events import PromptExecuted, ToolInvoked
-from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
+from weakincentives.session import Session
 from weakincentives.slices import Slice
+from weakincentives.tool_result import ToolError, ToolResult
 
 T = TypeVar("T")
 
@@ -646,7 +646,7 @@ class Run:
         """Wait for what needs an event loop: the caller's, or one in the background."""
         if not (self._blocks and needs_loop):
             return await start()
-        from weakincentives.runtime.loops import run_blocking
+        from weakincentives.loops import run_blocking
 
         return run_blocking(start)
 

@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from weakincentives.call import RunContext, new_id
+from weakincentives.events import Dispatcher
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Resources
 from weakincentives.runtime.evaluation import RunConfig
-from weakincentives.runtime.events import Dispatcher
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.runtime.conversation import PromptResponse
     from weakincentives.runtime.evaluation import RunOptions
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 RequestT = TypeVar("RequestT")
 OutT = TypeVar("OutT")

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
+from weakincentives import events
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import (
     PolicyDenied,
@@ -23,12 +24,10 @@ from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision, note_success
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
-from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime import answers, effects, events, turn
+from weakincentives.runtime import answers, effects, turn
 from weakincentives.runtime.answers import checked, complete
-from weakincentives.runtime.progress import Progress, Recorded, Surroundings
-from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import Place
+from weakincentives.runtime.transactions import Place, Recorded, Surroundings, Transaction
+from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
 
@@ -44,83 +43,80 @@ def run_call(
     depth: int = 0,
 ) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
-    progress = Progress(around, call, recorded, place, on_loop, depth)
+    transaction = Transaction(around, call, recorded, place, on_loop, depth)
     telemetry = events.telemetry
-    return _run(progress) if telemetry is None else telemetry.tool_call(_run, progress)
+    return _run(transaction) if telemetry is None else telemetry.tool_call(_run, transaction)
 
 
-async def _run(progress: Progress) -> ToolResult[Any]:
+async def _run(transaction: Transaction) -> ToolResult[Any]:
     while True:
-        following: Progress | None = None
-        transaction_under_way.set(progress)  # type: ignore[arg-type]  # it stands for one until then
+        following: Transaction | None = None
+        transaction_under_way.set(transaction)
         try:
-            offer = progress.offer or await _admit(progress)
-            tool, transaction = offer.tool, progress.transaction or progress.open()
-            transaction_under_way.set(transaction)
-            if progress.ran:
-                await turn.pause(progress)
+            offer = transaction.offer or await _admit(transaction)
+            tool = offer.tool
+            transaction.open()
+            if transaction.ran:
+                await turn.pause(transaction)
             else:
-                _start(progress, offer)
+                _start(transaction, offer)
             if tool.reach == "read" or transaction.reads_only:
                 transaction.read_only()
             else:
                 transaction.take_snapshots(external=tool.writes == "external")
-            if progress.on_loop:
-                from weakincentives.runtime.loops import run_handler
-
-                answer = await run_handler(tool, progress.params, progress.bound)
+            if transaction.on_loop:
+                answer = await answers.run_handler(tool, transaction.params, transaction.bound)
             else:
                 try:
-                    answer = tool.handler(progress.params, context=progress.bound)  # type: ignore[misc]
+                    answer = tool.handler(transaction.params, context=transaction.bound)  # type: ignore[misc]
                 except StopIteration as error:  # which a coroutine cannot let through
                     raise RuntimeError(f"the handler raised StopIteration: {error}") from error
             result = checked(tool, answer)
-            progress.succeeded = True
+            transaction.succeeded = True
             if tool.effects:
-                await effects.apply_effects(progress, transaction, result)
-            _accept(progress, offer, transaction.session, result)
-            if progress.beside:
-                await turn.reach(progress)
+                await effects.apply_effects(transaction, result)
+            _accept(transaction, offer, result)
+            if transaction.in_order:
+                await turn.reach(transaction)
                 transaction.check_place()
-            if progress.ledger is not None:
-                effects.note_outcome(progress, transaction, result)
-            transaction.commit(complete(progress, result))
+            if transaction.ledger is not None:
+                effects.note_outcome(transaction, result)
+            transaction.commit(complete(transaction, result))
         except BaseException as error:  # the one place that undoes
-            following = await _undo(progress, error)
+            following = await _undo(transaction, error)
             if following is None and answers.raises_through(error):
                 raise
         finally:
-            _end(progress)
+            _end(transaction)
         if following is None:
             break
-        progress = following
-    event, transaction = progress.event, progress.transaction
-    assert event is not None
-    result = event.result
-    if result.success and transaction is not None:
-        if progress.parent is not None:
-            effects.hand_over(progress, transaction, progress.parent, result)
-        elif transaction.after_commit:
-            await effects.follow_up(progress, transaction, partial(_cascade, progress))
+        transaction = following
+    assert transaction.event is not None
+    result = transaction.event.result
+    if result.success and transaction.parent is not None:
+        effects.hand_over(transaction, result)
+    elif result.success and transaction.after_commit:
+        await effects.follow_up(transaction, partial(_cascade, transaction))
     return result
 
 
 # Admit
 
 
-async def _admit(progress: Progress) -> Offer:
+async def _admit(transaction: Transaction) -> Offer:
     """Return the tool as it is offered when the call may run; a refusal is raised."""
-    if progress.around.late:
-        _check_limits(progress)
-    if progress.beside:
-        progress.open()  # what it reads counts from the start
-    offer = progress.around.offers.get(progress.call.name) or answers.refuse_unknown(progress)
-    tool = progress.tool = offer.tool
-    params = progress.params = tool.parse(progress.call.params)
+    if transaction.around.late:
+        _check_limits(transaction)
+    if transaction.in_order:
+        transaction.open()  # what it reads counts from the start
+    call, context = transaction.call, transaction.context
+    offer = transaction.around.offers.get(call.name) or answers.refuse_unknown(transaction)
+    tool = transaction.tool = offer.tool
+    params = transaction.params = tool.parse(call.params)
     for policy in offer.policies:
         try:
-            verdict = policy.check(tool, params, context=progress.bound)
-            reason = None if verdict is ALLOWED else await _denial(progress, policy, verdict)
+            verdict = policy.check(tool, params, context=transaction.bound)
+            reason = None if verdict is ALLOWED else await _denial(transaction, policy, verdict)
         except Exception as error:
             if isinstance(error, Suspended):
                 raise
@@ -131,44 +127,43 @@ async def _admit(progress: Progress) -> Offer:
         if reason is not None:
             raise PolicyDenied(reason, policy=policy.name)
     if tool.preconditions:
-        await _check_preconditions(progress, tool)
-    context = progress.context
-    if progress.depth or context.deadline is not None or context.budget_tracker is not None:
-        _check_limits(progress)
+        await _check_preconditions(transaction, tool)
+    if transaction.depth or context.deadline is not None or context.budget_tracker is not None:
+        _check_limits(transaction)
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
     if tool.reach in ("compensable", "irreversible"):
-        effects.put_on_record(progress)
+        effects.put_on_record(transaction)
     return offer
 
 
-async def _denial(progress: Progress, policy: AttachedPolicy, verdict: Any) -> str | None:
+async def _denial(transaction: Transaction, policy: AttachedPolicy, verdict: Any) -> str | None:
     """Return why the call is denied, once an async policy has said so; None when it is not."""
     if policy.is_async:
         verdict = await verdict
     if isinstance(verdict, PolicyDecision) and verdict.note is not None:
-        progress.notes = (*progress.notes, f"{policy.name}: {verdict.note}")
+        transaction.notes = (*transaction.notes, f"{policy.name}: {verdict.note}")
     return policy.denial(verdict)
 
 
-async def _check_preconditions(progress: Progress, tool: Tool[Any, Any]) -> None:
+async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -> None:
     from weakincentives.prompt.contracts import validate_preconditions
 
-    found = await validate_preconditions(tool, progress.bound, progress.params)
+    found = await validate_preconditions(tool, transaction.bound, transaction.params)
     if not found.can_proceed:
         failed = [str(each) for each in found.failed]
         raise PreconditionFailed(
             f"Tool preconditions not met: {'; '.join(failed)}",
             suggestions=[each.precondition.description for each in found.failed],
         )
-    progress.degraded = tuple(str(each) for each in found.failed)
-    if progress.degraded:
-        progress.bound.__dict__["degraded"] = progress.degraded
+    transaction.degraded = tuple(str(each) for each in found.failed)
+    if transaction.degraded:
+        transaction.bound.__dict__["degraded"] = transaction.degraded
 
 
-def _check_limits(progress: Progress) -> None:
-    context = progress.context
-    if progress.depth > _MAX_CASCADE:
+def _check_limits(transaction: Transaction) -> None:
+    context = transaction.context
+    if transaction.depth > _MAX_CASCADE:
         raise Refusal(f"A cascade of calls goes {_MAX_CASCADE} deep at most; this one goes further")
     if context.deadline is not None:
         context.deadline.check()
@@ -179,18 +174,18 @@ def _check_limits(progress: Progress) -> None:
 # Attempt
 
 
-def _start(progress: Progress, offer: Offer) -> None:
+def _start(transaction: Transaction, offer: Offer) -> None:
     """Tell policies that the call is about to run."""
     for policy in offer.counters:
-        policy.on_start(offer.tool, progress.params, context=progress.bound)  # type: ignore[misc]
-    progress.ran, progress.offer = True, offer
-    if progress.context.heartbeat is not None:
-        progress.context.heartbeat.beat()
+        policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
+    transaction.ran, transaction.offer = True, offer
+    if transaction.context.heartbeat is not None:
+        transaction.context.heartbeat.beat()
 
 
-def _accept(progress: Progress, offer: Offer, session: Session, result: ToolResult[Any]) -> None:
+def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> None:
     """Let session and policies learn from a success, still inside the transaction."""
-    tool = offer.tool
+    tool, session = offer.tool, transaction.session
     session.read_only = None  # that was for the handler; now the runtime notes what it learned
     value: object = result.value
     if value is not None and session.handles(type(value)):
@@ -198,7 +193,7 @@ def _accept(progress: Progress, offer: Offer, session: Session, result: ToolResu
     note_success(tool.name, session)
     for policy in offer.listeners:
         try:
-            policy.on_result(tool, progress.params, result, context=progress.bound)  # type: ignore[misc]
+            policy.on_result(tool, transaction.params, result, context=transaction.bound)  # type: ignore[misc]
         except Exception as error:
             if isinstance(error, (PolicyDenied, Suspended)):
                 raise  # it decided: what the call did is refused, and undone
@@ -209,66 +204,56 @@ def _accept(progress: Progress, offer: Offer, session: Session, result: ToolResu
 # Undo
 
 
-async def _undo(progress: Progress, error: BaseException) -> Progress | None:
+async def _undo(transaction: Transaction, error: BaseException) -> Transaction | None:
     """Undo an attempt. Another may follow, and is returned; otherwise the call is recorded."""
-    transaction, tool = progress.transaction, progress.tool
-    if transaction is not None:
+    tool = transaction.tool
+    if transaction.is_open:
         if transaction.members or (tool is not None and tool.effects):
-            await effects.roll_back_effects(progress, transaction)
-        if progress.beside and await turn.is_outdated(progress, transaction, error):
-            progress.event = None
+            await effects.roll_back_effects(transaction)
+        if transaction.in_order and await turn.is_outdated(transaction, error):
+            transaction.event = None
             transaction.forget()
-            progress.signal.cancel("the call is taken again")
-            return progress.run_again()
-    result = answers.answer_to(progress, error)
-    if transaction is not None:
-        wait = turn.wait_before_retry(progress, transaction, result, error)
-        if wait is not None:
-            progress.event = None
-            transaction.restore()
-            transaction.roll_back(None)
-            progress.signal.cancel(result.message)
-            return progress.next_attempt(wait)
-    _roll_back(progress, result)
+            transaction.signal.cancel("the call is re-run")
+            return transaction.re_run()
+    result = answers.answer_to(transaction, error)
+    wait = turn.wait_before_retry(transaction, result, error)
+    if wait is not None:
+        transaction.event = None
+        transaction.restore()
+        transaction.roll_back(None)
+        transaction.signal.cancel(result.message)
+        return transaction.next_attempt(wait)
+    _roll_back(transaction, result)
     return None
 
 
-def _roll_back(progress: Progress, result: ToolResult[Any]) -> None:
+def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Roll back and record; after the commit point there is nothing to undo."""
-    if (progress.transaction or progress).settled and progress.event is not None:
+    if transaction.settled and transaction.event is not None:
         return
-    if progress.ledger is not None:
-        effects.note_outcome(progress, progress.open(), result)
-    transaction = progress.transaction
+    if transaction.ledger is not None:
+        effects.note_outcome(transaction, result)
     undone: tuple[str, ...] = ()
-    if transaction is not None and progress.ran:
+    if transaction.ran:
         undone, not_restored = transaction.restore()
-        progress.not_undone = (*progress.not_undone, *not_restored)
-        if progress.ledger is not None and not progress.compensated:
-            outside = "what it did outside the session, files and resources"
-            progress.not_undone = (*progress.not_undone, outside)
-    event = complete(progress, result, undone)
-    if transaction is not None:
-        transaction.roll_back(event)
-    else:
-        progress.record_refusal(event)
-    progress.signal.cancel(event.result.message)
+        transaction.not_undone += not_restored
+        if transaction.ledger is not None and not transaction.compensated:
+            transaction.not_undone += ("what it did outside the session, files and resources",)
+    event = complete(transaction, result, undone)
+    transaction.roll_back(event)
+    transaction.signal.cancel(event.result.message)
 
 
 # Record
 
 
-def _end(progress: Progress) -> None:
+def _end(transaction: Transaction) -> None:
     """Make sure of the end, whatever interrupted it, and hand out the record."""
     error = sys.exc_info()[1]
-    if not (progress.transaction or progress).settled:
+    if not transaction.settled:
         why = error or RuntimeError("the call did not end")
-        _roll_back(progress, answers.answer_to(progress, why))
-    transaction, event, recorded = progress.transaction, progress.event, progress.recorded
-    if transaction is None:
-        if event is not None:
-            recorded.append(event)
-        return
+        _roll_back(transaction, answers.answer_to(transaction, why))
+    event, recorded = transaction.event, transaction.recorded
     try:
         transaction.close(error)
     except Exception:
@@ -277,15 +262,15 @@ def _end(progress: Progress) -> None:
         if event is not None:
             recorded += transaction.nested
             recorded.append(event)
-            if progress.ledger is not None and progress.outcome is not None:
-                progress.ledger.end(progress.outcome)
-            if transaction.forks and progress.parent is None and event.success:
+            if transaction.ledger is not None and transaction.outcome is not None:
+                transaction.ledger.end(transaction.outcome)
+            if transaction.forks and transaction.parent is None and event.success:
                 recorded += transaction.listeners
 
 
 async def _cascade(
-    progress: Progress, call: ToolCall, offers: Mapping[str, Offer]
+    transaction: Transaction, call: ToolCall, offers: Mapping[str, Offer]
 ) -> ToolResult[Any]:
     """Make a call that follows a commit, as a transaction of its own."""
-    around, depth = Surroundings(progress.context, offers), progress.depth + 1
-    return await run_call(around, call, progress.recorded, progress.on_loop, None, depth)
+    around, depth = Surroundings(transaction.context, offers), transaction.depth + 1
+    return await run_call(around, call, transaction.recorded, transaction.on_loop, None, depth)

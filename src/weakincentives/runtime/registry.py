@@ -17,17 +17,18 @@ from weakincentives.prompt.policies import AttachedPolicy, attach
 from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import Binding, Resolver, ResourceContext, ResourceRegistry, Scope
-from weakincentives.runtime.progress import offers_of
-from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import (
     aexecute_tool,
     aexecute_tools,
+    apply_effects,
     execute_tool,
     execute_tools,
 )
+from weakincentives.runtime.transactions import offers_of
+from weakincentives.session import Session
 from weakincentives.text import linear_matcher
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
@@ -130,7 +131,7 @@ class ToolRegistry:
 
             self.workspace = HostFilesystem(workspace)
             bound = bound.merge({Filesystem: self.workspace})
-        from weakincentives.runtime.memory import MemoryManager
+        from weakincentives.memory import MemoryManager
 
         if MemoryManager not in bound:
             self._memory = Binding(MemoryManager, lambda _: MemoryManager())
@@ -335,8 +336,8 @@ class ToolRegistry:
         arguments: object = None,
     ) -> PreconditionResult:
         """Check what must hold before a tool runs, and run nothing else."""
+        from weakincentives.loops import run_blocking
         from weakincentives.prompt.contracts import validate_preconditions
-        from weakincentives.runtime.loops import run_blocking
 
         found, context = self._known(tool), _in(self.context(), context)
         params = None if arguments is None else found.parse(arguments)
@@ -351,8 +352,7 @@ class ToolRegistry:
         raised. Those that change something here come first, then notifications, then cascades,
         each a call of its own.
         """
-        from weakincentives.prompt.contracts import apply_effects
-        from weakincentives.runtime.loops import run_blocking
+        from weakincentives.loops import run_blocking
 
         found, context = self._known(tool), _in(self.context(), context)
         return run_blocking(lambda: apply_effects(found, result, context))

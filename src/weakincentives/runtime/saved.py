@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives import locks
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
+from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import note_success
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.conversation import Message
-from weakincentives.runtime.events import PromptExecuted, ToolInvoked
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
-from weakincentives.runtime.session import Session, Snapshot, type_name
 from weakincentives.serde import freeze, thaw
+from weakincentives.serde.exact import current_name
+from weakincentives.session import Session, Snapshot, type_name
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
 from weakincentives.state import Seals
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.call import ToolCall
@@ -493,7 +494,7 @@ class _Saves:
         self.at = float(line["at"])
         for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
             for name, (kept, items) in changes.items():
-                values = slices.setdefault(name, [])
+                values = slices.setdefault(current_name(name), [])
                 if kept > len(values):
                     raise ValueError(f"something is missing in the slice of {name}")
                 values[kept:] = items

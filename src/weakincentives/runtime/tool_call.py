@@ -6,29 +6,34 @@ all sync is stepped by hand; any other runs on a loop: the caller's, or one in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextvars import copy_context
 from functools import partial
-from types import coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
+from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
-from weakincentives.runtime.effects import cascaded
-from weakincentives.runtime.events import ToolInvoked
+from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
-from weakincentives.runtime.progress import Recorded, Surroundings, offers_of, opened
-from weakincentives.runtime.session import Session
-from weakincentives.runtime.transactions import Place
+from weakincentives.runtime.snapshots import tool_transaction
+from weakincentives.runtime.transactions import (
+    Place,
+    Recorded,
+    Surroundings,
+    Transaction,
+    offers_of,
+)
 from weakincentives.runtime.turn import Group, Turn, run_together
+from weakincentives.session import Session
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.contracts import CascadeEffect
+    from weakincentives.prompt.contracts import Effect
 
 T = TypeVar("T")
 AnyResult = ToolResult[Any]
@@ -138,12 +143,36 @@ async def aexecute_tools(
     return tuple(results)
 
 
-async def run_cascade(
-    effect: CascadeEffect, result: AnyResult, context: ToolContext
-) -> AnyResult | None:
-    """Make the call that a cascade asks for; None where its condition does not hold."""
-    call, offers = cascaded(effect, result, offers_of(context))
-    return None if call is None else await _arun(call, offers, context)
+async def apply_effects(
+    tool: Tool[Any, Any], result: AnyResult, context: ToolContext
+) -> tuple[Effect, ...]:
+    """Apply a tool's effects for a result from elsewhere; returns those that were applied.
+
+    As a transaction: when one fails, those before it are rolled back, session and resources are
+    as before, and the error is raised. State and memory come first, then notifications, then
+    cascades, each a call of its own.
+    """
+    from weakincentives.prompt.contracts import CascadeEffect
+
+    applied: list[Effect] = []
+    cascades: list[CascadeEffect] = []
+    with tool_transaction(context.session, context.resources, tag=f"effects:{tool.name}"):
+        try:
+            for effect in sorted(tool.effects, key=lambda each: each.after_commit):
+                if isinstance(effect, CascadeEffect) and effect.apply is None:
+                    cascades.append(effect)
+                else:
+                    await finish(effect.run(context, result))
+                    applied.append(effect)
+        except BaseException:
+            await undo_effects(applied, result, context)
+            raise
+    for cascade in cascades:
+        call, offers = cascaded(cascade, result, offers_of(context))
+        if call is not None:
+            await _arun(call, offers, context)
+            applied.append(cascade)
+    return tuple(applied)
 
 
 # Through the gates: calls on one session, or on one workspace, run one after the other
@@ -236,7 +265,7 @@ class _Work(Surroundings):
         """Tell subscribers, once the call and its turn are over: they may call tools themselves."""
         # Told with the call it is nested in: when that is re-run, this has not happened.
         parent, recorded = self.parent, self.recorded
-        if parent is not None and parent.beside and parent.holds(recorded):
+        if parent is not None and parent.concurrent and parent.holds(recorded):
             return
         for each in recorded:
             if isinstance(each, ToolInvoked):
@@ -265,7 +294,7 @@ async def _arun(
 
 
 def _run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    from weakincentives.runtime.loops import run_blocking
+    from weakincentives.loops import run_blocking
 
     return run_blocking(start)
 
@@ -278,21 +307,10 @@ def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
         # At once: an interrupt must not find it made and not begun.
-        asked = (running := start(*args)).send(None)
-        while asked is None:
-            asked = running.send(_BY_HAND)
+        start(*args).send(None)
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("a sync call waited for something; this is a bug in the runtime")
-
-
-_BY_HAND: Any = object()
-
-
-@coroutine
-def may_wait() -> Generator[None, object, bool]:
-    """Ask whoever runs this coroutine whether it can wait: a loop can, ``step_by_hand`` cannot."""
-    return (yield) is not _BY_HAND
 
 
 async def _shielded(
@@ -321,10 +339,10 @@ def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext
 
 
 def _context_under_way() -> ToolContext:
-    under_way = transaction_under_way.get()
+    under_way: Transaction | None = transaction_under_way.get()
     if under_way is None:
         return ToolContext(session=Session())
-    parent = opened(under_way)
+    parent = under_way.open()
     # All that surrounds the call under way holds for those it makes: policies, limits, ids.
     outer = parent.context
     return outer.bound_to(parent.session, parent.resources, parent.call.id, outer.signal)

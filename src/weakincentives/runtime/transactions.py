@@ -1,65 +1,57 @@
-"""Transactions: all of a call's changes, or none.
+"""One attempt of a call: its state on the way through the pipeline, and what it changes.
 
-A call works on views of everything that takes part (see ``participant``). ``Transaction`` commits
-or undoes the views of one call; the functions below it do the same by hand.
+A call works on views of everything that takes part (see ``participant``), and commits or undoes
+all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from weakincentives.call import ToolCall
-from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
+from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
+from weakincentives.errors import ViewClosed, WinkError
+from weakincentives.events import ToolInvoked
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
-from weakincentives.resources import ResourceContext, Snapshotable, ToolScope, as_resolver
-from weakincentives.runtime.session import Session, Snapshot
+from weakincentives.prompt.prompt import Offer
+from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.resources import ResourceContext, ResourceRegistry, Snapshotable, ToolScope
+from weakincentives.session import Session
 
 if TYPE_CHECKING:
     from asyncio import Event
 
     from weakincentives.prompt.contracts import Effect
-    from weakincentives.prompt.tool import ToolContext
-    from weakincentives.prompt.tool_result import ToolResult
-    from weakincentives.runtime.events import ToolInvoked
-    from weakincentives.runtime.ledger import OutcomeLedger
+    from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
+    from weakincentives.tool_result import ToolResult
 
 T = TypeVar("T")
 
 _logger = get_logger(__name__)
-_AS_IT_IS = nullcontext()
 
+Recorded = ToolInvoked | Callable[[], object]
+"""A record for subscribers, or a notification that goes out with it."""
 
-def _restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
-    """Restore newest first; one that fails does not keep the others from it.
-
-    Returns the names of those that failed, each with what to say about it.
-    """
-    failures: dict[str, str] = {}
-    for name, participant, token in reversed(tokens):
-        try:
-            participant.restore_here(token)
-        except Exception as error:
-            failures[name] = _failure(name, error)
-    return failures
-
-
-def _failure(name: str, error: Exception) -> str:
-    _logger.error("restoring %s failed", name, exc_info=error)
-    return f"{name} could not be restored: {error}"
+_KNOWN_TO_RETRY = (
+    "offer", "tool", "params", "ran", "notes", "degraded", "ledger", "started", "timestamp"
+)  # fmt: skip
+_opening = threading.Lock()
+_UNPROTECTED = nullcontext()
+_NO_RESOURCES = ResourceRegistry.of().open()
 
 
 class NeedsItsPlace(WinkError):
-    """A call asked for what only one call at a time can have."""
+    """A concurrent call asked for a resource that only one call at a time can use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A nested call that was kept, and what takes it back when the call it belongs to fails."""
+    """A nested call that was committed, and what undoes it when the call it belongs to fails."""
 
     call: ToolCall
     effects: tuple[Effect, ...]
@@ -71,92 +63,203 @@ class Member:
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = ("arrived", "attempts", "beside", "conflicts", "number", "reached")
+    __slots__ = ("arrived", "attempts", "conflicts", "number", "reached")
 
     def __init__(self, number: int, reached: Event | None = None) -> None:
         self.number = number
         self.reached = reached
-        """Done when all calls before it have ended; None for a call that runs alone."""
-        self.beside = reached is not None
+        """Set when all calls before it have ended; None for a call that runs alone."""
         self.arrived = False
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
 
-class Transaction:
-    """What one call changes. Ends once, with ``commit`` or ``roll_back``."""
+class Surroundings:
+    """Where a call is made: in which context, among which tools, nested in which call."""
 
-    # Defaults on the class: every call makes one, and most calls need none of these.
+    late = False
+    """Whether the deadline passed before it was its turn."""
+
+    parent: Transaction | None = None
+    """The transaction of the call that this one is nested in."""
+
+    def __init__(self, context: ToolContext, offers: Mapping[str, Offer]) -> None:
+        self.context = context
+        self.offers = offers
+        self.session = context.session
+        """What a call forks from: the session, or the view of the call it is nested in."""
+        parent: Transaction | None = transaction_under_way.get()
+        if parent is None and isinstance(context.resources, CallResources):
+            # Called from a thread that a handler started: only its context tells where it belongs.
+            parent = context.resources.transaction
+        if parent is not None:
+            view = parent.open().view(context.session)
+            if parent.covers(view):
+                self.session, self.parent = view, parent
+        self.resources = resources_of(context)
+        self.recorded: list[Recorded] = []
+
+
+class Transaction:
+    """One attempt of a call: what is known of it, and what it changes.
+
+    While a call is being admitted it has no views: policies read the session as it is. The first
+    of them that writes, asks for a resource or calls a tool opens the transaction, so that a
+    refusal undoes that. It ends once, with ``commit`` or ``roll_back``.
+    """
+
+    # Defaults on the class: every call makes one, and most calls need few of these.
+
+    # The call
+    place: Place | None = None
+    in_order = False
+    """Whether calls of its turn run at the same time: it commits when its place is reached."""
+    depth = 0
+    """How many cascades led here."""
+    offer: Offer | None = None
+    """Set when the call is admitted: a retry is not admitted again."""
+    tool: Tool[Any, Any] | None = None
+    ran = False
+    succeeded = False
+    """Whether the handler succeeded: a failure after that is not retried."""
+    attempts = 1
+    wait = 0.0
+    """Seconds before this attempt."""
+    applied: tuple[Effect, ...] = ()
+    notes: tuple[str, ...] = ()
+    denied_by = ""
+    degraded: tuple[str, ...] = ()
+    not_undone: tuple[str, ...] = ()
+    compensated: bool | None = None
+    """Whether all that it did outside was undone; None when that was not tried."""
+    answered = False
+    """Whether the handler itself said that it failed."""
+    ledger: OutcomeLedger | None = None
+    """Where a call that reaches outside is on record."""
+    outcome: CallOutcome | None = None
+    event: ToolInvoked | None = None
+
+    # What it changes
     settled = False
+    committed = False
     reads_only = False
     """Whether writes are refused; also in a call that is nested in one that only reads."""
-    beside = False
-    """Whether other calls run at the same time: it gets private views, and what it reads counts."""
+    concurrent = False
+    """Whether other calls run at the same time: it gets private views that track reads."""
     at_place = True
     """Whether all calls before it in its turn have ended. Until then it must not touch what can
     only be changed in place."""
     needs_place = False
-    """Whether it tried to, all the same: it is taken again when its place is reached."""
-    attempt = 1
-    """How often its call has been taken by now, this time included."""
-    committed = False
-    nested: tuple[ToolInvoked | Callable[[], object], ...] = ()
-    """In a call beside others, the records of calls nested in it: told to subscribers with its
-    own."""
+    """Whether it tried to: it is re-run when its place is reached."""
+    runs = 1
+    """How often the call was run in its turn, this time included."""
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
-    _kept: tuple[object, ...] = ()
+    nested: tuple[Recorded, ...] = ()
+    """In a concurrent call, the records of calls nested in it: published with its own."""
+    members: tuple[Member, ...] = ()
+    """The nested calls that a snapshot alone does not undo, in the order they were made."""
+    after_commit: tuple[tuple[Effect, ToolResult[Any]], ...] = ()
+    """What follows once nothing can be undone; a nested call leaves it to its parent."""
     forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
+    _views: dict[int, object] | None = None
+    _referenced: tuple[object, ...] = ()
     _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
     _journalled = False
     _scope: ToolScope | None = None
-    members: tuple[Member, ...] = ()
-    """The nested calls that a snapshot alone does not take back, in the order they were made."""
-    after_commit: tuple[tuple[Effect, ToolResult[Any]], ...] = ()
-    """What is to follow once nothing can be taken back; a nested call leaves it to its parent."""
 
     def __init__(
         self,
+        around: Surroundings,
         call: ToolCall,
-        session: Session,
-        resources: ResourceContext,
-        parent: Transaction | None,
-        outer: ToolContext,
+        recorded: list[Recorded],
         place: Place | None = None,
+        on_loop: bool = True,
+        depth: int = 0,
     ) -> None:
+        self.around = around
         self.call = call
-        self.context = outer
-        """What surrounds the call: the context it was made with, not the one it hands out."""
-        self.base = session
-        if place is not None and place.beside:
-            self.beside, self.at_place = True, place.arrived
-            self.attempt = place.attempts
-        self.session = view = session.fork(tracks_reads=self.beside)
-        self.resource_context = resources
-        self._views: dict[int, object] = {id(session): view, id(view): view}
-        self._lock = view.lock
+        self.recorded = recorded
+        self.on_loop = on_loop
+        if depth:
+            self.depth = depth
+        context = self.context = around.context
+        """What surrounds the call; its handler gets ``bound``."""
+        session = self.base = self.session = around.session
+        """The session, or the view of the call that this one is nested in."""
+        self.resource_context = around.resources
+        if place is not None:
+            self.place, self.runs = place, place.attempts
+            if place.reached is not None:
+                self.in_order = self.concurrent = True
+                self.at_place = place.arrived
+        parent = around.parent
         if parent is not None:
-            self.parent = parent
-            self.reads_only = parent.reads_only
-            if parent.beside:
-                self.beside, self.at_place = True, self.at_place and parent.at_place
+            self.parent, self.reads_only = parent, parent.reads_only
+            if parent.concurrent:
+                self.concurrent, self.at_place = True, self.at_place and parent.at_place
+        self.params = call.params
+        clock = self.clock = session.clock
+        self.started = clock.monotonic()
+        self.timestamp = clock.time()
+        self.signal = CancellationToken()
+        bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
+        bound.__dict__["config"] = {**context.config, "tool_name": call.name}
+
+    def next_attempt(self, wait: float) -> Transaction:
+        """Return the retry of this call: it is admitted already and starts from the state before.
+
+        An abandoned handler keeps the context it was given.
+        """
+        retry = self._again()
+        retry.attempts, retry.wait = self.attempts + 1, wait
+        for name in _KNOWN_TO_RETRY:
+            setattr(retry, name, getattr(self, name))
+        retry.bound.__dict__["degraded"] = self.degraded
+        return retry
+
+    def re_run(self) -> Transaction:
+        """Return this call from its start, for a state that has changed since."""
+        assert self.place is not None
+        self.place.attempts += 1
+        return self._again()
+
+    def _again(self) -> Transaction:
+        return Transaction(
+            self.around, self.call, self.recorded, self.place, self.on_loop, self.depth
+        )
 
     # What a call works on
 
     @property
+    def is_open(self) -> bool:
+        return self._views is not None
+
+    def open(self) -> Self:
+        """Fork the session, unless that is done."""
+        if self._views is None:
+            with _opening:  # threads of a policy may come at the same time
+                if self._views is None:
+                    self.check_open()
+                    base = self.base
+                    view = self.session = base.fork(tracks_reads=self.in_order)
+                    self._lock = view.lock
+                    self.bound.__dict__["session"] = view
+                    self._views = {id(base): view, id(view): view}
+        return self
+
+    @property
     def resources(self) -> CallResources:
-        """The call's resources. Made anew each time: a transaction that held it would be a cycle,
-        and what a call made is best freed when the call ends, not when the collector comes by.
-        """
+        """The call's resources."""
         return CallResources(self)
 
     @property
     def scope(self) -> ToolScope:
         """The lifetime of resources that are the call's own; made when first needed."""
         if self._scope is None:
-            with self._lock:
+            with self.open()._lock:
                 self._scope = self._scope or ToolScope(self.resource_context, self)
         return self._scope
 
@@ -169,7 +272,7 @@ class Transaction:
 
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
-        self.check_open()
+        self.open().check_open()
         instance = self.resource_context.built(kind)
         if instance is None:
             instance = self.scope.get(kind)
@@ -191,44 +294,41 @@ class Transaction:
         if self.at_place or not (self.needs_place or in_place):
             return
         here: Transaction | None = self
-        while here is not None and here.beside:
+        while here is not None and here.concurrent:
             here.needs_place = True
             here = here.parent
         raise NeedsItsPlace(
-            "a resource that cannot fork is changed in place, so this call cannot run beside "
-            "others; it is taken again at its place"
+            "a resource that cannot fork is changed in place, so this call cannot run "
+            "concurrently; it is re-run in order"
         )
-
-    def is_bound(self, kind: type) -> bool:
-        return kind in self.resource_context.registry
 
     def view(self, target: T) -> T:
         """Return this call's view of an object, or the object where it takes no part."""
-        found = self._views.get(id(target))
+        views = self._views
+        if views is None:
+            views = cast("dict[int, object]", self.open()._views)
+        found = views.get(id(target))
         if found is not None:
             return found  # type: ignore[return-value]
         with self._lock:  # a handler's threads may ask at once, and must get the same view
-            return self._view(target)
-
-    def _view(self, target: T) -> T:
-        base = target if self.parent is None else self.parent.view(target)
-        view: Any = self._views.get(id(base))
-        if view is None:
-            if isinstance(target, Session) and self.base.is_view_of(target):
-                view = self.session
-            else:
-                name = self._name_of(target, base)
-                if name is None:
-                    return target
-                view = self._fork(name, cast("Participant", participant_for(base)))
-        # Kept alive: an id in the table must not be given to another object.
-        self._kept = (*self._kept, target)
-        self._views[id(target)] = view
-        return view
+            base = target if self.parent is None else self.parent.view(target)
+            view: Any = views.get(id(base))
+            if view is None:
+                if isinstance(target, Session) and self.base.is_view_of(target):
+                    view = self.session
+                else:
+                    name = self._name_of(target, base)
+                    if name is None:
+                        return target
+                    view = self._fork(name, cast("Participant", participant_for(base)), views)
+            # Referenced, so that no other object can get an id that is in the table.
+            self._referenced = (*self._referenced, target)
+            views[id(target)] = view
+            return view
 
     def covers(self, view: object) -> bool:
         """Whether an object is one of this call's views."""
-        return self._views.get(id(view)) is view
+        return self._views is not None and self._views.get(id(view)) is view
 
     def _name_of(self, target: object, base: object) -> str | None:
         """Return what to call an object that takes part by forking; None for all others."""
@@ -238,33 +338,33 @@ class Transaction:
             for name, participant in self.participants:
                 if participant.exposed is target:
                     return name
-            if target is self.context.given_memory:
-                return type(target).__name__
-            if base is not target or (self.parent is not None and self.parent.covers(target)):
+            if (
+                target is self.context.given_memory
+                or base is not target
+                or (self.parent is not None and self.parent.covers(target))
+            ):
                 return type(target).__name__
         return None
 
-    def _fork(self, name: str, base: Participant) -> Any:
+    def _fork(self, name: str, base: Participant, views: dict[int, object]) -> Any:
         """Return what the call works with in place of a participant."""
-        if not base.journalled:
-            return self._adopt(name, base, base.fork())
-        if self._sealed and not self.beside:
-            # An abandoned handler comes to it only now. It would keep all others out, and nobody
-            # would end it.
-            raise ViewClosed(self._end_reason())
-        self._journalled = True
-        with undisturbed():  # a view that is not in the list could not be undone
-            return self._adopt(name, base, base.fork() if self.beside else base.fork_in_place())
-
-    def _adopt(self, name: str, base: Participant, view: Participant) -> Any:
-        if self.reads_only:
-            view.read_only = _reads_only(self.call)
-        if self._sealed:
-            view.seal(self._end_reason())
-        self.forks = (*self.forks, (name, base, view))
-        exposed = view.exposed
-        self._views[id(base.exposed)] = self._views[id(exposed)] = exposed
-        return exposed
+        if base.journalled:
+            if self._sealed and not self.concurrent:
+                # An abandoned handler asks for it only now. It would lock out all other calls,
+                # and nothing would end it.
+                raise ViewClosed(self._end_reason())
+            self._journalled = True
+        with undisturbed(base.journalled):  # a view that is not in the list could not be undone
+            in_place = base.journalled and not self.concurrent
+            view: Participant = base.fork_in_place() if in_place else base.fork()
+            if self.reads_only:
+                view.read_only = _reads_only(self.call)
+            if self._sealed:
+                view.seal(self._end_reason())
+            self.forks = (*self.forks, (name, base, view))
+            exposed = view.exposed
+            views[id(base.exposed)] = views[id(exposed)] = exposed
+            return exposed
 
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
@@ -287,7 +387,7 @@ class Transaction:
                     self.view(participant).expect_external()
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Note the state of a new resource before anyone has it."""
+        """Note the state of a new resource before it is handed out."""
         participant = participant_for(instance)
         if participant is not None and participant.in_place:
             self._take_snapshot(name, participant)
@@ -298,8 +398,8 @@ class Transaction:
         elif not self.reads_only:
             self.forks = (*self.forks, (name, participant, participant.fork_in_place()))
 
-    def holds(self, records: Sequence[ToolInvoked | Callable[[], object]]) -> bool:
-        """Keep the records of nested calls until this one ends; False once it has ended."""
+    def holds(self, records: Sequence[Recorded]) -> bool:
+        """Hold the records of nested calls back until this one ends; False once it has ended."""
         with self._lock:  # calls in threads of its handler may end at the same time
             if not self._sealed:
                 self.nested = (*self.nested, *records)
@@ -314,10 +414,10 @@ class Transaction:
             base.check_conflicts(view)
 
     def commit(self, record: object) -> None:
-        """Keep everything and add the record, in one step as far as anyone can see."""
+        """Commit everything and add the record, in one step for all others."""
         self._seal()
         views = [fork for fork in self.forks if not fork[1].in_place]
-        with undisturbed() if self._journalled else _AS_IT_IS:
+        with undisturbed() if self._journalled else _UNPROTECTED:
             self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
             for _, base, view in views:
                 base.merge(view)
@@ -325,22 +425,22 @@ class Transaction:
         self.committed = True
 
     def forget(self) -> None:
-        """Leave nothing behind, not even what was logged: the call is taken again."""
+        """Leave nothing behind, not even what was logged: the call is re-run."""
         self.restore()
         self._undo_merge()
         self.settled = True
 
     def roll_back(self, record: object) -> None:
-        """Take everything back but what was logged, and add the record. May be called again."""
-        self._seal()
-        self._undo_merge()
-        for _, base, view in self.forks:
-            if isinstance(base, Session) and isinstance(
-                view, Session
-            ):  # a relative of the call's session: it logs, too
-                base.settle(view, keep=False)
+        """Undo everything but what was logged, and add the record. May be called again."""
+        if self.is_open:
+            self._seal()
+            self._undo_merge()
+            for _, base, view in self.forks:
+                if isinstance(base, Session) and isinstance(view, Session):
+                    base.settle(view, keep=False)  # a relative of the call's session: it logs, too
+        view = self.session if self.is_open else None
         try:
-            self.base.settle(self.session, keep=False, record=record, transaction=self)
+            self.base.settle(view, keep=False, record=record, transaction=self)
         except ViewClosed:
             self.settled = True
             _logger.error("the record of this call is lost: the call that made it has ended")
@@ -358,7 +458,7 @@ class Transaction:
     def _undo_merge(self) -> None:
         if self.forks:
             with undisturbed(self._journalled):
-                _restore_all(self._merged)
+                restore_all(self._merged)
                 self._discard([fork for fork in self.forks if not fork[1].in_place])
 
     def _discard(self, forks: Sequence[tuple[str, Participant, Participant]]) -> dict[str, str]:
@@ -375,11 +475,13 @@ class Transaction:
 
     @property
     def listeners(self) -> tuple[Callable[[], object], ...]:
-        """How to tell resources that wait for it that what was merged into them stays."""
+        """How to notify resources that what was merged into them is committed."""
         return tuple(base.after_commit for _, base, _ in self.forks if not base.in_place)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
+        # No cycle: what a call made is freed when the call ends, not by the collector.
+        self.__dict__.pop("bound", None)
         if self._scope is not None:
             self._scope.close(error)
 
@@ -404,6 +506,22 @@ def _reads_only(call: ToolCall) -> str:
     return f"tool '{call.name}' has the reach 'read': it must not change anything"
 
 
+def restore_all(tokens: Sequence[tuple[str, Participant, Any]]) -> dict[str, str]:
+    """Restore newest first, whatever fails; returns by name what could not be restored."""
+    failures: dict[str, str] = {}
+    for name, participant, token in reversed(tokens):
+        try:
+            participant.restore_here(token)
+        except Exception as error:
+            failures[name] = _failure(name, error)
+    return failures
+
+
+def _failure(name: str, error: Exception) -> str:
+    _logger.error("restoring %s failed", name, exc_info=error)
+    return f"{name} could not be restored: {error}"
+
+
 class CallResources:
     """A call's resources: views where a resource can fork, and nothing once the call has ended."""
 
@@ -422,7 +540,7 @@ class CallResources:
 
     def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
-        return self.transaction.resource(kind) if self.transaction.is_bound(kind) else None
+        return self.transaction.resource(kind) if kind in self.context.registry else None
 
     def view(self, target: T) -> T:
         """Return the call's view of an object, or the object where it takes no part."""
@@ -438,122 +556,15 @@ class CallResources:
         return self.snapshotables
 
 
-class CompositeSnapshot:
-    """A session's snapshot together with those of its resources."""
-
-    __slots__ = ("__weakref__", "_tokens", "session", "tag")
-
-    def __init__(self, session: Snapshot, tag: str) -> None:
-        self.session = session
-        self.tag = tag
-        self._tokens: list[tuple[str, Participant, Any]] = []
-
-    def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Note a resource's state: as it is now, or right after it was first built."""
-        participant = participant_for(instance)
-        known = any(each.exposed is instance for _, each, _ in self._tokens)
-        if participant is not None and not known:
-            self._tokens.append((name, participant, participant.snapshot_here()))
-
-    def restore_resources(self) -> None:
-        """Restore every resource; one that could not be is an error, once all were tried."""
-        failures = _restore_all(self._tokens)
-        if failures:
-            raise ResourceError("; ".join(failures.values()))
+def offers_of(context: ToolContext) -> Mapping[str, Offer]:
+    """Return the tools that a call in this context can name."""
+    rendered = context.rendering
+    return {} if rendered is None else rendered.offers
 
 
-def _participants(resources: object) -> Any:
-    resolver: Any = as_resolver(resources)
-    return getattr(resolver, "context", resolver) if not hasattr(resolver, "watch") else resolver
-
-
-def create_snapshot(
-    session: Session, resources: object = None, *, tag: str = ""
-) -> CompositeSnapshot:
-    """Return the state of the session and of every resource that can be snapshotted.
-
-    ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
-    """
-    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag)
-    participants = _participants(resources)
-    if hasattr(participants, "watch"):
-        for name, resource in participants.watch(snapshot):
-            snapshot.built(name, resource)
-    return snapshot
-
-
-def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
-    """Go back to a snapshot: STATE slices and resources; LOG slices stay.
-
-    Resources that were first built since go back to how they began. Snapshots that were taken
-    after this one cannot be restored any more.
-    """
-    session.restore(snapshot.session)
-    snapshot.restore_resources()
-
-
-@contextmanager
-def tool_transaction(
-    session: Session, resources: object = None, *, tag: str = ""
-) -> Generator[CompositeSnapshot]:
-    """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
-    snapshot = create_snapshot(session, resources, tag=tag)
-    try:
-        yield snapshot
-    except BaseException:  # an interrupted block must not leave half its writes
-        try:
-            restore_snapshot(session, resources, snapshot)
-        except SnapshotExpired:
-            # The block went back to an older snapshot itself: there is nothing left to undo.
-            _logger.info("transaction %r was rolled back further than it began", tag)
-        raise
-
-
-class PendingToolTracker:
-    """Rolls back tools that run elsewhere and are only seen to begin and to end.
-
-    For hooks: a vendor's program tells when its own tool starts and how it ended.
-    """
-
-    def __init__(self, *, session: Session, resources: object = None) -> None:
-        self._session = session
-        self._resources = resources
-        self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
-
-    @property
-    def pending(self) -> tuple[str, ...]:
-        """The ids of tool uses that have begun and not ended."""
-        return tuple(self._pending)
-
-    def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
-        """Note the state before a tool runs."""
-        if tool_use_id in self._pending:
-            raise ValueError(f"tool use {tool_use_id!r} has begun already")
-        snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
-        self._pending[tool_use_id] = (tool_name, snapshot)
-
-    def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
-        """Keep what the tool did, or roll it back; returns whether it was rolled back.
-
-        An id that never began is no error: hooks may come twice, or for tools not tracked.
-        """
-        pending = self._pending.pop(tool_use_id, None)
-        if pending is None:
-            return False
-        tool_name, snapshot = pending
-        if success:
-            # A tool that began earlier and failed has taken this one's changes with it.
-            return not self._session.can_restore(snapshot.session)
-        try:
-            restore_snapshot(self._session, self._resources, snapshot)
-        except SnapshotExpired:
-            # A tool that began earlier was rolled back meanwhile, and this one's changes with it.
-            _logger.info("tool %s was rolled back with an earlier one", tool_name)
-        return True
-
-    def abort_all(self) -> tuple[str, ...]:
-        """Roll back every pending tool, the newest first; returns their ids."""
-        aborted = tuple(reversed(self._pending))
-        for tool_use_id in aborted:
-            self.end_tool_execution(tool_use_id=tool_use_id, success=False)
-        return aborted
+def resources_of(context: ToolContext) -> ResourceContext:
+    """Return what a context's resources are taken from, whatever call it is bound to."""
+    resources: Any = context.resources
+    if isinstance(resources, ResourceContext):
+        return resources
+    return getattr(resources, "context", _NO_RESOURCES)

@@ -14,10 +14,9 @@ from weakincentives.call import ToolCall
 from weakincentives.errors import MergeConflict, Refusal, ToolTimeout
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.progress import Progress, offers_of, resources_of
-from weakincentives.runtime.transactions import Place, Transaction
+from weakincentives.runtime.transactions import Place, Transaction, offers_of, resources_of
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from asyncio import Task
@@ -122,29 +121,29 @@ async def _stop(tasks: Iterable[Task[Any]]) -> None:
 # Order and re-runs
 
 
-async def reach(progress: Progress) -> None:
+async def reach(transaction: Transaction) -> None:
     """Wait until all calls before this one have ended."""
-    place = progress.place
+    place = transaction.place
     if place is not None and place.reached is not None:
         await place.reached.wait()
         place.arrived = True
 
 
-async def is_outdated(progress: Progress, transaction: Transaction, error: BaseException) -> bool:
+async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
     """Whether the call ends as it does because it ran before its place was reached.
 
     That goes for failures and refusals as well: on the state that an earlier call left, it may
     succeed.
     """
-    place = progress.place
+    place = transaction.place
     if place is None or not isinstance(error, Exception):
         return False  # an interrupt is no answer to anything it read
-    await reach(progress)
+    await reach(transaction)
     if place.attempts >= _MAX_RUNS:
         return False  # somebody else changes the session all the time: the model is told
     if transaction.needs_place:
         found = tuple(name for name, _ in transaction.resource_context.in_place)
-    elif progress.event is not None and isinstance(error, MergeConflict):
+    elif transaction.event is not None and isinstance(error, MergeConflict):
         found = error.paths  # from the commit
     else:
         try:
@@ -160,32 +159,32 @@ async def is_outdated(progress: Progress, transaction: Transaction, error: BaseE
 
 
 def wait_before_retry(
-    progress: Progress, transaction: Transaction, result: ToolResult[Any], error: BaseException
+    transaction: Transaction, result: ToolResult[Any], error: BaseException
 ) -> float | None:
     """Return the seconds until the tool's policy wants another attempt; None for never."""
-    tool, failure = progress.tool, result.failure
-    if tool is None or tool.retry is None or failure is None or not progress.ran:
+    tool, failure = transaction.tool, result.failure
+    if tool is None or tool.retry is None or failure is None or not transaction.ran:
         return None
-    if raises_through(error) or transaction.settled or progress.succeeded:
+    if raises_through(error) or transaction.settled or transaction.succeeded:
         return None
     if isinstance(error, Refusal):
         return None  # it would be refused again
-    if progress.ledger is not None and not progress.compensated:
+    if transaction.ledger is not None and not transaction.compensated:
         return None  # nobody knows whether it took effect
-    if not tool.retry.retries(failure, progress.attempts - 1):
+    if not tool.retry.retries(failure, transaction.attempts - 1):
         return None
-    wait = tool.retry.backoff.delay(progress.attempts)
-    deadline = progress.context.deadline
+    wait = tool.retry.backoff.delay(transaction.attempts)
+    deadline = transaction.context.deadline
     if deadline is not None and deadline.remaining() <= wait:
         return None  # it would be over before the next attempt begins
     _logger.info("tool %s failed (%s); retried in %.3g s", tool.name, failure.code, wait)
     return wait
 
 
-async def pause(progress: Progress) -> None:
+async def pause(transaction: Transaction) -> None:
     """Wait for the next attempt; whoever cancels the caller's signal need not wait for it."""
-    clock, signal = progress.clock, progress.context.signal
-    until = clock.monotonic() + progress.wait
+    clock, signal = transaction.clock, transaction.context.signal
+    until = clock.monotonic() + transaction.wait
     while (left := until - clock.monotonic()) > 0:
         if signal.cancelled:
             raise ToolTimeout(f"cancelled between attempts: {signal.reason}")

@@ -490,7 +490,9 @@ _MOVED = {
     "weakincentives.contrib.tools.podman": "weakincentives.contrib.tools.sandbox.section",
     "weakincentives.contrib.tools.vfs_mounts": "weakincentives.contrib.tools.mounts",
     "weakincentives.contrib.tools.vfs_values": "weakincentives.contrib.tools.file_values",
+    "weakincentives.prompt.tool_result": "weakincentives.tool_result",
     "weakincentives.prompt.visibility": "weakincentives.prompt.section",
+    "weakincentives.runtime.events": "weakincentives.events",
 }
 """Modules that are gone, with the one that has their classes now."""
 

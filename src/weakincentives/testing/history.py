@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import Any, TypeAlias, TypeVar
 
 from weakincentives.call import transaction_under_way
-from weakincentives.runtime.events import ToolInvoked
-from weakincentives.runtime.session import Session
+from weakincentives.events import ToolInvoked
 from weakincentives.runtime.transactions import Transaction
+from weakincentives.session import Session
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class _Taken:
     @property
     def is_last(self) -> bool:
         """Whether it counts, and was not taken again because of what others had changed."""
-        return self.record is not None and self.record.attempts == self.transaction.attempt
+        return self.record is not None and self.record.attempts == self.transaction.runs
 
     @property
     def is_kept(self) -> bool:

@@ -31,9 +31,9 @@ from weakincentives.errors import FilesystemError, MissingExtra
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import MarkdownSection, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import TIMEOUT
 from weakincentives.state import program, source_of
+from weakincentives.tool_result import ToolResult
 
 _CHILD = byte_code(source_of(__file__, "_asteval_child.py"))
 

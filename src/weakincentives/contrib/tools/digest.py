@@ -28,11 +28,11 @@ from weakincentives.filesystem import FileStat, Filesystem
 from weakincentives.filesystem.protocol import shown
 from weakincentives.prompt.section import Section, SectionOptions, SectionVisibility
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.slices import Slice
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 T = TypeVar("T")
 

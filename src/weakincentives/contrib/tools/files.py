@@ -62,12 +62,12 @@ from weakincentives.prompt.contracts import NotificationEffect, PermissionPrecon
 from weakincentives.prompt.policies import ReadBeforeWritePolicy, content_digest, is_seen
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import RetryPolicies, RetryPolicy
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from weakincentives.errors import ToolValidationError
 from weakincentives.prompt.completion import AnyOf, Custom, PlanDone, TaskCompletionChecker
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.slices import reducer
+from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 StepStatus = Literal["pending", "in-progress", "done", "blocked"]
 

@@ -16,8 +16,8 @@ from weakincentives.prompt.contracts import (
     ResourcePrecondition,
 )
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import RetryPolicies, RetryPolicy
+from weakincentives.tool_result import ToolResult
 
 _CACHED_PAGES = 100
 

@@ -31,12 +31,12 @@ from weakincentives.filesystem.protocol import DEFAULT_ROOT, split_path, split_r
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
-from weakincentives.prompt.tool_result import ToolError, ToolResult
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import TIMEOUT
+from weakincentives.tool_result import ToolError, ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.runtime.session import Session
+    from weakincentives.session import Session
 
 _GRACE = 30.0
 """Seconds that a call may take longer than its command: to start it, and to keep what it did."""

@@ -13,7 +13,7 @@ from weakincentives.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     from weakincentives.budget import TokenUsage
-    from weakincentives.prompt.tool_result import ToolResult
+    from weakincentives.tool_result import ToolResult
 
 E = TypeVar("E")
 

@@ -9,14 +9,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
-from inspect import isawaitable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from weakincentives.errors import DeadlineExceededError, ToolTimeout
 from weakincentives.locks import undisturbed
-from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.tool import Tool
 
 T = TypeVar("T")
 
@@ -141,45 +137,6 @@ async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
             timer.cancel()
         work.remove_done_callback(wake)
     return work.done()
-
-
-async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext) -> Any:
-    """Run a handler within its limits: on the loop if it is async, else in a thread."""
-    handler: Any = tool.handler
-
-    async def shielded() -> Any:
-        # As a value: an interrupt raised inside a task would end the whole loop.
-        try:
-            answer = handler(params, context=context)
-            return await answer if isawaitable(answer) else answer, None
-        except (KeyboardInterrupt, SystemExit) as interrupt:
-            return None, interrupt
-
-    if tool.is_async:
-        work: asyncio.Future[Any] = asyncio.get_running_loop().create_task(shielded())
-    else:
-        work = in_thread(lambda: (handler(params, context=context), None))
-    limit = tool.timeout
-    remaining = None if context.deadline is None else context.deadline.remaining()
-    if remaining is not None and (limit is None or remaining < limit):
-        limit = remaining
-    try:
-        done = await ends_within(limit, work)
-    except asyncio.CancelledError:
-        work.cancel()
-        if tool.is_async:
-            # Let it clean up; its session and files are still its own.
-            await ends_within(5, work)
-        raise
-    if not done:
-        work.cancel()
-        if remaining is not None and limit == remaining:
-            raise DeadlineExceededError(f"The deadline passed while tool '{tool.name}' ran")
-        raise ToolTimeout(f"Tool '{tool.name}' timed out after {tool.timeout:g} s")
-    result, interrupt = work.result()
-    if interrupt is not None:
-        raise interrupt
-    return result
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

@@ -12,7 +12,7 @@ import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakSet, ref
 
 from weakincentives.call import current_view, transaction_under_way
@@ -25,10 +25,10 @@ from weakincentives.errors import (
     SnapshotExpired,
     ViewClosed,
 )
+from weakincentives.events import Dispatcher, PromptRendered
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
-from weakincentives.runtime.events import Dispatcher, PromptRendered
 from weakincentives.slices import (
     EMPTY,
     Reducer,
@@ -38,9 +38,6 @@ from weakincentives.slices import (
     declared_policy,
     declared_reducers,
 )
-
-if TYPE_CHECKING:
-    from weakincentives.prompt.prompt import Prompt, RenderedPrompt
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -198,8 +195,9 @@ class _Wiring:
     policies: Mapping[type, SlicePolicy] = field(default_factory=dict[type, SlicePolicy])
     default_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
     """Found as events come by."""
-    prompt: Prompt[Any] | None = None
-    rendered: RenderedPrompt | None = None
+    # Not typed: prompts are above this layer, and put themselves here.
+    prompt: Any = None
+    rendered: Any = None
     lock: Any = field(default_factory=RLock)
     gate: Gate = field(default_factory=Gate)
     """Held by the call under way: calls on one session run one after the other."""
@@ -553,16 +551,16 @@ class Session(Participant):
         return tuple(current_view(child.session) for child in self.read_slice(_Child))
 
     @property
-    def prompt(self) -> Prompt[Any] | None:
+    def prompt(self) -> Any:
         """The prompt that was last rendered for this session."""
         return self._wiring.prompt
 
     @property
-    def rendered(self) -> RenderedPrompt | None:
+    def rendered(self) -> Any:
         """That prompt as it was rendered: its tools are those a call can name."""
         return self._wiring.rendered
 
-    def offer(self, prompt: Prompt[Any], rendered: RenderedPrompt) -> None:
+    def offer(self, prompt: Any, rendered: Any) -> None:
         """Note what was rendered for this session: calls find their tools there."""
         wiring = self._wiring
         last, was_it = wiring.rendered, wiring.prompt is prompt

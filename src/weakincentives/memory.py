@@ -26,9 +26,9 @@ from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import MergeConflict
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
-from weakincentives.runtime.rows import RowStore, fold, search_text
-from weakincentives.runtime.session import Session, Snapshot
+from weakincentives.rows import RowStore, fold, search_text
 from weakincentives.serde.exact import freeze, thaw
+from weakincentives.session import Session, Snapshot
 from weakincentives.slices import EMPTY, Slice
 
 if TYPE_CHECKING:
