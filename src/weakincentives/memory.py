@@ -1,7 +1,7 @@
-"""What an agent remembers, what its sessions may do, and who is told about it.
+"""Memory, permissions and the event bus.
 
-``MemoryManager``, ``Permissions`` and ``EventBus`` are ordinary resources: what a call does to them
-is committed with the call and gone when it fails.
+All three are ordinary resources: a call's changes to them are committed or rolled back with the
+call. Each keeps its state in a session of its own, whose views, conflicts and snapshots it uses.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ import json
 import math
 import os
 import re
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self, TypeAlias, TypeVar
-from weakref import ref
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+)
 
 from rpds import HashTrieMap
 
 from weakincentives.call import current_view
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.errors import MergeConflict
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
-from weakincentives.rows import RowStore, fold, search_text
+from weakincentives.rows import RowStore
 from weakincentives.serde.exact import freeze, thaw
 from weakincentives.session import Session, Snapshot
 from weakincentives.slices import EMPTY, Slice
@@ -45,126 +52,8 @@ _FEWEST_TO_SWEEP = 64
 _logger = get_logger(__name__)
 
 
-class _Entry(NamedTuple):
-    """What a key holds."""
-
-    text: str | None
-    """None says that a view has deleted what the file holds."""
-    expires: float = math.inf
-    """On the clock's ``monotonic``."""
-
-    def is_there(self, clock: Clock) -> bool:
-        """Whether it has neither been deleted nor expired."""
-        if self.expires == math.inf:
-            return self.text is not None
-        return self.expires > clock.monotonic()
-
-
-# Keys of rpds maps are strings: it takes the NotImplemented of an ``__eq__`` for an answer, and
-# panics.
-_Scope: TypeAlias = "HashTrieMap[str, _Entry]"
-_Maps: TypeAlias = "HashTrieMap[str, _Scope]"
-_NO_ENTRIES: _Scope = HashTrieMap()
-_NO_MAPS: _Maps = HashTrieMap()
-_DELETED = _Entry(None)
-_NO_FILE = nullcontext()
-
-
-def _entry(text: str | None) -> _Entry | None:
-    return None if text is None else _Entry(text)
-
-
-def _maps(values: Slice[Any]) -> _Maps:
-    """Return all entries, by scope and key: the one value of the slice that holds them."""
-    return values.latest() or _NO_MAPS
-
-
-class _SeenRows:
-    """A file as one call sees it: what the call has looked at stays as it was."""
-
-    def __init__(self, store: RowStore) -> None:
-        self._store = store
-        self._found: dict[str, str | None] = {}
-        self._revision: int | None = None
-        self._peeked_at: int | None = None
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> str | None:
-        """Return a row that the call depends on from now on."""
-        with self._lock:
-            if key not in self._found:
-                self._found[key] = self._store.get(key)
-            return self._found[key]
-
-    def peek(self, key: str) -> str | None:
-        """Return a row for a change that can be applied again to another one."""
-        with self._lock:
-            if self._peeked_at is None:
-                self._peeked_at = self._store.revision()
-            return self._found[key] if key in self._found else self._store.get(key)
-
-    def note_all(self) -> None:
-        """Depend on the whole file: what changes from now on is a conflict."""
-        with self._lock:
-            if self._revision is None:
-                self._revision = self._store.revision()
-
-    def keys(self, prefix: str) -> list[str]:
-        self.note_all()
-        return self._store.keys(prefix)
-
-    def search(self, words: tuple[str, ...]) -> list[str]:
-        self.note_all()
-        return self._store.search(words)
-
-    def check(self) -> bool:
-        """Raise MergeConflict if a row the call depends on has changed.
-
-        Returns whether others may have changed: what was peeked at must be looked up again.
-        """
-        now = self._store.revision()
-        changed = [
-            f"{_LONG_TERM}/{key}" for key, was in self._found.items() if self._store.get(key) != was
-        ]
-        if self._revision not in (None, now):
-            changed.append(_LONG_TERM)
-        if changed:
-            names = sorted(changed)
-            message = f"Changed by another call in the meantime: {', '.join(names)}"
-            raise MergeConflict(message, names)
-        return self._peeked_at not in (None, now)
-
-
-class _Written:
-    """A point in the writes to a file. Each points to the next, so only snapshots keep them."""
-
-    __slots__ = ("__weakref__", "next", "rows")
-
-    def __init__(self) -> None:
-        self.rows: dict[str, tuple[str | None, str | None]] = {}
-        """What stood in the rows that were written here, and what was written."""
-        self.next: _Written | None = None
-
-    def since(self) -> dict[str, tuple[str | None, set[str | None]]]:
-        """Return, by key, what the row was at this point and all that it was made since."""
-        found: dict[str, tuple[str | None, set[str | None]]] = {}
-        here: _Written | None = self
-        while here is not None:
-            for key, (before, after) in here.rows.items():
-                found.setdefault(key, (before, set()))[1].add(after)
-            here = here.next
-        return found
-
-
-class _Token(NamedTuple):
-    """A snapshot of something that is kept in a session of its own."""
-
-    session: Snapshot
-    written: _Written | None
-
-
 def _reading(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Run the operation on the view that the call under way works on, with its lock held."""
+    """Run the operation on the current call's view, with the view's lock held."""
 
     @functools.wraps(operation)
     def on_current_view(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -176,19 +65,16 @@ def _reading(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[
 
 
 def _writing(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Like ``_reading``, if the view may be changed.
+    """Like ``_reading``, but refuse if the view is closed or read-only.
 
-    The check and the change are under one lock: once ``seal`` has returned, nothing slips through.
+    The check holds the same lock as the change: after ``seal``, nothing can still be written.
     """
 
-    @functools.wraps(operation)
-    def on_current_view(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        view = current_view(self)
-        with view.lock:
-            view.check_writable(operation.__name__)
-            return operation(view, *args, **kwargs)
+    def checked(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.check_writable(operation.__name__)
+        return operation(self, *args, **kwargs)
 
-    return on_current_view
+    return _reading(functools.wraps(operation)(checked))
 
 
 class _InSession(Participant):
@@ -202,39 +88,28 @@ class _InSession(Participant):
 
     @property
     def lock(self) -> Any:
-        """Held while something is changed; re-entrant."""
+        """Held during every change; re-entrant."""
         return self._lock
 
     @_reading
     def snapshot(self) -> object:
-        """Return a token for the present state. It costs a small object, however much there is."""
+        """Return a token for the present state. It costs a small object, whatever the size."""
         return self.snapshot_here()
 
     @_writing
     def restore(self, token: object) -> None:
-        """Go back to the state the token stands for, which may be older or newer."""
+        """Go to a token's state, older or newer than the present one."""
         self.restore_here(token)
 
     def snapshot_here(self) -> object:
-        """Like ``snapshot``, of exactly this object, whichever call is under way."""
-        with self._lock:
-            return _Token(self._session.snapshot_here(), self._point())
+        return self._session.snapshot_here()
 
-    def _point(self) -> _Written | None:
-        """Return where in the writes to a file this is, if it writes to one."""
-        return None
-
-    def restore_here(self, token: object) -> None:
-        """Like ``restore``, of exactly this object, also when it is sealed or read-only."""
-        self._session.go_to(self._checked(token).session)
-
-    def _checked(self, token: object) -> _Token:
-        if not isinstance(token, _Token) or not self._session.shares_slices_with(token.session):
+    def restore_here(self, token: Any) -> None:
+        if not isinstance(token, Snapshot) or not self._session.took(token):
             raise ValueError(f"the token is not a snapshot of this {type(self).__name__}")
-        return token
+        self._session.go_to(token)
 
     def fork(self) -> Self:
-        """Return a private view: it starts as this is now, and neither sees the other's changes."""
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view.read_only = view._sealed = None
@@ -244,200 +119,99 @@ class _InSession(Participant):
         return view
 
     def check_conflicts(self, view: Self) -> None:
-        """Raise MergeConflict if something the view depends on has changed here since the fork."""
+        self._check_forked_here(view)
         with self._lock, view._lock:
-            self._session.check_conflicts(view._session, replay=self._must_replay(view))
+            self._session.check_conflicts(view._session)
 
     def merge(self, view: Self) -> None:
-        """Bring a view's changes in, all of them or none. A sealed view can be merged.
-
-        Raises:
-            MergeConflict: Something the view read or changed has changed here since the fork.
-        """
+        self._check_forked_here(view)
         with self._lock, view._lock:
-            replay = self._must_replay(view)
             if not self.is_writable and view._session.has_changes:
                 self.check_writable("merge")
-            self._session.settle(view._session, keep=True, replay=replay)
+            self._session.settle(view._session, keep=True)
 
-    def _must_replay(self, view: _InSession) -> bool:
-        """Whether a view's changes depend on something outside the session that has changed."""
+    def _check_forked_here(self, view: _InSession) -> None:
         if view._parent is not self:
             name = type(self).__name__
             raise ValueError(f"only a view that was forked from this {name} can be merged")
-        return False
+
+
+class _Entry(NamedTuple):
+    """The value of a key."""
+
+    text: str
+    expires: float = math.inf
+    """On the clock's ``monotonic``."""
+
+    def is_live(self, clock: Clock) -> bool:
+        return self.expires == math.inf or self.expires > clock.monotonic()
+
+
+# Keys of rpds maps are strings: a key whose ``__eq__`` returns NotImplemented makes rpds panic.
+_Scope: TypeAlias = "HashTrieMap[str, _Entry]"
+_Maps: TypeAlias = "HashTrieMap[str, _Scope]"
+_NO_ENTRIES: _Scope = HashTrieMap()
+_NO_MAPS: _Maps = HashTrieMap()
+
+
+def _maps(values: Slice[Any]) -> _Maps:
+    """Return all entries by scope and key: the only value of their slice."""
+    return values.latest() or _NO_MAPS
 
 
 class _Entries(_InSession):
-    """Entries by scope and key.
+    """Entries by scope and key."""
 
-    One scope may be in a file instead. A view then stages its changes to that scope in its
-    session, and the outermost merge writes them to the file in one step.
-    """
-
-    def __init__(self, *, clock: Clock = SYSTEM_CLOCK, store: RowStore | None = None) -> None:
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(clock)
         self._clock = clock
-        self._store = store
-        self._rows: RowStore | _SeenRows | None = store
-        self._written: Callable[[], _Written | None] = lambda: None
-        """The point that a snapshot was taken at last, if one is still there."""
-        self._sweep_at = _FEWEST_TO_SWEEP
-
-    def restore_here(self, token: object) -> None:
-        """Like ``restore``, of exactly this object, also when it is sealed or read-only.
-
-        Rows of a file that somebody else has changed since are left alone, and logged.
-        """
-        point = self._checked(token).written
-        with self._lock:
-            written = {} if point is None else point.since()
-            # The token of a view may hold staged changes.
-            with self._written_through(point is None or bool(written)):
-                super().restore_here(token)
-                if self._parent is None:
-                    self._put_back(written)
-                elif isinstance(self._rows, _SeenRows) and point is not None:
-                    self._rows.note_all()
-                    for key, (before, _) in written.items():
-                        self._set(_LONG_TERM, [key], _entry(before))
-
-    def _point(self) -> _Written | None:
-        if self._store is None or self._parent is not None:
-            return None
-        here = self._written() or _Written()
-        self._written = ref(here)
-        return here
-
-    def _put_back(self, written: Mapping[str, tuple[str | None, set[str | None]]]) -> None:
-        """Undo what was written to the file."""
-        if self._store is None or not written:
-            return
-        undone: dict[str, str | None] = {}
-        for key, (before, after) in written.items():
-            now = self._store.get(key)
-            if now in after:
-                undone[key] = before
-            elif now != before:
-                _logger.warning("left as it is, somebody else has changed it: %s", key)
-        self._put_rows(undone)
-
-    def fork(self) -> Self:
-        view = super().fork()
-        if self._parent is None and self._store is not None:
-            view._rows = _SeenRows(self._store)
-        return view
-
-    def merge(self, view: Any) -> None:
-        if self._parent is not None:
-            super().merge(view)
-            return
-        stages = self._store is not None and bool(view._own(_LONG_TERM))
-        with self._lock, self._written_through(stages):
-            super().merge(view)
-            self._sweep()
-
-    def _must_replay(self, view: _InSession) -> bool:
-        super()._must_replay(view)
-        rows = view._rows if isinstance(view, _Entries) else None
-        return self._parent is None and isinstance(rows, _SeenRows) and rows.check()
-
-    # One step of an operation each, on exactly this object.
 
     def _look(self, scope: str, key: str) -> _Entry | None:
-        """Return the entry at a key; a view depends on it from now on."""
+        """Return the entry at a key and add it to the read set."""
 
         def at_key(values: Slice[Any]) -> _Entry | None:
             return _maps(values).get(scope, _NO_ENTRIES).get(key)
 
         entry = self._session.select_here(_Entry, at_key, f"{scope}/{key}")
-        rows = self._rows_of(scope)
-        if entry is None and rows is not None:
-            return _entry(rows.get(key))
-        return entry if entry is not None and entry.is_there(self._clock) else None
+        return entry if entry is not None and entry.is_live(self._clock) else None
 
-    def _list(self, scope: str, prefix: str = "") -> list[str]:
-        """Return the keys of a scope, sorted; a view depends on the whole scope from now on."""
-        own, rows = self._look_at_all(scope), self._rows_of(scope)
-        keys = {k for k, e in own.items() if k.startswith(prefix) and e.is_there(self._clock)}
-        if rows is not None:
-            keys.update(key for key in rows.keys(prefix) if key not in own)
-        return sorted(keys)
-
-    def _look_at_all(self, scope: str) -> Mapping[str, _Entry]:
-        """Return what is not in the file; of the scope that is, what a view has staged."""
+    def _look_at_all(self, scope: str) -> _Scope:
+        """Return the entries of a scope, expired ones too, and add the scope to the read set."""
 
         def in_scope(values: Slice[Any]) -> _Scope:
             return _maps(values).get(scope, _NO_ENTRIES)
 
         return self._session.select_here(_Entry, in_scope, scope)
 
-    def _set(self, scope: str, keys: Iterable[str], entry: _Entry | None) -> None:
-        """Make keys hold an entry, whatever they hold; a view depends on what that was."""
-        keys = tuple(keys)
+    def _list(self, scope: str, prefix: str = "") -> list[str]:
+        """Return the keys of a scope, sorted."""
+        entries = self._look_at_all(scope).items()
+        return sorted(k for k, e in entries if k.startswith(prefix) and e.is_live(self._clock))
+
+    def _set(self, scope: str, keys: Collection[str], entry: _Entry | None) -> None:
+        """Set keys to an entry, or delete them. A view conflicts if one has changed meanwhile."""
         if self._parent is not None:
             for key in keys:
                 self._look(scope, key)
-        self._update(scope, keys, lambda _: entry, reads=False)
+        self._update(scope, keys, lambda _: entry)
 
     def _update(
         self,
         scope: str,
-        keys: Iterable[str],
+        keys: Collection[str],
         change: Callable[[_Entry | None], _Entry | None],
-        *,
-        reads: bool = True,
     ) -> None:
-        """Change entries by a function that a merge may apply once more, to other entries."""
-        rows = self._rows_of(scope)
+        """Change entries by a function, which a merge may apply again to newer entries."""
 
-        def updated(values: Slice[Any]) -> Slice[Any]:
-            maps = _maps(values)
+        def updated(maps: _Maps) -> _Maps:
             entries = maps.get(scope, _NO_ENTRIES)
             for key in keys:
                 before = entries.get(key)
-                if before is None and rows is not None and reads:
-                    before = _entry(rows.peek(key))
-                if before is not None and not before.is_there(self._clock):
-                    before = None
-                after = change(before)
-                if after is None and rows is None:
-                    entries = entries.discard(key)
-                else:
-                    entries = entries.insert(key, after or _DELETED)
-            return values.replace(maps.insert(scope, entries))
+                after = change(before if before and before.is_live(self._clock) else None)
+                entries = entries.discard(key) if after is None else entries.insert(key, after)
+            return maps.insert(scope, entries)
 
-        with self._written_through(rows is not None):
-            self._session.change_here(_Entry, updated)
-            if self._parent is None:
-                self._sweep()
-
-    def _rows_of(self, scope: str) -> RowStore | _SeenRows | None:
-        """Return where a scope is kept, if that is a file."""
-        return self._rows if scope == _LONG_TERM else None
-
-    def _own(self, scope: str) -> _Scope:
-        return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
-
-    def _written_through(self, needed: bool) -> AbstractContextManager[None]:
-        """Write what the block stages to the file, in one step with it; only views stage."""
-        if self._store is None or self._parent is not None or not needed:
-            return _NO_FILE
-        return self._file_transaction(self._store)
-
-    @contextmanager
-    def _file_transaction(self, store: RowStore) -> Generator[None]:
-        before = self._session.snapshot_here()
-        try:
-            with store.transaction():
-                yield
-                staged = self._own(_LONG_TERM)
-                if staged:
-                    self._put_rows({key: entry.text for key, entry in staged.items()})
-                    self._change_maps(lambda maps: maps.discard(_LONG_TERM))
-        except BaseException:  # the file and the slice change together
-            self._session.go_to(before)
-            raise
+        self._change_maps(updated)
 
     def _change_maps(self, change: Callable[[_Maps], _Maps]) -> None:
         def changed(values: Slice[Any]) -> Slice[Any]:
@@ -445,29 +219,51 @@ class _Entries(_InSession):
 
         self._session.change_here(_Entry, changed)
 
-    def _put_rows(self, rows: Mapping[str, str | None]) -> None:
-        """Write rows, and note for snapshots what stood there before."""
-        if self._store is None:
-            return
-        here = self._written()
-        if here is not None:
-            here.rows = {key: (self._store.get(key), text) for key, text in rows.items()}
-            here.next = _Written()
-            self._written = ref(here.next)
-        self._store.put(rows)
+    def _own(self, scope: str) -> _Scope:
+        """Return the entries of a scope without adding them to the read set."""
+        return _maps(self._session.slice_here(_Entry)).get(scope, _NO_ENTRIES)
 
-    def _sweep(self) -> None:
-        """Drop expired entries when there are twice as many entries as after the last time."""
-        entries = self._own(_SHORT_TERM)
-        if len(entries) >= self._sweep_at:
-            current = {k: entry for k, entry in entries.items() if entry.is_there(self._clock)}
-            self._sweep_at = max(_FEWEST_TO_SWEEP, 2 * len(current))
-            self._change_maps(lambda maps: maps.insert(_SHORT_TERM, HashTrieMap(current)))
+
+_Rows = Mapping[str, _Entry | None]
+"""Changed entries by key; None for a deleted one."""
+
+
+class _Foreign:
+    """A change that other processes made to the file, linked to the next one.
+
+    Links point forward, so a change is freed once no older token or view needs it.
+    """
+
+    def __init__(self) -> None:
+        self.rows: _Rows = {}
+        self.next: _Foreign | None = None
+
+    def until(self, end: _Foreign) -> dict[str, _Entry | None]:
+        """Return the changes from here to another point."""
+        found: dict[str, _Entry | None] = {}
+        here: _Foreign | None = self
+        while here is not None and here is not end:
+            found.update(here.rows)
+            here = here.next
+        return found
+
+
+class _Token(NamedTuple):
+    session: Snapshot
+    foreign: _Foreign
+
+
+def _changed(entries: _Scope, rows: _Rows) -> _Scope:
+    for key, entry in rows.items():
+        if entry is None:
+            entries = entries.discard(key)
+    set_to = {key: entry for key, entry in rows.items() if entry is not None}
+    return entries.update(set_to) if entries else HashTrieMap(set_to)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryMatch:
-    """Something that a search found."""
+    """An entry that a search found."""
 
     scope: str
     key: str
@@ -487,21 +283,20 @@ class MemoryManager(_Entries):
     scope         lives
     ============  ====================================================================
     working       until ``end_loop()``
-    short-term    until its time is up
-    long-term     for ever: in the file at ``path``, or else as long as the manager does
+    short-term    until it expires
+    long-term     forever in the file at ``path``; without one, as long as the manager
     ============  ====================================================================
 
-    A value is plain data, an enum or a dataclass, nested as one likes. It comes back exactly as it
-    was, and as a copy: changing what was read changes nothing here.
+    A value is plain data, an enum or a dataclass, nested in any way. Reading returns an equal copy:
+    changing it changes nothing here.
 
     Args:
-        path: An SQLite file for the long-term scope, made if missing. Several threads and
-            processes may share it.
-        short_term_ttl: Seconds after which a short-term entry is gone, unless its write says
+        path: An SQLite file for the long-term scope, created if missing. Several threads and
+            processes may share it. Its rows are also held in memory.
+        short_term_ttl: Seconds after which a short-term entry expires, unless its write says
             otherwise.
-        types: Dataclasses and enums that values are made of, where their module may not have been
+        types: Dataclasses and enums that values consist of, if their modules may not have been
             imported when they are read.
-        index: Whether the file keeps an index for ``search``, where SQLite can.
     """
 
     def __init__(
@@ -510,13 +305,19 @@ class MemoryManager(_Entries):
         *,
         short_term_ttl: float | timedelta = 3600.0,
         types: Iterable[type[Any]] = (),
-        index: bool = True,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        super().__init__(clock)
         self._ttl = _seconds("short_term_ttl", short_term_ttl)
         self._types = tuple(types)
-        store = None if path is None else RowStore(path, index=index)
-        super().__init__(clock=clock, store=store)
+        self._sweep_at = _FEWEST_TO_SWEEP
+        self._store = None if path is None else RowStore(path)
+        self._revision: int | None = None
+        """Of the file, when its rows were last read or written here."""
+        self._foreign = _Foreign()
+        self._touched: set[str] = set()
+        """The long-term keys that a view may have changed."""
+        self._refresh()
 
     # Reading
 
@@ -535,25 +336,32 @@ class MemoryManager(_Entries):
     def search(
         self, query: str, *, scope: str | None = None, limit: int | None = 20
     ) -> tuple[MemoryMatch, ...]:
-        """Return what holds every word of the query, in its key or in the text of its value.
+        """Return the entries that contain every word of the query, in the key or in the value.
 
-        A word is found inside longer ones, and in any case. Entries whose key holds all of the
-        words come first; then by key, and at one key working before short-term before long-term.
+        Words match inside longer ones, in any case. Entries whose key contains all words come
+        first; then by key, and at one key working before short-term before long-term.
         """
-        words = tuple(fold(query).split())
+        words = _folded(query).split()
         if not words:
-            raise ValueError("the query has no words: say what to look for")
+            raise ValueError("the query has no words")
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1, or None for all, got {limit}")
-        scopes = _SCOPES if scope is None else (_scope(scope),)
-        found = [(key, each) for each in scopes for key in self._holding(each, words)]
-        found.sort(key=lambda at: (not _holds(fold(at[0]), words), at[0], _SCOPES.index(at[1])))
-        entries = ((key, each, self._look(each, key)) for key, each in found[:limit])
-        return tuple(
-            MemoryMatch(each, key, self._value(entry))
-            for key, each, entry in entries
-            if entry is not None
-        )
+        scopes = _SCOPES if scope is None else [_scope(scope)]
+        found = [(key, each) for each in scopes for key in self._matching(each, words)]
+        found.sort(key=lambda at: (not _contains(_folded(at[0]), words), at[0]))
+        matches = ((each, key, self._own(each)[key]) for key, each in found[:limit])
+        return tuple(MemoryMatch(each, key, self._value(entry)) for each, key, entry in matches)
+
+    def _matching(self, scope: str, words: Sequence[str]) -> Iterator[str]:
+        """Yield the keys of the entries in a scope that contain every word, in any order."""
+        entries: Mapping[str, _Entry] = self._look_at_all(scope)
+        if scope == _LONG_TERM and self._store is not None:
+            rows = self._store.search(words)
+            yield from (key for key in rows if key in entries and key not in self._touched)
+            entries = {key: entries[key] for key in self._touched if key in entries}
+        for key, entry in entries.items():
+            if _contains(_search_text(key, entry.text), words) and entry.is_live(self._clock):
+                yield key
 
     # Writing
 
@@ -561,7 +369,7 @@ class MemoryManager(_Entries):
     def write(
         self, scope: str, key: str, value: Any, *, ttl: float | timedelta | None = None
     ) -> None:
-        """Make a key hold a value. ``ttl`` says for how many seconds, in the short-term scope."""
+        """Set a key to a value. ``ttl`` is in seconds, for the short-term scope only."""
         scope = _scope(scope)
         expires = self._expiry(scope, ttl)
         self._set(scope, [_key(key)], _Entry(_text(value), expires))
@@ -576,11 +384,11 @@ class MemoryManager(_Entries):
         default: Any = None,
         ttl: float | timedelta | None = None,
     ) -> None:
-        """Make a key hold what ``change`` returns for its value, or for ``default``.
+        """Set a key to what ``change`` returns for its value, or for ``default``.
 
-        Calls that run together may update one key, and no update is lost: when another was first,
-        ``change`` is applied once more, to what that one left. So it must be quick and do nothing
-        but return a value. An entry keeps the time at which it expires, unless ``ttl`` is given.
+        Concurrent calls may update the same key without losing an update: when another call
+        committed first, ``change`` is applied again to the newer value. So it must be quick and
+        pure. An entry keeps its expiry time unless ``ttl`` is given.
         """
         scope, key = _scope(scope), _key(key)
         expires = self._expiry(scope, ttl)
@@ -594,7 +402,7 @@ class MemoryManager(_Entries):
 
     @_writing
     def delete(self, scope: str, key: str) -> bool:
-        """Forget a key; returns whether there was anything."""
+        """Delete a key; returns whether it existed."""
         scope, key = _scope(scope), _key(key)
         if self._look(scope, key) is None:
             return False
@@ -603,24 +411,22 @@ class MemoryManager(_Entries):
 
     @_writing
     def clear(self, scope: str) -> None:
-        """Forget everything in a scope."""
+        """Delete every key of a scope."""
         scope = _scope(scope)
         self._set(scope, self._list(scope), None)
 
     @_writing
     def end_loop(self) -> None:
-        """Forget the working scope: the loop that it was for has ended."""
+        """Clear the working scope, at the end of the loop that it was for."""
         self.clear(_WORKING)
 
     def close(self) -> None:
-        """Let go of the file. What is in it stays."""
+        """Close the file."""
         if self._store is not None:
             self._store.close()
 
-    # Steps
-
     def _value(self, entry: _Entry) -> Any:
-        return thaw(json.loads(entry.text or "null"), types=self._types)
+        return thaw(json.loads(entry.text), types=self._types)
 
     def _expiry(self, scope: str, ttl: float | timedelta | None) -> float:
         if scope == _SHORT_TERM:
@@ -630,20 +436,125 @@ class MemoryManager(_Entries):
             raise ValueError(f"only short-term entries expire: leave ttl out for {scope!r}")
         return math.inf
 
-    def _holding(self, scope: str, words: tuple[str, ...]) -> Iterator[str]:
-        """Yield the keys of the entries in a scope that hold every word, in no order."""
-        own, rows = self._look_at_all(scope), self._rows_of(scope)
-        for key, entry in own.items():
-            if entry.is_there(self._clock) and _holds(
-                search_text(key, entry.text or "null"), words
-            ):
-                yield key
-        if rows is not None:
-            yield from (key for key in rows.search(words) if key not in own)
+    # The file. The manager mirrors it in its session; a view changes only its session.
+
+    def _refresh(self) -> None:
+        """Bring in what other processes have written."""
+        if self._store is None or self._parent is not None:
+            return
+        revision = self._store.revision()
+        if revision == self._revision:
+            return
+        before, rows = self._own(_LONG_TERM), self._store.load()
+        foreign: dict[str, _Entry | None] = {}
+        added = 0
+        for key, text in rows.items():
+            known = before.get(key)
+            added += known is None
+            if known is None or known.text != text:
+                foreign[key] = _Entry(text)
+        if len(before) + added > len(rows):
+            foreign.update((key, None) for key in before if key not in rows)
+        self._change_maps(lambda maps: maps.insert(_LONG_TERM, _changed(before, foreign)))
+        self._foreign.rows, self._foreign.next = foreign, _Foreign()
+        self._foreign, self._revision = self._foreign.next, revision
+
+    @contextmanager
+    def _writing_rows(self, keys: Collection[str] | None) -> Generator[None]:
+        """Write what the block does to long-term keys to the file; None stands for any key."""
+        if self._store is None or self._parent is not None:
+            self._touched.update(keys or ())
+            yield
+            return
+        before = self._session.snapshot_here()
+        try:
+            with nullcontext() if keys == set() else self._store.transaction():
+                self._refresh()
+                old = self._own(_LONG_TERM)
+                yield
+                new = self._own(_LONG_TERM)
+                keys = {*old, *new} if keys is None else keys
+                rows = {key: new.get(key) for key in keys if new.get(key) != old.get(key)}
+                if rows:
+                    self._revision = self._store.put(
+                        {k: e and (e.text, _search_text(k, e.text)) for k, e in rows.items()}
+                    )
+        except BaseException:  # the file and the session change together
+            self._session.go_to(before)
+            self._revision = None
+            raise
+
+    def _look(self, scope: str, key: str) -> _Entry | None:
+        if scope == _LONG_TERM:
+            self._refresh()
+        return super()._look(scope, key)
+
+    def _look_at_all(self, scope: str) -> _Scope:
+        if scope == _LONG_TERM:
+            self._refresh()
+        return super()._look_at_all(scope)
+
+    def _update(
+        self,
+        scope: str,
+        keys: Collection[str],
+        change: Callable[[_Entry | None], _Entry | None],
+    ) -> None:
+        if scope == _LONG_TERM:
+            with self._writing_rows(keys):
+                super()._update(scope, keys, change)
+        else:
+            super()._update(scope, keys, change)
+            self._sweep()
+
+    def fork(self) -> Self:
+        with self._lock:
+            self._refresh()
+            view = super().fork()
+        view._touched = {*self._touched}
+        return view
+
+    def check_conflicts(self, view: Any) -> None:
+        with self._lock:
+            self._refresh()
+            super().check_conflicts(view)
+
+    def merge(self, view: Any) -> None:
+        with self._lock, self._writing_rows(view._touched):
+            super().merge(view)
+            self._sweep()
+
+    def snapshot_here(self) -> object:
+        with self._lock:
+            return _Token(self._session.snapshot_here(), self._foreign)
+
+    def restore_here(self, token: Any) -> None:
+        """Go to a token's state, but keep what other processes have written to the file since."""
+        snapshot, point = token if isinstance(token, _Token) else (None, self._foreign)
+        with self._lock, self._writing_rows(None):
+            if self._parent is None or self._session.has_savepoint(snapshot):
+                super().restore_here(snapshot)
+            else:  # the view now depends on, and may change, any row
+                self._touched.update(self._look_at_all(_LONG_TERM))
+                super().restore_here(snapshot)
+                self._touched.update(self._own(_LONG_TERM))
+            foreign = point.until(self._foreign)
+            if foreign:
+                _logger.warning("kept what another process has written: %s", ", ".join(foreign))
+                restored = _changed(self._own(_LONG_TERM), foreign)
+                self._change_maps(lambda maps: maps.insert(_LONG_TERM, restored))
+
+    def _sweep(self) -> None:
+        """Drop expired entries once the number of entries has doubled."""
+        entries = self._own(_SHORT_TERM)
+        if self._parent is None and len(entries) >= self._sweep_at:
+            live = {key: entry for key, entry in entries.items() if entry.is_live(self._clock)}
+            self._sweep_at = max(_FEWEST_TO_SWEEP, 2 * len(live))
+            self._change_maps(lambda maps: maps.insert(_SHORT_TERM, HashTrieMap(live)))
 
 
 def _scope(scope: str) -> str:
-    found = scope.replace("_", "-") if isinstance(scope, str) else scope  # pyright: ignore[reportUnnecessaryIsInstance]  # may come from a model
+    found = str(scope).replace("_", "-")
     if found not in _SCOPES:
         raise ValueError(f"unknown memory scope {scope!r}: use {', '.join(map(repr, _SCOPES))}")
     return found
@@ -651,7 +562,7 @@ def _scope(scope: str) -> str:
 
 def _key(key: str) -> str:
     if not isinstance(key, str) or not key:  # pyright: ignore[reportUnnecessaryIsInstance]  # may come from a model
-        raise ValueError(f"a memory key is a string that is not empty, got {key!r}")
+        raise ValueError(f"a memory key is a non-empty string, got {key!r}")
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -670,15 +581,44 @@ def _seconds(name: str, value: float | timedelta) -> float:
     return seconds
 
 
-def _holds(text: str, words: tuple[str, ...]) -> bool:
+def _contains(text: str, words: Iterable[str]) -> bool:
     return all(word in text for word in words)
+
+
+def _search_text(key: str, text: str) -> str:
+    """Return the key and all text of a value, folded."""
+    return _folded("\n".join([key, *_texts(json.loads(text))]))
+
+
+def _folded(text: str) -> str:
+    """Return text in the form that is compared: without case."""
+    plain = text.casefold().replace("\0", "\ufffd")
+    return plain.encode("utf-8", "replace").decode()  # SQLite takes no lone surrogates
+
+
+def _texts(data: object) -> Iterator[str]:
+    """Yield the texts, numbers and names in frozen data."""
+    if isinstance(data, list):
+        for item in cast("list[object]", data):
+            yield from _texts(item)
+    elif isinstance(data, dict):
+        fields = cast("dict[str, object]", data)
+        tagged = "$" in fields
+        for name, item in fields.items():
+            if not (tagged and name in ("$", "type", "base64")):
+                if not tagged:
+                    yield name
+                yield from _texts(item)
+    elif isinstance(data, (str, int, float)):
+        yield str(data)
 
 
 class Permissions(_Entries):
     """What each session may do.
 
-    A permission is a name like ``file:write``. ``file:*`` covers all that begin with ``file:``, and
-    ``*`` covers everything. What is granted to the session ``"*"`` every session has.
+    A permission is a name like ``file:write``. ``file:*`` covers every name that begins with
+    ``file:``, and ``*`` covers all. A permission granted to the session ``"*"`` holds for every
+    session.
 
     >>> permissions = Permissions()
     >>> permissions.grant("file:*", session="s1")
@@ -688,14 +628,14 @@ class Permissions(_Entries):
 
     @_writing
     def grant(self, permission: str, *, session: Session | str) -> None:
-        """Let a session do what the permission covers."""
+        """Give a permission to a session."""
         self._set(_session_id(session), [_permission(permission)], _Entry(""))
 
     @_writing
     def revoke(self, permission: str, *, session: Session | str) -> bool:
-        """Take back a permission and every narrower one; returns whether there was any.
+        """Revoke a permission and every narrower one; returns whether there was any.
 
-        A broader one stays, and so does what it covers: see ``granted``.
+        A broader one stays: see ``granted``.
         """
         owner, permission = _session_id(session), _permission(permission)
         revoked = [p for p in self._list(owner) if permission in (p, *_covering(p))]
@@ -704,7 +644,7 @@ class Permissions(_Entries):
 
     @_reading
     def has(self, session: Session | str, permission: str) -> bool:
-        """Tell whether a session may do what the permission names."""
+        """Return whether a session has a permission."""
         owner, permission = _session_id(session), _permission(permission)
         wanted = (permission, *_covering(permission))
         return any(
@@ -713,7 +653,7 @@ class Permissions(_Entries):
 
     @_reading
     def granted(self, session: Session | str) -> tuple[str, ...]:
-        """Return what was granted to a session, and to all sessions, sorted."""
+        """Return the permissions of a session, including those of every session, sorted."""
         owner = _session_id(session)
         return tuple(sorted({*self._list(owner), *self._list(_EVERYONE)}))
 
@@ -725,7 +665,7 @@ _PERMISSION = re.compile(r"\*|[^:*]+(:[^:*]+)*(:\*)?")
 def _session_id(session: Session | str) -> str:
     found = session if isinstance(session, str) else session.session_id
     if not found:
-        raise ValueError("a session, or the id of one, is needed; '*' stands for every session")
+        raise ValueError("expected a session or its id, or '*' for every session")
     return found
 
 
@@ -744,26 +684,24 @@ def _covering(permission: str) -> tuple[str, ...]:
     return tuple(":".join([*parts[:n], "*"]) for n in range(len(parts) - 1, -1, -1))
 
 
+@dataclass(slots=True, eq=False)
 class _Emitted:
-    """Something to tell; told once."""
+    """An event that is published once."""
 
-    __slots__ = ("event", "payload", "told")
-
-    def __init__(self, event: str, payload: object) -> None:
-        self.event = event
-        self.payload = payload
-        self.told = False
+    event: str
+    payload: object
+    published: bool = False
 
 
 Subscriber: TypeAlias = Callable[[str, Any], object]
 
 
 class EventBus(_InSession):
-    """Tells subscribers what happened, by name.
+    """Publishes events by name.
 
-    Outside a call it tells at once. What a call emits leaves when the call has been committed; a
-    call that was rolled back emits nothing. ``api:*`` subscribes to all names that begin with
-    ``api:``, and ``*`` to all.
+    Outside a call, events are published at once. Events of a call are published when the call
+    commits; a call that is rolled back publishes none. ``api:*`` subscribes to all names that begin
+    with ``api:``, and ``*`` to all.
 
     >>> bus = EventBus()
     >>> unsubscribe = bus.subscribe("file:*", lambda event, payload: print(event, payload))
@@ -777,9 +715,9 @@ class EventBus(_InSession):
         self._subscriptions: dict[object, tuple[str, Subscriber]] = {}
 
     def subscribe(self, pattern: str, callback: Subscriber) -> Callable[[], None]:
-        """Call ``callback(event, payload)`` for events that match; returns how to stop.
+        """Call ``callback(event, payload)`` for matching events; returns how to unsubscribe.
 
-        One that raises is logged, and does not keep others from hearing of the event.
+        A callback that raises is logged; the others are still called.
         """
         if inspect.iscoroutinefunction(callback):
             raise TypeError("a subscriber must not be async: nobody would await it")
@@ -792,33 +730,30 @@ class EventBus(_InSession):
         return stop
 
     def emit(self, event: str, payload: object = None) -> None:
-        """Tell all who subscribed; in a call, once it has been committed."""
+        """Publish an event; in a call, once the call has committed."""
         if not isinstance(event, str) or "*" in event or not event:  # pyright: ignore[reportUnnecessaryIsInstance]  # may come from a model
             raise ValueError(f"an event has a name like 'file:changed', got {event!r}")
         bus, emitted = current_view(self), _Emitted(event, payload)
-        with bus._lock:  # once `seal` has returned, nothing slips through
+        with bus._lock:  # after ``seal``, nothing can still be emitted
             bus.check_open(f"to emit {event}")
             if bus._parent is not None:
                 bus._session.change_here(_Emitted, lambda waiting: waiting.append(emitted))
                 return
-        bus._tell(emitted)
+        bus._publish(emitted)
 
     def after_commit(self) -> None:
-        """Tell what calls have emitted and committed, in that order.
-
-        For the runtime, once a call is over. A view tells nobody: its call may still fail.
-        """
+        """Publish what committed calls have emitted, in order. Views wait for their base."""
         if self._parent is not None:
             return
         with self._lock:
-            due = [each for each in self._session.slice_here(_Emitted) if not each.told]
+            due = [each for each in self._session.slice_here(_Emitted) if not each.published]
             self._session.change_here(_Emitted, lambda _: EMPTY)
             for each in due:
-                each.told = True  # a restore may bring it back to those that wait
+                each.published = True  # a restore may bring it back into the slice
         for each in due:
-            self._tell(each)
+            self._publish(each)
 
-    def _tell(self, emitted: _Emitted) -> None:
+    def _publish(self, emitted: _Emitted) -> None:
         patterns = {emitted.event, *_covering(emitted.event)}
         for pattern, callback in tuple(self._subscriptions.values()):
             if pattern in patterns:

@@ -815,9 +815,17 @@ class Session(Participant):
                     restorable = self._restorable_after(origin.serial, origin.serial)
             self._root, self._restorable = root, restorable
 
-    def shares_slices_with(self, snapshot: Snapshot) -> bool:
+    def took(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot is of this session, or of a view of it."""
         return snapshot.origin is not None and snapshot.origin.wiring is self._wiring
+
+    def has_savepoint(self, snapshot: object) -> bool:
+        """Whether a snapshot was taken in exactly this session or view, and is still valid."""
+        return (
+            isinstance(snapshot, Snapshot)
+            and snapshot.origin is not None
+            and self._took(snapshot, snapshot.origin)
+        )
 
     def go_to(self, snapshot: Snapshot) -> None:
         """Like ``restore_here``, also to a snapshot that is newer than one that was restored."""

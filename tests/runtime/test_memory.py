@@ -233,10 +233,9 @@ def test_expired_entries_take_no_room():
 # Searching
 
 
-@pytest.fixture(params=["memory", "indexed", "plain"])
+@pytest.fixture(params=["memory", "file"])
 def searched(request, tmp_path):
-    path = None if request.param == "memory" else tmp_path / "memory.db"
-    made = MemoryManager(path, index=request.param == "indexed")
+    made = MemoryManager(None if request.param == "memory" else tmp_path / "memory.db")
     made.write("long-term", "trip.paris", {"hotel": "Grand Hôtel", "nights": 3})
     made.write("long-term", "trip.rome", ["The Pantheon", Page("https://a.example/PARIS")])
     made.write("working", "paris", "now")
@@ -287,17 +286,17 @@ def test_a_search_follows_changes_also_those_a_view_has_staged(searched):
     assert [key for _, key in found(searched, "paris", scope="long-term")] == ["new"]
 
 
-def test_an_index_is_brought_up_to_date_after_a_writer_without_one(tmp_path):
+def test_a_search_finds_what_another_process_has_written(tmp_path):
     path = tmp_path / "memory.db"
-    indexed, plain = MemoryManager(path), MemoryManager(path, index=False)
-    indexed.write("long-term", "one", "needle")
-    plain.write("long-term", "two", "needle")
-    plain.delete("long-term", "one")
-    indexed.write("long-term", "three", "needle")
+    ours, theirs = MemoryManager(path), MemoryManager(path)
+    ours.write("long-term", "one", "needle")
+    theirs.write("long-term", "two", "needle")
+    theirs.delete("long-term", "one")
+    ours.write("long-term", "three", "needle")
 
-    assert [key for _, key in found(indexed, "needle")] == ["three", "two"]
-    indexed.close()
-    plain.close()
+    assert [key for _, key in found(ours, "needle")] == ["three", "two"]
+    ours.close()
+    theirs.close()
 
 
 # Views
@@ -495,7 +494,7 @@ def test_a_restore_leaves_what_somebody_else_wrote(tmp_path, caplog):
     one.restore(token)
 
     assert contents(one) == {("long-term", "shared"): 2}
-    assert "somebody else has changed it: shared" in caplog.text
+    assert "kept what another process has written: shared" in caplog.text
     one.close()
     two.close()
 
