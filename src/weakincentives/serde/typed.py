@@ -79,7 +79,7 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
     from weakincentives.serde import problems
 
     adapter = adapter_for(target, extra)
-    core = problems.labelled(cast("problems.Node", adapter.core_schema))
+    core = problems.prepared(cast("problems.Node", adapter.core_schema))
     name = _name(target)
     validate = SchemaValidator(cast("Any", core), cast("Any", _core_config(extra))).validate_json
     write = partial(to_json, bytes_mode="base64", inf_nan_mode="constants", fallback=_plain)
