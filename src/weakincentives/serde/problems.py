@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ _FORMATS = {
     "time_delta": "an ISO 8601 duration",
     "uuid": "a UUID",
 }
-_UNKNOWN = {"unexpected_keyword_argument", "extra_forbidden"}
 
 
 # Before the validator is built
@@ -72,6 +71,8 @@ def prepared(node: Node) -> Node:
             copy[key] = _each(child)
         elif key == "schema" or (key.endswith("_schema") and key != "keys_schema"):
             copy[key] = prepared(child)
+    if node["type"] == "dataclass":
+        copy["schema"] = _ignoring_computed(node["cls"], copy["schema"])
     if node["type"] == "union":
         copy["choices"] = [
             (choice, f"{_BRANCH}{index}:{_class_name(choice)}")
@@ -87,6 +88,25 @@ def _each(children: Any) -> Any:
         return {name: prepared(child) for name, child in cast("dict[str, Node]", children).items()}
     # The fields of a dataclass schema are only names; those of its arguments are nodes.
     return [prepared(cast("Node", c)) if isinstance(c, dict) else c for c in children]
+
+
+def _ignoring_computed(cls: type[Any], arguments: Node) -> Node:
+    """Accept values for fields with ``init=False``, which ``dump`` writes too, and drop them."""
+    computed = _computed(cls)
+    if not computed or any(field.get("init_only") for field in arguments["fields"]):
+        return arguments
+    anything = {"type": "default", "schema": {"type": "any"}, "default": None}
+    dropped = [
+        {"type": "dataclass-field", "name": name, "schema": anything, "init_only": True}
+        for name in computed
+    ]
+    fields = [*arguments["fields"], *dropped]
+    return {**arguments, "fields": fields, "collect_init_only": False}
+
+
+def _computed(cls: Any) -> list[str]:
+    fields = getattr(cls, "__dataclass_fields__", {})
+    return [name for name, field in fields.items() if not field.init]
 
 
 def _class_name(node: Node) -> str:
@@ -238,8 +258,9 @@ def _sentence(core: Node, error: _Error) -> str:
 
 
 def _unknown(core: Node, loc: Path) -> str:
-    fields = _fields(_object_at(core, loc))
-    names = [name for name, field in fields.items() if field.get("init", True)]
+    node = _object_at(core, loc)
+    computed = _computed(node.get("cls"))
+    names = [name for name in _fields(node) if name not in computed]
     if not names:
         return "Unknown field; no fields are expected"
     near = difflib.get_close_matches(str(loc[-1]), names, 1)
@@ -326,29 +347,3 @@ def _fields(node: Node) -> dict[str, Node]:
     if node["type"] == "dataclass":
         fields = {field["name"]: field for field in node["schema"]["fields"]}
     return fields
-
-
-def computed_keys(core: Node, failure: ValidationError) -> list[Path]:
-    """Return the paths of values for fields with ``init=False``, which ``dump`` writes too."""
-    found: list[Path] = []
-    for error in failure.errors(include_url=False, include_context=False):
-        if error["type"] in _UNKNOWN:
-            # Not from the schema, which leaves such a field out when it has no default.
-            cls = _object_at(core, error["loc"]).get("cls")
-            field = getattr(cls, "__dataclass_fields__", {}).get(error["loc"][-1])
-            if field is not None and not field.init:
-                found.append(_without_branches(error["loc"]))
-    return found
-
-
-def without(text: str | bytes | bytearray, paths: Iterable[Path]) -> Any:
-    """Return the data of a JSON text without the values at ``paths``."""
-    from pydantic_core import from_json
-
-    data = from_json(text)
-    for path in paths:
-        parent = data
-        for segment in path[:-1]:
-            parent = parent[segment]
-        parent.pop(path[-1], None)
-    return data
