@@ -687,8 +687,8 @@ def test_whatever_changes_a_protected_path_is_undone_as_a_whole(
     assert denied.failure is not None
     assert denied.failure.code == "POLICY_DENIED"
     assert denied.message == (
-        f"'do_anything' changed what is protected: {named}. All that it did is undone. Leave these "
-        "as they are"
+        f"'do_anything' changed protected paths: {named}. The whole call is undone. Leave these "
+        "paths as they are"
     )
     record = agent.session[ToolInvoked].latest()
     assert record is not None

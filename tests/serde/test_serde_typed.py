@@ -414,8 +414,8 @@ def test_an_annotation_that_cannot_be_resolved_is_named(target: Any):
 
 
 @pytest.mark.parametrize("target", [Unsupported, Outer, list[Outer]])
-def test_a_field_of_an_unsupported_type_is_named(target: Any):
-    with pytest.raises(TypeError, match="Unsupported, field things: Opaque has no JSON form"):
+def test_an_unsupported_type_is_named(target: Any):
+    with pytest.raises(TypeError, match="Opaque.* has no JSON form"):
         parse(target, {})
 
 
@@ -509,7 +509,7 @@ def test_schema_of_generic_and_generated_types():
 
 
 def test_schema_refuses_what_cannot_be_described():
-    with pytest.raises(TypeError, match="Unsupported, field things"):
+    with pytest.raises(TypeError, match="Opaque.* has no JSON form"):
         schema(Unsupported)
 
 

@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import uuid
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from weakincentives.errors import (
     ToolDefinitionError,
 )
 from weakincentives.logs import get_logger
-from weakincentives.prompt.prompt import Prompt, PromptTemplate
+from weakincentives.prompt.prompt import Prompt, PromptTemplate, walk
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.signatures import UNKNOWN
 from weakincentives.prompt.tool import Tool, ToolExample, described_parameters
@@ -77,6 +77,13 @@ class ExamplesOverride:
     replaces: str
     examples: tuple[ExampleData, ...]
 
+    @property
+    def text(self) -> str:
+        return json.dumps(dump(self.examples), ensure_ascii=False)
+
+
+AnyOverride = TextOverride | ExamplesOverride
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOverride:
@@ -118,239 +125,161 @@ class PromptOverrides:
     """``skip`` logs a stale override and leaves the original."""
 
     def apply(self, template: PromptTemplate[OutT]) -> PromptTemplate[OutT]:
-        """Return the template with the texts replaced, or raise with everything that is wrong."""
+        """Return the template with the texts replaced, or raise with every problem."""
+        label = f"overrides {self.tag!r} of prompt {self.ns}/{self.key}"
         if (self.ns, self.key) != (template.ns, template.key):
-            raise PromptOverrideError(
-                f"overrides {self.tag!r} are for prompt {self.ns}/{self.key}, "
-                f"not for {template.ns}/{template.key}"
-            )
-        run = _Application(self)
-        known = [path for path, _ in _sections(template)]
-        run.expect("section", self.sections, known, "the prompt")
-        changed = template.with_sections(run.section)
-        run.finish()
+            raise PromptOverrideError(f"{label} are not for {template.ns}/{template.key}")
+        editor = _Editor(self, describe(template))
+        changed = template.with_sections(editor.section)
+        if self.on_stale == "skip":
+            for stale in editor.stale:
+                _log.warning("%s, skipped: %s", label, stale)
+            editor.stale.clear()
+        if editor.problems:
+            problems = [*editor.problems, *editor.stale]
+            raise PromptOverrideError(f"{label} cannot be applied", problems)
+        if editor.stale:
+            raise StaleOverride(f"{label} are stale", editor.stale)
         return changed
 
 
-# What there is to override
+# The current texts
 
 
 def describe(prompt: Prompt[Any] | PromptTemplate[Any]) -> PromptDescriptor:
     """Return every text that can be overridden, as it is without any override."""
     template = prompt.template if isinstance(prompt, Prompt) else prompt
     template = template.original or template
-    found = {path: _describe_section(section) for path, section in _sections(template)}
-    nothing = SectionOverride()
-    return PromptDescriptor(
-        ns=template.ns,
-        key=template.key,
-        sections={path: each for path, each in found.items() if each != nothing},
-    )
-
-
-def _sections(template: PromptTemplate[Any]) -> list[tuple[str, Section[Any]]]:
-    found: list[tuple[str, Section[Any]]] = []
-
-    def note(path: str, section: Section[Any]) -> Section[Any]:
-        found.append((path, section))
-        return section
-
-    template.with_sections(note)
-    return found
+    described = {node.path: _describe_section(node.section) for node in walk(template.nodes)}
+    sections = {path: each for path, each in described.items() if each != SectionOverride()}
+    return PromptDescriptor(ns=template.ns, key=template.key, sections=sections)
 
 
 def _describe_section(section: Section[Any]) -> SectionOverride:
     text = None
     if isinstance(section, MarkdownSection) and section.accepts_overrides:
         text = TextOverride.of(section.template, section.template)
-    accepting = (tool for tool in section.tools if tool.accepts_overrides)
-    return SectionOverride(text=text, tools={tool.name: _describe_tool(tool) for tool in accepting})
+    tools = {tool.name: _describe_tool(tool) for tool in section.tools if tool.accepts_overrides}
+    return SectionOverride(text=text, tools=tools)
 
 
 def _describe_tool(tool: Tool[Any, Any]) -> ToolOverride:
-    examples = _examples_of(tool)
+    definition = tool.definition()
+    parameters = described_parameters(definition["parameters"])
+    texts = {name: str(each.get("description", "")) for name, each in parameters.items()}
+    examples = tuple(ExampleData(**each) for each in definition.get("examples", ()))
     return ToolOverride(
         description=TextOverride.of(tool.description, tool.description),
-        parameters={
-            name: TextOverride.of(text, text) for name, text in _parameter_texts(tool).items()
-        },
+        parameters={name: TextOverride.of(text, text) for name, text in texts.items()},
         examples=ExamplesOverride(replaces=_hash(dump(examples)), examples=examples),
     )
 
 
-def _parameter_texts(tool: Tool[Any, Any]) -> dict[str, str]:
-    parameters = described_parameters(tool.parameters)
-    return {name: str(each.get("description", "")) for name, each in parameters.items()}
-
-
-def _examples_of(tool: Tool[Any, Any]) -> tuple[ExampleData, ...]:
-    return tuple(ExampleData(**each) for each in tool.definition().get("examples", ()))
-
-
 def _hash(value: object) -> str:
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
+class _Editor:
+    """Applies overrides to the sections of a template, and collects the problems."""
 
-
-# How it is applied
-
-
-class _Application:
-    """One run of overrides over a template; collects what is wrong on the way."""
-
-    def __init__(self, overrides: PromptOverrides) -> None:
-        self.overrides = overrides
+    def __init__(self, overrides: PromptOverrides, now: PromptDescriptor) -> None:
+        self.overrides = overrides.sections
+        self.now = now.sections
         self.problems: list[str] = []
         self.stale: list[str] = []
+        self._check_names("section", self.overrides, self.now, "the prompt")
 
     def section(self, path: str, section: Section[Any]) -> Section[Any]:
-        override = self.overrides.sections.get(path)
-        if override is None:
+        override, now = self.overrides.get(path), self.now.get(path)
+        if override is None or now is None:
             return section
         where = f"section {path!r}"
-        if override.text is not None:
-            section = self._text(where, section, override.text)
-        self.expect("tool", override.tools, [tool.name for tool in section.tools], where)
-        tools = tuple(
-            self._tool(path, tool, override.tools.get(tool.name)) for tool in section.tools
-        )
-        if any(new is not old for new, old in zip(tools, section.tools, strict=True)):
-            section = copy.copy(section)
-            section.tools = tools
-        return section
-
-    def _text(self, where: str, section: Section[Any], text: TextOverride) -> Section[Any]:
-        if not isinstance(section, MarkdownSection):
-            self.problems.append(
-                f"{where}: its text cannot be overridden: {type(section).__name__} makes it itself"
-            )
-            return section
-        if not section.accepts_overrides:
-            self.problems.append(f"{where}: its text cannot be overridden: accepts_overrides=False")
-        elif self._replaces(f"{where}: its text", text, section.template):
+        changed = copy.copy(section)
+        if override.text is not None and now.text is None:
+            self.problems.append(f"{where}: its text cannot be overridden")
+        elif isinstance(changed, MarkdownSection) and (
+            text := self._edited(f"{where}: its text", override.text, now.text)
+        ):
             try:
-                return section.with_template(text.text)
+                changed = changed.with_template(text.text)
             except PromptValidationError as error:
                 self.problems.append(f"{where}: {error}")
-        return section
+        self._check_names("tool", override.tools, now.tools, where)
+        changed.tools = tuple(
+            self._tool(where, tool, override.tools.get(tool.name), now.tools.get(tool.name))
+            for tool in section.tools
+        )
+        return changed
 
     def _tool(
-        self, path: str, tool: Tool[Any, Any], override: ToolOverride | None
+        self,
+        where: str,
+        tool: Tool[Any, Any],
+        override: ToolOverride | None,
+        now: ToolOverride | None,
     ) -> Tool[Any, Any]:
-        if override is None or override == ToolOverride():
+        if override is None or now is None:
             return tool
-        where = f"tool {tool.name!r} of section {path!r}"
-        if not tool.accepts_overrides:
-            self.problems.append(f"{where} cannot be overridden: accepts_overrides=False")
-            return tool
+        where = f"tool {tool.name!r} of {where}"
         changes: dict[str, Any] = {}
-        text = override.description
-        if text is not None and self._replaces(f"{where}: its description", text, tool.description):
+        if text := self._edited(f"{where}: its description", override.description, now.description):
             changes["description"] = text.text
-        texts = self._parameters(where, tool, override)
-        if texts:
-            changes["parameter_descriptions"] = {**tool.parameter_descriptions, **texts}
-        if override.examples is not None:
-            changes.update(self._examples(where, tool, override.examples))
+        self._check_names("parameter", override.parameters, now.parameters, where)
+        texts = {
+            name: self._edited(f"{where}: the description of {name!r}", text, now.parameters[name])
+            for name, text in override.parameters.items()
+            if name in now.parameters
+        }
+        edited = {name: text.text for name, text in texts.items() if text}
+        if edited:
+            changes["parameter_descriptions"] = {**tool.parameter_descriptions, **edited}
+        if examples := self._edited(f"{where}: its examples", override.examples, now.examples):
+            changes["examples"] = self._examples(where, tool, examples)
         try:
             return tool.replace(**changes) if changes else tool
         except ToolDefinitionError as error:
             self.problems.append(f"{where}: {error}")
             return tool
 
-    def _parameters(
-        self, where: str, tool: Tool[Any, Any], override: ToolOverride
-    ) -> dict[str, str]:
-        current = _parameter_texts(tool)
-        self.expect("parameter", override.parameters, list(current), where)
-        return {
-            name: text.text
-            for name, text in override.parameters.items()
-            if name in current
-            and self._replaces(f"{where}: the description of {name!r}", text, current[name])
-        }
-
     def _examples(
         self, where: str, tool: Tool[Any, Any], override: ExamplesOverride
-    ) -> dict[str, Any]:
-        current = _examples_of(tool)
-        if not self._is_fresh(f"{where}: its examples", override.replaces, dump(current)):
-            return {}
-        if _canonical(dump(override.examples)) == _canonical(dump(current)):
-            return {}
+    ) -> list[ToolExample[Any, Any]]:
+        result_type = Any if tool.result_type is UNKNOWN else tool.result_type
         made: list[ToolExample[Any, Any]] = []
         for number, data in enumerate(override.examples, start=1):
             try:
-                made.append(_example(tool, data, current))
+                given = tool.parse(json.dumps(data.input))
+                output = parse(result_type, json.dumps(data.output))
+                made.append(ToolExample(data.description, given, output))
             except (InvalidArguments, ParseError, ToolDefinitionError, TypeError) as error:
                 self.problems.append(f"{where}: example {number}: {error}")
-        return {"examples": made}
+        return made
 
-    def _replaces(self, what: str, override: TextOverride, current: str) -> bool:
-        """Whether the override is in order and says something else than there is."""
-        return self._is_fresh(what, override.replaces, current) and override.text != current
-
-    def _is_fresh(self, what: str, replaces: str, current: object) -> bool:
-        now = _hash(current)
-        if replaces == now:
-            return True
+    def _edited(self, what: str, override: AnyOverride | None, now: AnyOverride | None) -> Any:
+        """Return the override if it is not stale and differs from the current value."""
+        if override is None or now is None or override == now:
+            return None
+        if override.replaces == now.replaces:
+            return override
         self.stale.append(
-            f"{what} has changed: the override replaces {replaces}, and now there is {now}, "
-            f"{_shortened(current)}; look at both, then write "
-            f'"replaces": "{now}" to keep the override, or delete it'
+            f"{what} has changed: the override replaces {override.replaces}, the current hash is "
+            f"{now.replaces}, of {reprlib.repr(now.text)}; compare both, then write "
+            f'"replaces": "{now.replaces}" to keep the override, or delete it'
         )
-        return False
+        return None
 
-    def expect(self, kind: str, given: Mapping[str, object], known: list[str], where: str) -> None:
-        """Note every name that is overridden and that there is not."""
+    def _check_names(
+        self, kind: str, given: Mapping[str, object], known: Mapping[str, object], where: str
+    ) -> None:
         for name in given:
             if name not in known:
                 there = ", ".join(known) or "none"
-                self.problems.append(f"{where} has no {kind} {name!r}; {kind}s there: {there}")
-
-    def finish(self) -> None:
-        mine = self.overrides
-        label = f"overrides {mine.tag!r} of prompt {mine.ns}/{mine.key}"
-        if mine.on_stale == "skip":
-            for stale in self.stale:
-                _log.warning("%s, skipped: %s", label, stale)
-            self.stale = []
-        if self.problems:
-            raise PromptOverrideError(f"{label} cannot be applied", [*self.problems, *self.stale])
-        if self.stale:
-            raise StaleOverride(f"{label} are stale", self.stale)
+                self.problems.append(
+                    f"{where} has no {kind} {name!r} that can be overridden; {kind}s: {there}"
+                )
 
 
-def _example(
-    tool: Tool[Any, Any], data: ExampleData, current: tuple[ExampleData, ...]
-) -> ToolExample[Any, Any]:
-    """Return the example with values of the tool's types.
-
-    A value that an example of the tool has already is taken from there: it may be one that cannot
-    be read back from JSON.
-    """
-    given, shown = _canonical(data.input), _canonical(data.output)
-    inputs = {_canonical(old.input): e.input for old, e in zip(current, tool.examples, strict=True)}
-    outputs = {
-        _canonical(old.output): e.output for old, e in zip(current, tool.examples, strict=True)
-    }
-    result_type = Any if tool.result_type is UNKNOWN else tool.result_type
-    return ToolExample(
-        description=data.description,
-        input=inputs[given] if given in inputs else tool.parse(given),
-        output=outputs[shown] if shown in outputs else parse(result_type, shown),
-    )
-
-
-def _shortened(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
-
-
-# Where they are kept
+# Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,51 +295,47 @@ class PromptOverridesStore:
         self.root = Path(root)
 
     def path(self, ns: str, key: str, tag: str) -> Path:
-        """Return where the overrides of a prompt under a tag are kept."""
+        """Return the path of the file for a prompt and a tag."""
         return self._directory(ns, key) / f"{_checked('tag', tag)}.json"
 
     def load(
         self, ns: str, key: str, tag: str, *, on_stale: OnStale = "raise"
     ) -> PromptOverrides | None:
-        """Return what is stored, or None; raise with every problem of a malformed file."""
+        """Return the stored overrides, or None; raise with every problem of a malformed file."""
         path = self.path(ns, key, tag)
         try:
-            text = path.read_bytes()
+            file = parse(_File, path.read_bytes())
         except FileNotFoundError:
             return None
-        try:
-            data = json.loads(text, object_pairs_hook=_without_repeats)
-        except (ValueError, RecursionError) as error:
-            raise PromptOverrideError(f"{path} is not JSON: {error}") from error
-        try:
-            file = parse(_File, _canonical(data))
         except ParseError as error:
             raise PromptOverrideError(f"{path} is malformed", error.problems) from error
         return PromptOverrides(ns=ns, key=key, tag=tag, sections=file.sections, on_stale=on_stale)
 
     def save(self, overrides: PromptOverrides) -> Path:
-        """Write the overrides, all or nothing, over what is stored; return the file."""
+        """Replace the stored overrides, all or nothing; return the file."""
         path = self.path(overrides.ns, overrides.key, overrides.tag)
-        file = _File(format=1, sections=overrides.sections)
         try:
-            text = json.dumps(
-                _without_empty(dump(file)),
-                indent=2,
-                sort_keys=True,
-                ensure_ascii=False,
-                allow_nan=False,
-            )
+            data = _without_empty(dump(_File(format=1, sections=overrides.sections)))
+            text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
             content = f"{text}\n".encode()
         except (TypeError, ValueError) as error:
             raise PromptOverrideError(f"{path} cannot be written as JSON: {error}") from error
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, content)
+        staged = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")
+        try:
+            with staged.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)
         return path
 
     def seed(self, prompt: Prompt[Any] | PromptTemplate[Any], tag: str) -> PromptOverrides:
-        """Write a file with the texts as they are, to be edited; never over one that is there.
+        """Write a file with the current texts, to be edited; never overwrite one.
 
-        Delete the entries that are not edited: an override that says the same still goes stale.
+        Delete the entries that you do not edit: they go stale, too.
         """
         now = describe(prompt)
         path = self.path(now.ns, now.key, tag)
@@ -421,17 +346,15 @@ class PromptOverridesStore:
         return seeded
 
     def delete(self, ns: str, key: str, tag: str) -> bool:
-        """Delete what is stored; return whether there was anything."""
-        try:
-            self.path(ns, key, tag).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        """Delete the stored overrides; return whether there were any."""
+        path = self.path(ns, key, tag)
+        found = path.exists()
+        path.unlink(missing_ok=True)
+        return found
 
     def tags(self, ns: str, key: str) -> tuple[str, ...]:
-        """Return the tags that are stored for a prompt, sorted."""
-        found = (path.stem for path in self._directory(ns, key).glob("*.json"))
-        return tuple(sorted(tag for tag in found if _NAME.fullmatch(tag)))
+        """Return the stored tags of a prompt, sorted."""
+        return tuple(sorted(path.stem for path in self._directory(ns, key).glob("[!.]*.json")))
 
     def _directory(self, ns: str, key: str) -> Path:
         return self.root / _checked("namespace", ns) / _checked("prompt key", key)
@@ -445,16 +368,8 @@ def _checked(what: str, name: str) -> str:
     return name
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse what a merge of two edits leaves behind; JSON itself would keep the last."""
-    repeated = sorted(name for name, times in Counter(n for n, _ in pairs).items() if times > 1)
-    if repeated:
-        raise ValueError(f"given twice: {', '.join(repeated)}")
-    return dict(pairs)
-
-
 def _without_empty(file: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what overrides nothing, so that a reviewer reads only what does."""
+    """Leave out optional entries that override nothing, so that a file is short to review."""
 
     def kept(entry: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in entry.items() if value not in (None, {})}
@@ -463,16 +378,3 @@ def _without_empty(file: dict[str, Any]) -> dict[str, Any]:
     for section in sections.values():
         section["tools"] = {name: kept(tool) for name, tool in section["tools"].items()}
     return {**file, "sections": {path: kept(each) for path, each in sections.items()}}
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -1,8 +1,8 @@
 """Policies: declared rules about when a tool may be called.
 
-A policy sees every call before it runs and allows or denies it; it hears of every call that is
-about to run and of every success. What it remembers lives in session slices, so that memory of
-what happened is rolled back with what happened, and counts of what was tried are not.
+A policy allows or denies every call before it runs, and is notified when a call starts and when it
+succeeds. Its state lives in session slices: knowledge of successes is rolled back with them, counts
+of attempts are not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 from rpds import HashTrieMap, HashTrieSet
 
@@ -34,6 +34,10 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _MINUTE = 60.0
+_CHANGED = (
+    "Cannot write to {path}: it has changed since it was last read or written here\n"
+    "Read it again, then retry"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class PolicyDecision:
     allowed: bool
     reason: str | None = None
     note: str | None = None
-    """Kept in the call's record, whatever was decided: who approved it, for example."""
+    """Stored in the call's record, allowed or not: who approved it, for example."""
 
     @classmethod
     def allow(cls) -> PolicyDecision:
@@ -60,10 +64,9 @@ ALLOWED = PolicyDecision(allowed=True)
 class ToolPolicy(Protocol):
     """The full form. ``check(tool_name, params, context) -> str | None`` alone works, too.
 
-    A policy may also have ``on_start(tool, params, *, context)``: told of every call that it and
-    all others allowed, right before it runs, to count calls whether they succeed or not. With
-    ``applies_to(tool)`` it says which tools it is ever asked about. An ``on_result`` that raises
-    PolicyDenied refuses what the call did: all of it is undone.
+    A policy may also have ``on_start(tool, params, *, context)``, called right before an allowed
+    call runs, to count attempts; and ``applies_to(tool)``, which limits the tools it governs. An
+    ``on_result`` that raises PolicyDenied undoes the whole call.
     """
 
     @property
@@ -78,92 +81,41 @@ class ToolPolicy(Protocol):
     ) -> None: ...
 
 
-# What policies remember
+# State
+
 
 _NO_NAMES: HashTrieSet[str] = HashTrieSet()
 _NO_KEYS: HashTrieSet[tuple[str, str]] = HashTrieSet()
 _NO_CONTENTS: HashTrieMap[str, str] = HashTrieMap()
-_NO_MOMENTS: HashTrieMap[str, tuple[float, ...]] = HashTrieMap()
+_NO_TIMES: HashTrieMap[str, tuple[float, ...]] = HashTrieMap()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What a policy remembers of successful calls. A STATE slice: it follows snapshots."""
+    """What a policy knows about successful calls. A STATE slice: it follows snapshots."""
 
     policy_name: str
     invoked_tools: AbstractSet[str] = _NO_NAMES
     invoked_keys: AbstractSet[tuple[str, str]] = _NO_KEYS
-    """The tool, and what it was about: a path, for example."""
+    """Pairs of a tool and its subject: a path, for example."""
     contents: Mapping[str, str] = _NO_CONTENTS
-    """By path, the digest of what a file held when it was last read or written."""
+    """By path, the digest of a file when it was last read or written."""
 
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True)
 class CallTally:
-    """What a policy counts of calls that ran. A LOG slice: a failed call stays counted."""
+    """The calls that ran, as a policy counts them. A LOG slice: a failed call stays counted."""
 
     policy_name: str
     calls: int = 0
-    recent: Mapping[str, tuple[float, ...]] = _NO_MOMENTS
-    """Per tool, the moments at which it was called within the last minute."""
-
-
-def _ask(cls: type[T], policy_name: str, context: ToolContext, question: Callable[[T], V]) -> V:
-    """Ask about what a policy remembers. Calls that run at the same time depend on the answer
-    alone: the less it tells, the more of them can be kept as they are.
-    """
-    return context.session.select(
-        cls, lambda states: question(_remembered(cls, policy_name, states))
-    )
-
-
-def _remembered(cls: type[Any], policy_name: str, states: Iterable[Any]) -> Any:
-    for state in states:
-        if state.policy_name == policy_name:
-            return state
-    return cls(policy_name)
-
-
-def _remember(
-    cls: type[T], policy_name: str, context: ToolContext, change: Callable[[T], T]
-) -> None:
-    """Change what a policy remembers; as a function of what it remembers, so that calls merge."""
-
-    def changed(current: Slice[Any]) -> Slice[Any]:
-        states = current.all()
-        for index, state in enumerate(states):
-            if state.policy_name == policy_name:
-                return current.replace(*states[:index], change(state), *states[index + 1 :])
-        return current.append(change(cast("Any", cls)(policy_name)))
-
-    context.session[cls].update(changed)
-
-
-def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
-    """Return a set with one more item, sharing the rest."""
-    return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
-
-
-def _with_tool(state: PolicyState, name: str) -> PolicyState:
-    if name in state.invoked_tools:
-        return state
-    return replace(state, invoked_tools=_with(state.invoked_tools, name))
-
-
-def _knows(policy_name: str, context: ToolContext, question: Callable[[PolicyState], bool]) -> bool:
-    """Whether a success need not be noted again. Beside other calls it always must: they may take
-    back, before this one is kept, what is known now.
-    """
-    session = context.session
-    if session.tracks_reads:
-        return False
-    return question(_remembered(PolicyState, policy_name, session.read_slice(PolicyState).all()))
+    recent: Mapping[str, tuple[float, ...]] = _NO_TIMES
+    """By tool, the times of its calls within the last minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedTools:
-    """The tools that have succeeded in a session, under whichever prompt. A STATE slice."""
+    """The tools that have succeeded in a session, under any prompt. A STATE slice."""
 
     names: AbstractSet[str] = _NO_NAMES
 
@@ -171,8 +123,56 @@ class CompletedTools:
 _NONE_COMPLETED = CompletedTools()
 
 
+class _Remembers:
+    """Base of the policies that keep state in the session, under their name."""
+
+    name: str
+    _state: ClassVar[type[Any]] = PolicyState
+
+    def _ask(self, context: ToolContext, question: Callable[[Any], V]) -> V:
+        """Return the answer of ``question(state)``.
+
+        Concurrent calls depend on the answer alone: the less it tells, the fewer are re-run.
+        """
+        return context.session.select(self._state, lambda states: question(self._mine(states)))
+
+    def _remember(self, context: ToolContext, change: Callable[[Any], Any]) -> None:
+        """Replace the state by ``change(state)``, as a function, so that concurrent calls merge."""
+        session = context.session
+        # A concurrent call always writes: what is known now may be rolled back before it commits.
+        if not session.tracks_reads:
+            state = self._mine(session.read_slice(self._state).all())
+            if change(state) is state:
+                return
+
+        def changed(current: Slice[Any]) -> Slice[Any]:
+            states = current.all()
+            for index, state in enumerate(states):
+                if state.policy_name == self.name:
+                    return current.replace(*states[:index], change(state), *states[index + 1 :])
+            return current.append(change(self._state(self.name)))
+
+        session[self._state].update(changed)
+
+    def _mine(self, states: Iterable[Any]) -> Any:
+        for state in states:
+            if state.policy_name == self.name:
+                return state
+        return self._state(self.name)
+
+
+def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
+    """Return a set with one more item, sharing the rest."""
+    return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
+
+
+def _updated(known: Mapping[str, T], more: Mapping[str, T]) -> Mapping[str, T]:
+    """Return a map with more entries, sharing the rest."""
+    return (known if isinstance(known, HashTrieMap) else HashTrieMap(known)).update(more)
+
+
 def note_success(tool_name: str, session: Session) -> None:
-    """Note that a tool has succeeded, whoever may want to know it later."""
+    """Note that a tool has succeeded; dependencies may ask later."""
     if not session.tracks_reads:
         noted = session.read_slice(CompletedTools).latest()
         if noted is not None and tool_name in noted.names:
@@ -186,7 +186,7 @@ def note_success(tool_name: str, session: Session) -> None:
 
 
 def missing_tools(needed: Iterable[str], context: ToolContext) -> tuple[str, ...]:
-    """Return those of the tools that have not succeeded in the session, sorted."""
+    """Return the needed tools that have not succeeded in the session, sorted."""
 
     def not_done(noted: Slice[CompletedTools]) -> tuple[str, ...]:
         done = (noted.latest() or _NONE_COMPLETED).names
@@ -196,23 +196,30 @@ def missing_tools(needed: Iterable[str], context: ToolContext) -> tuple[str, ...
 
 
 def content_digest(data: bytes) -> str:
-    """Return what the content of a file is known by."""
+    """Return the digest that ``PolicyState.contents`` holds for a file."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def is_seen(path: str, context: ToolContext) -> bool:
-    """Whether a policy has noted what a file holds now: the model knows what it replaces."""
+    """Whether a policy knows the present content of a file: the model has read or written it."""
     seen = context.session.select(
         PolicyState, lambda states: tuple(s.contents[path] for s in states if path in s.contents)
     )
     return bool(seen) and _digest(path, context.filesystem) in seen
 
 
-# The built-in ones
+def _digest(path: str, filesystem: Filesystem) -> str | None:
+    try:
+        return content_digest(filesystem.read_bytes(path))
+    except FilesystemError:
+        return None  # there is no such file
+
+
+# The built-in policies
 
 
 @dataclass(frozen=True)
-class SequentialDependencyPolicy:
+class SequentialDependencyPolicy(_Remembers):
     """A tool may be called once all the tools it depends on have succeeded.
 
     >>> policy = SequentialDependencyPolicy(dependencies={"deploy": frozenset({"test", "build"})})
@@ -230,16 +237,12 @@ class SequentialDependencyPolicy:
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         needed = self.dependencies.get(tool.name)
-        if not needed:
-            return ALLOWED
-
-        missing = missing_tools(needed, context)
-        if missing:  # unless it was noted for this policy alone, by hand
-
-            def not_done(state: PolicyState) -> tuple[str, ...]:
-                return tuple(name for name in missing if name not in state.invoked_tools)
-
-            missing = _ask(PolicyState, self.name, context, not_done)
+        missing = missing_tools(needed, context) if needed else ()
+        if missing:  # PolicyState may hold more: a test or a loop can seed it
+            missing = self._ask(
+                context,
+                lambda state: tuple(each for each in missing if each not in state.invoked_tools),
+            )
         if not missing:
             return ALLOWED
         return PolicyDecision.deny(
@@ -250,23 +253,27 @@ class SequentialDependencyPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        if not _knows(self.name, context, lambda state: tool.name in state.invoked_tools):
-            _remember(PolicyState, self.name, context, lambda state: _with_tool(state, tool.name))
+        def noted(state: PolicyState) -> PolicyState:
+            if tool.name in state.invoked_tools:
+                return state
+            return replace(state, invoked_tools=_with(state.invoked_tools, tool.name))
+
+        self._remember(context, noted)
 
 
 @dataclass(frozen=True)
-class ReadBeforeWritePolicy:
-    """A file that exists may be replaced once the model knows what it holds.
+class ReadBeforeWritePolicy(_Remembers):
+    """A file may be replaced once the model knows its content.
 
-    It knows a file that it has read or written in this session, as long as nobody else has changed
-    it since. A file that it copies or moves is known at its new place as at the old one.
+    The model knows a file that it has read or written in this session, until someone else changes
+    it. A file that it copies or moves is known at its new path, too.
     """
 
     read_tools: AbstractSet[str] = frozenset({"read_file"})
     write_tools: AbstractSet[str] = frozenset({"write_file", "edit_file"})
     path_field: str = "path"
     transfer_tools: AbstractSet[str] = frozenset({"copy_file", "move_file"})
-    """Those that put a ``source`` in the place of a ``destination``."""
+    """Tools that replace a ``destination`` by a ``source``."""
     name: str = "read_before_write"
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
@@ -274,74 +281,42 @@ class ReadBeforeWritePolicy:
         if not is_transfer and tool.name not in self.write_tools:
             return ALLOWED
         if is_transfer and _field(params, "overwrite") is False:
-            return ALLOWED  # it replaces nothing
+            return ALLOWED
         named = "destination" if is_transfer else self.path_field
         path = _text_field(params, named)
         if path is None:
             return PolicyDecision.deny(
                 f"Cannot tell which file '{tool.name}' writes: it has no text parameter '{named}'"
             )
-        filesystem = context.resources.find(Filesystem)
         try:
-            problem = (
-                self._unread(path, context)
-                if filesystem is None
-                else self._unseen(path, filesystem, context, replaces_directories=is_transfer)
-            )
+            problem = self._problem(path, context, replaces_directories=is_transfer)
         except FilesystemError as error:
-            return PolicyDecision.deny(str(error))
+            problem = str(error)
         return ALLOWED if problem is None else PolicyDecision.deny(problem)
 
-    def _unread(self, path: str, context: ToolContext) -> str | None:
-        """Say what keeps a path from being written where nobody can tell what it holds."""
-        tools = (*self.read_tools, *self.write_tools)
-
-        def is_noted(state: PolicyState) -> bool:
-            return any((tool, path) in state.invoked_keys for tool in tools)
-
-        return None if _ask(PolicyState, self.name, context, is_noted) else _unread(path)
-
-    def _unseen(
-        self,
-        path: str,
-        filesystem: Filesystem,
-        context: ToolContext,
-        *,
-        replaces_directories: bool,
+    def _problem(
+        self, path: str, context: ToolContext, *, replaces_directories: bool = False
     ) -> str | None:
-        """Say what would be replaced that the model does not know."""
-        if self._is_known(path, filesystem, context):  # the usual case, with one look at the file
+        """Return why a path must not be replaced, or None."""
+        unread = f"Cannot write to {path} without reading it first"
+        files = context.resources.find(Filesystem)
+        if files is None:  # the content cannot be compared
+            keys = [(tool, path) for tool in (*self.read_tools, *self.write_tools)]
+            is_noted = self._ask(context, lambda state: any(k in state.invoked_keys for k in keys))
+            return None if is_noted else unread
+        key = files.normalize(path)
+        seen = self._ask(context, lambda state: state.contents.get(key))
+        if seen is not None and seen == _digest(key, files):
             return None
-        if not filesystem.exists(path):
+        if not files.exists(key):
             return None
-        if filesystem.stat(path).kind != "directory":
-            return self._unseen_file(path, filesystem, context)
-        if not replaces_directories:
-            return None  # of a directory the tool itself says that it cannot be written
-        for each in filesystem.glob("**/*", path):
-            if self._unseen_file(each, filesystem, context) is not None:
-                return f"Cannot replace {path}: {shown(each)} in it was not read"
+        if files.stat(key).kind != "directory":
+            return unread if seen is None else _CHANGED.format(path=path)
+        if replaces_directories:  # other tools refuse a directory themselves
+            for each in files.glob("**/*", key):
+                if self._problem(each, context) is not None:
+                    return f"Cannot replace {path}: {shown(each)} in it was not read"
         return None
-
-    def _is_known(self, path: str, filesystem: Filesystem, context: ToolContext) -> bool:
-        key = filesystem.normalize(path)
-        seen = _ask(PolicyState, self.name, context, lambda state: state.contents.get(key))
-        try:
-            return seen is not None and seen == _digest(key, filesystem)
-        except FilesystemError:
-            return False  # it is gone, or a directory by now
-
-    def _unseen_file(self, path: str, filesystem: Filesystem, context: ToolContext) -> str | None:
-        key = filesystem.normalize(path)
-        seen = _ask(PolicyState, self.name, context, lambda state: state.contents.get(key))
-        if seen is None:
-            return _unread(path)
-        if seen == _digest(key, filesystem):
-            return None
-        return (
-            f"Cannot write to {path}: it has changed since it was last read or written here\n"
-            "Read it again, then retry"
-        )
 
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
@@ -354,58 +329,44 @@ class ReadBeforeWritePolicy:
                 self._note(tool.name, path, result.value, context)
 
     def _note(self, tool_name: str, path: str, value: object, context: ToolContext) -> None:
-        filesystem = context.resources.find(Filesystem)
-        digest = None
-        if filesystem is not None:
+        files = context.resources.find(Filesystem)
+        contents: dict[str, str] = {}
+        if files is not None:
             try:
-                path = filesystem.normalize(path)
-                # What the model was shown, where the tool says so: the file may be another by now.
-                digest = getattr(value, "digest", None) or _digest(path, filesystem)
+                path = files.normalize(path)
             except FilesystemError:
-                return  # the tool read it in a way of its own, not from this filesystem
+                return  # the tool read it elsewhere, not in this filesystem
+            # What the model was shown, if the tool says so: the file may have changed by now.
+            digest = getattr(value, "digest", None) or _digest(path, files)
+            if digest is None:
+                return
+            contents[path] = digest
         key = (tool_name, path)
 
-        def is_noted(state: PolicyState) -> bool:
-            return key in state.invoked_keys and state.contents.get(path) == digest
-
         def noted(state: PolicyState) -> PolicyState:
+            if key in state.invoked_keys and state.contents.get(path) == contents.get(path):
+                return state
             keys = _with(state.invoked_keys, key)
-            seen = {} if digest is None else {path: digest}
-            return replace(state, invoked_keys=keys, contents=_updated(state.contents, seen))
+            return replace(state, invoked_keys=keys, contents=_updated(state.contents, contents))
 
-        if not _knows(self.name, context, is_noted):
-            _remember(PolicyState, self.name, context, noted)
+        self._remember(context, noted)
 
     def _note_transfer(self, params: object, context: ToolContext) -> None:
-        paths = _text_field(params, "source"), _text_field(params, "destination")
-        filesystem = context.resources.find(Filesystem)
-        if filesystem is None or None in paths:
+        source, destination = _text_field(params, "source"), _text_field(params, "destination")
+        files = context.resources.find(Filesystem)
+        if files is None or source is None or destination is None:
             return
-        source, destination = (filesystem.normalize(cast("str", path)) for path in paths)
+        old, new = files.normalize(source), files.normalize(destination)
 
         def moved(state: PolicyState) -> PolicyState:
             seen = {
-                destination + path[len(source) :]: digest
+                new + path[len(old) :]: digest
                 for path, digest in state.contents.items()
-                if path == source or path.startswith(f"{source}/")
+                if path == old or path.startswith(f"{old}/")
             }
             return replace(state, contents=_updated(state.contents, seen)) if seen else state
 
-        _remember(PolicyState, self.name, context, moved)
-
-
-def _unread(path: str) -> str:
-    return f"Cannot write to {path} without reading it first"
-
-
-def _digest(path: str, filesystem: Filesystem) -> str:
-    return content_digest(filesystem.read_bytes(path))
-
-
-def _updated(known: Mapping[str, str], more: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a map with more entries, sharing the rest."""
-    own = known if isinstance(known, HashTrieMap) else HashTrieMap(known)
-    return own.update(more)
+        self._remember(context, moved)
 
 
 def _text_field(params: object, name: str) -> str | None:
@@ -419,7 +380,6 @@ def _field(params: object, name: str) -> object:
     return getattr(params, name, None)
 
 
-# What the file tools change, by the names of their parameters.
 _CHANGED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "write_file": ("path",),
     "edit_file": ("path",),
@@ -427,26 +387,23 @@ _CHANGED_FIELDS: Mapping[str, tuple[str, ...]] = {
     "move_file": ("source", "destination"),
     "copy_file": ("destination",),
 }
+"""Of each file tool, the parameters that name what it changes."""
 
 
 @dataclass(frozen=True)
 class ProtectedPathsPolicy:
-    """Some paths stay as they are, whatever changes them: a file tool, a command, a program.
+    """No call may change these paths, whether by a file tool, a command or a program.
 
-    A call that names such a path to a file tool is refused before it runs. Of every other call it
-    is looked up, before it is kept, which paths it has changed; one that changed a protected one
-    is undone as a whole. Reading is not refused.
+    A call that names such a path to a file tool is refused before it runs. Any other call that
+    has changed a protected path is undone as a whole before it commits. Reading is allowed.
 
     A pattern is a glob of a path from the root, such as ``config/*.yaml``; one without a slash is
-    a name at any depth. A directory is protected with all that is in it, and a link with what it
-    leads to.
+    a name at any depth. A directory is protected with everything in it, and a link with its target.
 
     >>> policy = ProtectedPathsPolicy([".env", ".git", "migrations/**"])
     """
 
     patterns: Sequence[str]
-    fields: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _CHANGED_FIELDS)
-    """Of tools that are refused before they run: the parameters that name what they change."""
     name: str = "protected_paths"
     _protected: PathPatterns = field(init=False, repr=False, compare=False)
 
@@ -455,17 +412,16 @@ class ProtectedPathsPolicy:
         object.__setattr__(self, "patterns", tuple(self.patterns))
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        fields = self.fields.get(tool.name)
-        filesystem = None if fields is None else context.resources.find(Filesystem)
-        if fields is None or filesystem is None:
+        fields = _CHANGED_FIELDS.get(tool.name, ())
+        files = context.resources.find(Filesystem) if fields else None
+        if files is None:
             return ALLOWED
-        for each in fields:
-            path = _text_field(params, each)
+        for path in (_text_field(params, each) for each in fields):
             try:
-                normal = None if path is None else filesystem.normalize(path)
+                normal = None if path is None else files.normalize(path)
             except FilesystemError:
-                continue  # the tool itself says what is wrong with it
-            if normal is not None and self._protects_in(filesystem, normal):
+                continue  # the tool itself reports the problem
+            if normal is not None and self._protects_in(files, normal):
                 return PolicyDecision.deny(
                     f"Cannot change {shown(normal)}: it is protected. Leave it as it is"
                 )
@@ -476,46 +432,45 @@ class ProtectedPathsPolicy:
     ) -> None:
         if tool.reach == "read" or not self.patterns:
             return
-        filesystem: Any = context.resources.find(Filesystem)
-        if filesystem is None:
+        files: Any = context.resources.find(Filesystem)
+        if files is None:
             return
-        if not hasattr(filesystem, "changed_here"):
-            kind = type(filesystem).__name__
+        if not hasattr(files, "changed_here"):
+            kind = type(files).__name__
             raise PolicyDenied(f"A {kind} cannot tell what was changed", policy=self.name)
-        changed = filesystem.changed_here()
-        touched = [path for path in changed if self._protects_in(filesystem, path)]
+        touched = [path for path in files.changed_here() if self._protects_in(files, path)]
         if touched:
             more = f" and {len(touched) - 5} more" if len(touched) > 5 else ""
             raise PolicyDenied(
-                f"'{tool.name}' changed what is protected: {', '.join(map(shown, touched[:5]))}"
-                f"{more}. All that it did is undone. Leave these as they are",
+                f"'{tool.name}' changed protected paths: {', '.join(map(shown, touched[:5]))}"
+                f"{more}. The whole call is undone. Leave these paths as they are",
                 policy=self.name,
             )
 
-    def _protects_in(self, filesystem: Any, path: str) -> bool:
-        """Whether a path is protected, or what a protected one leads to through a link."""
+    def _protects_in(self, files: Any, path: str) -> bool:
+        """Whether a path is protected, or is the target of a protected link."""
         if self.protects(path):
             return True
-        links = getattr(filesystem, "behind_links", None)
+        links = getattr(files, "behind_links", None)
         behind = links(self.patterns) if links is not None else ()
         parts = tuple(path.split("/"))
         return any(parts[: len(each)] == each for each in behind)
 
     def protects(self, path: str) -> bool:
-        """Whether a normalised path, or a directory that it is in, matches a pattern."""
+        """Whether a normalised path, or a directory above it, matches a pattern."""
         return self._protected.match(path)
 
 
-class _CountsCalls:
-    """What the policies have in common that count calls: of some tools, or of all they govern."""
+class _CountsCalls(_Remembers):
+    """Base of the policies that count calls of some tools, or of all tools they govern."""
 
-    name: str
     tools: AbstractSet[str]
+    _state: ClassVar[type[Any]] = CallTally
 
     def __post_init__(self) -> None:
-        field = fields(cast("Any", self))[0].name
-        if getattr(self, field) < 0:
-            raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")
+        limit = fields(cast("Any", self))[0].name
+        if getattr(self, limit) < 0:
+            raise ValueError(f"{limit} must not be negative, got {getattr(self, limit)}")
 
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
         return not self.tools or tool.name in self.tools
@@ -523,37 +478,34 @@ class _CountsCalls:
 
 @dataclass(frozen=True)
 class QuotaPolicy(_CountsCalls):
-    """So many calls may run in a session; failed ones count, refused ones do not."""
+    """Limits the calls of a session; failed calls count, refused ones do not."""
 
     max_calls: int
     name: str = "quota"
     tools: AbstractSet[str] = frozenset()
-    """Those whose calls count, all together; every tool that it governs without any."""
+    """The tools whose calls count, all together; if empty, every tool that it governs."""
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         def used_up(tally: CallTally) -> int | None:
             return tally.calls if tally.calls >= self.max_calls else None
 
-        calls = _ask(CallTally, self.name, context, used_up)
+        calls = self._ask(context, used_up)
         if calls is None:
             return ALLOWED
         return PolicyDecision.deny(f"Quota exceeded: {calls}/{self.max_calls} calls used")
 
     def on_start(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> None:
-        def counted(tally: CallTally) -> CallTally:
-            return replace(tally, calls=tally.calls + 1)
-
-        _remember(CallTally, self.name, context, counted)
+        self._remember(context, lambda tally: replace(tally, calls=tally.calls + 1))
 
 
 @dataclass(frozen=True)
 class RateLimitPolicy(_CountsCalls):
-    """Each tool may run so many times within a minute; failed calls count, refused ones do not."""
+    """Limits the calls of each tool within a minute; failed calls count, refused ones do not."""
 
     max_calls_per_minute: int
     name: str = "rate_limit"
     tools: AbstractSet[str] = frozenset()
-    """Those that it is about; every tool that it governs without any."""
+    """The tools that are limited; if empty, every tool that it governs."""
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
         now = context.session.clock.time()
@@ -562,7 +514,7 @@ class RateLimitPolicy(_CountsCalls):
             calls = len(_last_minute(tally, tool.name, now))
             return calls if calls >= self.max_calls_per_minute else None
 
-        calls = _ask(CallTally, self.name, context, used_up)
+        calls = self._ask(context, used_up)
         if calls is None:
             return ALLOWED
         return PolicyDecision.deny(
@@ -575,16 +527,15 @@ class RateLimitPolicy(_CountsCalls):
         now = context.session.clock.time()
 
         def counted(tally: CallTally) -> CallTally:
-            moments = (*_last_minute(tally, tool.name, now), now)
-            recent = cast("HashTrieMap[str, tuple[float, ...]]", tally.recent)
-            return replace(tally, recent=recent.insert(tool.name, moments))
+            times = (*_last_minute(tally, tool.name, now), now)
+            return replace(tally, recent=_updated(tally.recent, {tool.name: times}))
 
-        _remember(CallTally, self.name, context, counted)
+        self._remember(context, counted)
 
 
 def _last_minute(tally: CallTally, tool_name: str, now: float) -> tuple[float, ...]:
-    moments = tally.recent.get(tool_name, ())
-    return moments[bisect_left(moments, now - _MINUTE) :]
+    times = tally.recent.get(tool_name, ())
+    return times[bisect_left(times, now - _MINUTE) :]
 
 
 # How the pipeline calls them
@@ -592,7 +543,7 @@ def _last_minute(tally: CallTally, tool_name: str, now: float) -> tuple[float, .
 
 @dataclass(frozen=True, slots=True)
 class AttachedPolicy:
-    """A policy of either form as the pipeline calls it. Made once, where it is attached."""
+    """A policy of either form as the pipeline calls it."""
 
     name: str
     policy: object
@@ -604,10 +555,10 @@ class AttachedPolicy:
     is_small: bool
     applies_to: Callable[[Tool[Any, Any]], bool] | None = None
     asks_a_person: bool = False
-    """Then calls it governs do not run beside others: one that is taken again would ask again."""
+    """Then the calls it governs never run concurrently: a re-run would ask again."""
 
     def denial(self, verdict: object) -> str | None:
-        """Return why the call is denied, or None; raise when the verdict makes no sense."""
+        """Return why the call is denied, or None; raise TypeError for any other verdict."""
         if isinstance(verdict, PolicyDecision):
             if verdict.allowed is True:
                 return None
@@ -621,57 +572,45 @@ class AttachedPolicy:
 
 
 def attach(policies: Iterable[object]) -> tuple[AttachedPolicy, ...]:
-    """Adapt policies of either form; refuse what is neither."""
+    """Adapt policies of either form; refuse anything else."""
     return tuple(_attach(policy) for policy in policies)
 
 
-def _attach(policy: object) -> AttachedPolicy:
+def _attach(policy: Any) -> AttachedPolicy:
     if isinstance(policy, AttachedPolicy):
         return policy
-    check = _method(policy, "check")
-    if isinstance(policy, type) or check is None:
+    check = getattr(policy, "check", None)
+    if isinstance(policy, type) or not callable(check):
         raise TypeError(
             f"{policy!r} is not a policy: it takes an instance with a method "
             "check(tool, params, *, context) or check(tool_name, params, context)"
         )
-    on_start, on_result = _method(policy, "on_start"), _method(policy, "on_result")
     is_small = _takes_context_by_position(check)
-    problems = {
-        "check": misfit(check, 1, 2, 3) if is_small else misfit(check, 1, 2, context=3),
-        "on_start": on_start and misfit(on_start, 1, 2, context=3),
-        "on_result": on_result and misfit(on_result, 1, 2, 3, context=4),
-    }
-    for name, problem in problems.items():
-        if problem:
-            raise TypeError(f"the method {name} of policy {policy!r} does not fit: {problem}")
-    for listener in (on_start, on_result):
+    problem = misfit(check, 1, 2, 3) if is_small else misfit(check, 1, 2, context=3)
+    listeners = {"on_start": (1, 2), "on_result": (1, 2, 3)}
+    heard = {name: getattr(policy, name, None) for name in listeners}
+    for name, args in listeners.items():
+        listener = heard[name]
         if listener is not None and is_async(listener):
-            raise TypeError(f"policy {policy!r}: only check may be async, {listener!r} may not")
+            problem = f"{name} must not be async"
+        elif listener is not None:
+            problem = problem or misfit(listener, *args, context=0)
+    if problem:
+        raise TypeError(f"a method of policy {policy!r} does not fit: {problem}")
+
+    def check_by_name(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
+        return check(tool.name, params, context)
+
     return AttachedPolicy(
         name=getattr(policy, "name", None) or type(policy).__name__,
         policy=policy,
-        check=_by_name(check) if is_small else check,
-        on_start=on_start,
-        on_result=on_result,
+        check=check_by_name if is_small else check,
         is_async=is_async(check),
         is_small=is_small,
-        applies_to=_method(policy, "applies_to"),
+        applies_to=getattr(policy, "applies_to", None),
         asks_a_person=getattr(policy, "asks_a_person", False) is True,
+        **heard,
     )
-
-
-def _by_name(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt the small form to how the pipeline asks."""
-
-    def adapted(tool: Tool[Any, Any], params: object, *, context: ToolContext) -> Any:
-        return check(tool.name, params, context)
-
-    return adapted
-
-
-def _method(policy: object, name: str) -> Callable[..., Any] | None:
-    method = getattr(policy, name, None)
-    return method if callable(method) else None
 
 
 def _takes_context_by_position(check: Callable[..., Any]) -> bool:

@@ -293,7 +293,7 @@ class Prompt(Generic[OutT]):
         self._nodes = _nodes((*self.template.sections, *self._sections))
         _check(self._nodes, self.template.policies)
         registry = self.template.resources
-        for node in _walk(self._nodes):
+        for node in walk(self._nodes):
             registry = registry.merge(node.section.resources)
         self._registry = registry
         self._resources = PromptResources(registry.merge(self._bound))
@@ -353,7 +353,7 @@ class Prompt(Generic[OutT]):
     def section_text(self, path: str, session: Session | None = None) -> str:
         """Return the section at a path with all that is below it, as if it were open."""
         choices = chosen(session)
-        for node in _walk(self._nodes):
+        for node in walk(self._nodes):
             if f"{node.path}/".startswith(f"{path}/") or path.startswith(f"{node.path}/"):
                 choices[node.path] = SectionVisibility.FULL
         found = [
@@ -454,7 +454,7 @@ class _Kept:
     def __init__(self, nodes: Sequence[_Node], ours: tuple[AttachedPolicy, ...]) -> None:
         self._ours = ours
         # Those of sections that are not enabled now hear, too: they may be later.
-        every = (*(p for node in _walk(nodes) for p in node.section.policies), *ours)
+        every = (*(p for node in walk(nodes) for p in node.section.policies), *ours)
         self.listeners = _each_once(p for p in every if p.on_result is not None)
         self._blocks: dict[_Node, tuple[_Shown, bool, str]] = {}
         """The text of a section, with all that it was made from."""
@@ -573,17 +573,18 @@ def _nodes(
     return tuple(nodes)
 
 
-def _walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
+def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
+    """Yield every node of a tree, parents first."""
     for node in nodes:
         yield node
-        yield from _walk(node.children)
+        yield from walk(node.children)
 
 
 def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
     """Refuse what is wrong whatever will be enabled."""
     _refuse_duplicates(_always_offered(nodes))
     counting: dict[str, object] = {}
-    for policy in (*(p for node in _walk(nodes) for p in node.section.policies), *policies):
+    for policy in (*(p for node in walk(nodes) for p in node.section.policies), *policies):
         if policy.on_start is not None:
             other = counting.setdefault(policy.name, policy.policy)
             if other is not policy.policy:

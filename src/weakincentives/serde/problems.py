@@ -1,16 +1,14 @@
-"""What is wrong with data, in words: pydantic's errors as one sentence per path.
+"""pydantic's validation errors in words: one sentence per path.
 
-A path names fields, keys and indices only. pydantic also puts the branch of a union into it, under
-a name that a field could have too; so the branches are labelled by number before the validator is
-built, and every error is followed through the schema that raised it.
+A path names fields, keys and indices. pydantic puts the branch of a union into it, too; so the
+branches are labelled in a form that no field has, and left out of the path.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
@@ -19,63 +17,52 @@ if TYPE_CHECKING:
 Node: TypeAlias = dict[str, Any]
 """A part of pydantic's core schema."""
 Path: TypeAlias = tuple[str | int, ...]
+_Error: TypeAlias = Mapping[str, Any]
 
 _SHOWN = 60
+_BRANCH = "\0"
+"""Begins the label of a union's branch; its number and the name of its class follow."""
 _NUMBERS = (bool, int, float)
 
-_JSON_TYPES = {
-    "bool_parsing": "boolean",
-    "bool_type": "boolean",
-    "bytes_type": "string",
-    "dataclass_type": "object",
-    "dict_type": "object",
-    "float_parsing": "number",
-    "float_type": "number",
-    "frozen_set_type": "array",
+_TYPES = {
+    "bool": "boolean",
+    "bytes": "string",
+    "dataclass": "object",
+    "dict": "object",
+    "float": "number",
+    "frozen_set": "array",
+    "int": "integer",
     "int_from_float": "integer",
-    "int_parsing": "integer",
-    "int_type": "integer",
-    "iterable_type": "array",
-    "list_type": "array",
-    "mapping_type": "object",
-    "model_type": "object",
+    "iterable": "array",
+    "list": "array",
+    "mapping": "object",
+    "model": "object",
     "none_required": "null",
-    "path_type": "string",
-    "set_type": "array",
-    "string_type": "string",
-    "tuple_type": "array",
+    "path": "string",
+    "set": "array",
+    "string": "string",
+    "tuple": "array",
 }
-
 _FORMATS = {
     "bytes_invalid_encoding": "base64 text",
+    "date": "an ISO 8601 date",
+    "date_from_datetime": "an ISO 8601 date",
     "date_from_datetime_inexact": "an ISO 8601 date",
-    "date_from_datetime_parsing": "an ISO 8601 date",
-    "date_parsing": "an ISO 8601 date",
-    "date_type": "an ISO 8601 date",
-    "datetime_from_date_parsing": "an ISO 8601 datetime",
-    "datetime_parsing": "an ISO 8601 datetime",
-    "datetime_type": "an ISO 8601 datetime",
-    "decimal_parsing": "a decimal number",
-    "decimal_type": "a decimal number",
+    "datetime": "an ISO 8601 datetime",
+    "datetime_from_date": "an ISO 8601 datetime",
+    "decimal": "a decimal number",
     "finite_number": "a finite number",
-    "time_delta_parsing": "an ISO 8601 duration",
-    "time_delta_type": "an ISO 8601 duration",
-    "time_parsing": "an ISO 8601 time",
-    "time_type": "an ISO 8601 time",
-    "uuid_parsing": "a UUID",
-    "uuid_type": "a UUID",
+    "time": "an ISO 8601 time",
+    "time_delta": "an ISO 8601 duration",
+    "uuid": "a UUID",
 }
-
-_UNKNOWN = {"unexpected_keyword_argument", "extra_forbidden"}
-_STRUCTURAL = {"missing", "json_invalid", "string_unicode", *_UNKNOWN}
-"""Errors that say nothing about the choices of the place they are at."""
 
 
 # Before the validator is built
 
 
-def labelled(node: Node) -> Node:
-    """Return a copy of a core schema with numbered union branches and strict choices."""
+def prepared(node: Node) -> Node:
+    """Return a copy of a core schema with labelled branches and choices that name themselves."""
     copy: Node = dict(node)
     for key, child in node.items():
         if key in {"fields", "definitions", "steps", "choices"} or (
@@ -83,230 +70,179 @@ def labelled(node: Node) -> Node:
         ):
             copy[key] = _each(child)
         elif key == "schema" or (key.endswith("_schema") and key != "keys_schema"):
-            copy[key] = labelled(child)
+            copy[key] = prepared(child)
+    if node["type"] == "dataclass":
+        copy["schema"] = _ignoring_computed(node["cls"], copy["schema"])
     if node["type"] == "union":
-        copy["choices"] = [(choice, str(i)) for i, choice in enumerate(copy["choices"])]
+        copy["choices"] = [
+            (choice, f"{_BRANCH}{index}:{_class_name(choice)}")
+            for index, choice in enumerate(copy["choices"])
+        ]
     if node["type"] in {"literal", "enum"}:
-        return _strict_choices(copy)
+        return _with_choices(copy)
     return copy
 
 
 def _each(children: Any) -> Any:
     if isinstance(children, dict):
-        named = cast("dict[str, Node]", children)
-        return {name: labelled(child) for name, child in named.items()}
+        return {name: prepared(child) for name, child in cast("dict[str, Node]", children).items()}
     # The fields of a dataclass schema are only names; those of its arguments are nodes.
-    return [labelled(cast("Node", c)) if isinstance(c, dict) else c for c in children]
+    return [prepared(cast("Node", c)) if isinstance(c, dict) else c for c in children]
 
 
-def _strict_choices(node: Node) -> Node:
-    """Keep ``true`` and ``1.0`` from passing as the choice ``1``, which they equal in Python."""
-    kinds = set[type](map(type, _choices(node)))
-    if kinds.isdisjoint(_NUMBERS):
-        return node
+def _ignoring_computed(cls: type[Any], arguments: Node) -> Node:
+    """Accept values for fields with ``init=False``, which ``dump`` writes too, and drop them."""
+    computed = _computed(cls)
+    if not computed or any(field.get("init_only") for field in arguments["fields"]):
+        return arguments
+    anything = {"type": "default", "schema": {"type": "any"}, "default": None}
+    dropped = [
+        {"type": "dataclass-field", "name": name, "schema": anything, "init_only": True}
+        for name in computed
+    ]
+    fields = [*arguments["fields"], *dropped]
+    return {**arguments, "fields": fields, "collect_init_only": False}
+
+
+def _computed(cls: Any) -> list[str]:
+    fields = getattr(cls, "__dataclass_fields__", {})
+    return [name for name, field in fields.items() if not field.init]
+
+
+def _class_name(node: Node) -> str:
+    if node["type"] == "definition-ref":
+        return node["schema_ref"].rpartition(":")[0].rpartition(".")[2]
+    return node["cls"].__name__ if node["type"] == "dataclass" else ""
+
+
+def _with_choices(node: Node) -> Node:
+    """Report the choices in the error; keep ``true`` and ``1.0`` from passing as the choice 1."""
+    members = node["expected"] if node["type"] == "literal" else node["members"]
+    choices = [getattr(member, "value", member) for member in members]
+    kinds = {type(choice) for choice in choices}
 
     def check(value: object) -> object:
         if type(value) not in kinds:
             raise ValueError("not one of the choices")
         return value
 
-    # Behind a function an enum sees a Python value, of which strict mode takes only members.
-    relaxed = {**node, "strict": False} if node["type"] == "enum" else node
-    function = {"type": "no-info", "function": check}
-    return {"type": "function-before", "function": function, "schema": relaxed}
+    if not kinds.isdisjoint(_NUMBERS):
+        # Behind a function an enum sees a Python value, of which strict mode takes only members.
+        relaxed = {**node, "strict": False} if node["type"] == "enum" else node
+        function = {"type": "no-info", "function": check}
+        node = {"type": "function-before", "function": function, "schema": relaxed}
+    return {
+        "type": "custom-error",
+        "schema": node,
+        "custom_error_type": "choices",
+        "custom_error_message": "not one of the choices",
+        "custom_error_context": {"choices": choices},
+    }
 
 
-# Where an error is
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    path: Path
-    node: Node
-    """The schema that was not met; for an unknown field, that of the object it is in."""
-    is_key: bool
-    branches: tuple[tuple[Path, Path], ...]
-    """For every union on the way: where it is, and where its branch begins, as pydantic counts."""
-    as_type: str
-    """The class that the innermost branch stands for."""
-
-
-def _locate(root: Node, loc: Path) -> _Place:
-    definitions: dict[str, Node] = {node["ref"]: node for node in root.get("definitions", ())}
-    node = _unwrapped(root, definitions)
-    path: list[str | int] = []
-    branches: list[tuple[Path, Path]] = []
-    as_type = ""
-    is_key = False
-    for at, segment in enumerate(loc):
-        if node["type"] in {"union", "tagged-union"}:
-            branches.append((loc[:at], loc[: at + 1]))
-            node = _unwrapped(_branch(node, segment), definitions)
-            as_type = node["cls"].__name__ if node["type"] == "dataclass" else ""
-            continue
-        path.append(segment)
-        if node["type"] == "dict" and loc[at + 1 : at + 2] == ("[key]",):
-            node = _unwrapped(node["keys_schema"], definitions)
-            is_key = True
-            break
-        child = _child(node, segment)
-        if child is None:
-            break
-        node = _unwrapped(child, definitions)
-    return _Place(tuple(path), node, is_key, tuple(branches), as_type)
-
-
-def _unwrapped(node: Node, definitions: Mapping[str, Node]) -> Node:
-    """Step through everything that adds no segment to a location."""
-    while True:
-        match node:
-            case {"type": "definition-ref", "schema_ref": ref}:
-                node = definitions[ref]
-            case {"type": "lax-or-strict", "strict_schema": inner}:
-                node = inner
-            case {"type": "json-or-python", "json_schema": inner}:
-                node = inner
-            case {"type": "chain", "steps": [*_, inner]}:
-                node = inner
-            case {"type": "dataclass" | "model"}:
-                return node
-            case {"schema": inner}:
-                node = inner
-            case _:
-                return node
-
-
-def _branch(node: Node, label: str | int) -> Node:
-    if node["type"] == "union":
-        return node["choices"][int(label)][0]
-    tagged = cast("dict[object, Node]", node["choices"])
-    return next((choice for tag, choice in tagged.items() if str(tag) == label), node)
-
-
-def _child(node: Node, segment: str | int) -> Node | None:
-    match node:
-        case {"type": "dataclass" | "model" | "typed-dict"}:
-            field = _fields(node).get(str(segment), {})
-            return field if field and field.get("init", True) else None
-        case {"type": "dict", "values_schema": inner}:
-            return inner
-        case {"type": "tuple", "items_schema": items} if isinstance(segment, int):
-            variadic = node.get("variadic_item_index", len(items))
-            return items[min(segment, variadic, len(items) - 1)] if items else None
-        case {"items_schema": inner}:
-            return inner
-        case _:
-            return None
-
-
-def _fields(node: Node) -> dict[str, Node]:
-    match node:
-        case {"type": "dataclass", "schema": {"fields": fields}}:
-            return {field["name"]: field for field in fields}
-        case {"type": "model", "schema": {"fields": fields}}:
-            return fields
-        case {"type": "typed-dict", "fields": fields}:
-            return fields
-        case _:
-            return {}
-
-
-# What is said about it
+# From errors to sentences
 
 
 def explain(core: Node, failure: ValidationError) -> dict[str, str]:
-    """Return one sentence per path for everything that ``failure`` holds."""
-    readings: dict[tuple[str, str], dict[str, None]] = {}
-    for (path, prefix, suffix), group in _grouped(core, failure).items():
-        for sentence in _sentences(group):
-            readings.setdefault((path, prefix), {})[sentence + suffix] = None
+    """Return one sentence per path for every error in ``failure``."""
+    errors = _nearest(cast("list[_Error]", failure.errors(include_url=False)))
+    open_unions = [branch[:-1] for branch in {b for error in errors for b in _branches(error)}]
+    groups: dict[tuple[Path, str], list[_Error]] = {}
+    for error in errors:
+        suffix = ""
+        for branch in _branches(error)[-1:]:
+            name = str(branch[-1]).partition(":")[2]
+            if name and open_unions.count(branch[:-1]) > 1 and len(error["loc"]) > len(branch):
+                suffix = f" (as {name})"
+        groups.setdefault((_without_branches(error["loc"]), suffix), []).append(error)
     details: dict[str, str] = {}
-    for (path, prefix), sentences in readings.items():
+    readings: dict[tuple[str, str], dict[str, None]] = {}
+    for (path, suffix), group in groups.items():
+        is_key = path[-1:] == ("[key]",)
+        place = path[:-1] if is_key else path
+        sentences = _sentences(core, "it" if is_key else _last(place), group)
+        reading = readings.setdefault((_joined(place), "Key: " if is_key else ""), {})
+        reading |= dict.fromkeys(sentence + suffix for sentence in sentences)
+    for (path, prefix), reading in readings.items():
         said = details[path] + "; " if path in details else ""
-        details[path] = said + prefix + "; or ".join(sentences)
+        details[path] = said + prefix + "; or ".join(reading)
     return details
 
 
-_Found: TypeAlias = tuple[_Place, Mapping[str, Any]]
+def _is_label(segment: str | int) -> bool:
+    return isinstance(segment, str) and segment.startswith(_BRANCH)
 
 
-def _grouped(core: Node, failure: ValidationError) -> dict[tuple[str, str, str], list[_Found]]:
-    """Bring the errors together that one sentence can tell: same path, same reading of the data."""
-    errors = cast("list[dict[str, Any]]", failure.errors(include_url=False))
-    found = _nearest([(_locate(core, error["loc"]), error) for error in errors])
-    open_unions = [union for union, _ in {b for place, _ in found for b in place.branches}]
-    groups: dict[tuple[str, str, str], list[_Found]] = {}
-    for place, error in found:
-        suffix = ""
-        if place.as_type and place.branches:
-            union, branch = place.branches[-1]
-            if open_unions.count(union) > 1 and len(error["loc"]) > len(branch):
-                suffix = f" (as {place.as_type})"
-        path = ".".join(map(str, place.path))
-        prefix = "Key: " if place.is_key else ""
-        groups.setdefault((path, prefix, suffix), []).append((place, error))
-    return groups
+def _branches(error: _Error) -> list[Path]:
+    """Return where each branch on the way to an error begins, as pydantic counts."""
+    loc = error["loc"]
+    return [loc[: at + 1] for at, segment in enumerate(loc) if _is_label(segment)]
 
 
-def _nearest(found: list[_Found]) -> list[_Found]:
+def _without_branches(loc: Path) -> Path:
+    return tuple(segment for segment in loc if not _is_label(segment))
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _nearest(errors: list[_Error]) -> list[_Error]:
     """Of each union keep the branches that the data was meant for: right shape and tag, if any."""
-    unions = {union for place, _ in found for union, _ in place.branches}
-    for union in sorted(unions, key=len):
-        distances: dict[Path, int] = {}
-        for place, error in found:
-            for at, branch in place.branches:
-                if at == union:
-                    distance = _distance(place, error, branch)
-                    distances[branch] = max(distances.get(branch, 0), distance)
-        best = min(distances.values(), default=0)
-        found = [
-            (place, error)
-            for place, error in found
-            if all(at != union or distances[branch] == best for at, branch in place.branches)
-        ]
-    return found
+    distances: dict[Path, int] = {}
+    for error in errors:
+        for branch in _branches(error):
+            distances[branch] = max(distances.get(branch, 0), _distance(error, branch))
+    best: dict[Path, int] = {}
+    for branch, distance in distances.items():
+        best[branch[:-1]] = min(best.get(branch[:-1], distance), distance)
+    return [
+        error
+        for error in errors
+        if all(distances[branch] == best[branch[:-1]] for branch in _branches(error))
+    ]
 
 
-def _distance(place: _Place, error: Mapping[str, Any], branch: Path) -> int:
+def _distance(error: _Error, branch: Path) -> int:
     if error["loc"] == branch and error["type"] not in {"value_error", "assertion_error"}:
         return 2  # another shape altogether
-    is_tag = len(error["loc"]) == len(branch) + 1 and len(_choices(place.node)) == 1
-    return 1 if is_tag and error["type"] != "missing" else 0
+    is_tag = error["type"] == "choices" and len(error["ctx"]["choices"]) == 1
+    return 1 if is_tag and len(error["loc"]) == len(branch) + 1 else 0
 
 
-def _sentences(group: Sequence[_Found]) -> list[str]:
+def _sentences(core: Node, name: str, group: list[_Error]) -> list[str]:
     """Say what was expected in as few sentences as possible; each branch may expect another."""
     types: dict[str, None] = {}
     formats: dict[str, None] = {}
     choices: dict[str, None] = {}
     others: list[str] = []
-    for place, error in group:
-        kind = error["type"]
-        if kind not in _STRUCTURAL and (allowed := _choices(place.node)):
+    for error in group:
+        kind = error["type"].removesuffix("_type").removesuffix("_parsing")
+        if kind == "choices":
+            allowed = error["ctx"]["choices"]
             choices |= dict.fromkeys(c if isinstance(c, str) else _rendered(c) for c in allowed)
-        elif kind in _JSON_TYPES:
-            types[_JSON_TYPES[kind]] = None
+        elif kind in _TYPES:
+            types[_TYPES[kind]] = None
         elif kind in _FORMATS:
             formats[_FORMATS[kind]] = None
         else:
-            others.append(_sentence(place, error))
-    place, error = group[0]
+            others.append(_sentence(core, error))
+    value = group[0]["input"]
     said: list[str] = []
     if types or formats:
         expected = [f"type {' or '.join(types)}"] if types else []
-        said.append(f"Expected {' or '.join([*expected, *formats])}, got {shown(error['input'])}")
+        said.append(f"Expected {' or '.join([*expected, *formats])}, got {shown(value)}")
     if choices:
-        name = "it" if place.is_key else _last(place.path)
-        said.append(f"{name} must be one of: {', '.join(choices)}, got {_rendered(error['input'])}")
+        said.append(f"{name} must be one of: {', '.join(choices)}, got {_rendered(value)}")
     return said + others
 
 
-def _sentence(place: _Place, error: Mapping[str, Any]) -> str:
+def _sentence(core: Node, error: _Error) -> str:
     match error["type"]:
         case "missing":
             return "Required field is missing"
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return _unknown(str(place.path[-1]), place.node)
+            return _unknown(core, error["loc"])
         case "json_invalid":
             return f"Not valid JSON: {error['ctx']['error']}"
         case "string_unicode":
@@ -321,29 +257,21 @@ def _sentence(place: _Place, error: Mapping[str, Any]) -> str:
             return f"{error['msg']}, got {shown(error['input'])}"
 
 
-def _unknown(name: str, node: Node) -> str:
-    names = [known for known, field in _fields(node).items() if field.get("init", True)]
+def _unknown(core: Node, loc: Path) -> str:
+    node = _object_at(core, loc)
+    computed = _computed(node.get("cls"))
+    names = [name for name in _fields(node) if name not in computed]
     if not names:
-        return "Unknown field" + ("; no fields are expected" if node["type"] == "dataclass" else "")
-    near = difflib.get_close_matches(name, names, 1)
+        return "Unknown field; no fields are expected"
+    near = difflib.get_close_matches(str(loc[-1]), names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"Unknown field; expected one of: {', '.join(names)}{hint}"
-
-
-def _choices(node: Node) -> list[Any]:
-    match node:
-        case {"type": "literal", "expected": expected}:
-            return [getattr(choice, "value", choice) for choice in expected]
-        case {"type": "enum", "members": members}:
-            return [member.value for member in members]
-        case _:
-            return []
 
 
 def _last(path: Path) -> str:
     """Return the last name in a path, with the index after it: ``tags.0``."""
     names = [at for at, segment in enumerate(path) if isinstance(segment, str)]
-    return ".".join(map(str, path[names[-1] if names else 0 :])) or "value"
+    return _joined(path[names[-1] if names else 0 :]) or "value"
 
 
 def shown(value: object) -> str:
@@ -353,21 +281,9 @@ def shown(value: object) -> str:
 
 
 def _json_type(value: object) -> str:
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case dict():
-            return "object"
-        case list() | tuple():
-            return "array"
-        case _:
-            return type(value).__name__
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
+    kinds |= {list: "array", tuple: "array"}
+    return kinds.get(type(value), type(value).__name__)
 
 
 def _rendered(value: object) -> str:
@@ -381,30 +297,53 @@ def _rendered(value: object) -> str:
     return text
 
 
-# Fields that a class computes itself
+# Objects with fields
 
 
-def computed_keys(core: Node, failure: ValidationError) -> list[Path]:
-    """Return the paths of values for fields with ``init=False``, which ``dump`` writes too."""
-    found: list[Path] = []
-    for error in failure.errors(include_url=False, include_context=False):
-        if error["type"] in _UNKNOWN:
-            place = _locate(core, error["loc"])
-            # Not from the schema, which leaves such a field out when it has no default.
-            fields = getattr(place.node.get("cls"), "__dataclass_fields__", {})
-            if (field := fields.get(place.path[-1])) is not None and not field.init:
-                found.append(place.path)
-    return found
+def _object_at(core: Node, loc: Path) -> Node:
+    """Return the schema of the object whose field a location names."""
+    definitions = {node["ref"]: node for node in core.get("definitions", ())}
+    node = _unwrapped(core, definitions)
+    for segment in loc[:-1]:
+        node = _unwrapped(_child(node, segment), definitions)
+    return node
 
 
-def without(text: str | bytes | bytearray, paths: Iterable[Path]) -> Any:
-    """Return the data of a JSON text less what stands at ``paths``."""
-    from pydantic_core import from_json
+def _unwrapped(node: Node, definitions: Mapping[str, Node]) -> Node:
+    """Step through everything that adds no segment to a location."""
+    while True:
+        match node:
+            case {"type": "definition-ref", "schema_ref": ref}:
+                node = definitions[ref]
+            case {"type": "lax-or-strict", "strict_schema": inner}:
+                node = inner
+            case {"type": "json-or-python", "json_schema": inner}:
+                node = inner
+            case {"type": "chain", "steps": [*_, inner]}:
+                node = inner
+            case {"schema": inner, "type": kind} if kind not in {"dataclass", "model"}:
+                node = inner
+            case _:
+                return node
 
-    data = from_json(text)
-    for path in paths:
-        parent = data
-        for segment in path[:-1]:
-            parent = parent[segment]
-        parent.pop(path[-1], None)
-    return data
+
+def _child(node: Node, segment: str | int) -> Node:
+    match node:
+        case {"type": "union", "choices": choices}:
+            return next(choice for choice, label in choices if label == segment)
+        case {"type": "dict", "values_schema": inner}:
+            return inner
+        case {"type": "tuple", "items_schema": items}:
+            variadic = node.get("variadic_item_index", len(items))
+            return items[min(cast("int", segment), variadic, len(items) - 1)]
+        case {"items_schema": inner}:
+            return inner
+        case _:
+            return _fields(node).get(str(segment), {"type": "any"})
+
+
+def _fields(node: Node) -> dict[str, Node]:
+    fields = node.get("fields") or node.get("schema", {}).get("fields", {})
+    if node["type"] == "dataclass":
+        fields = {field["name"]: field for field in node["schema"]["fields"]}
+    return fields

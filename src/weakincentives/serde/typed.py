@@ -5,7 +5,6 @@ pydantic takes about 95 ms to import, so it is imported when the first type is b
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -38,10 +37,6 @@ T = TypeVar("T")
 Extra = Literal["forbid", "ignore"]
 
 _TEXT = (str, bytes, bytearray)
-_NO_JSON_FORM = " has no JSON form"
-_BY_NAME = ("properties", "$defs", "patternProperties", "dependentSchemas")
-"""Keywords under which the keys are names, not keywords."""
-_DATA = ("default", "examples", "const", "enum", "discriminator")
 
 # pydantic parses the source of a class for its docstrings, and before Python 3.11.9 and 3.12.3 two
 # threads that parse Python at the same time can fail for no reason (SystemError). So one of ours
@@ -79,7 +74,7 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
     from weakincentives.serde import problems
 
     adapter = adapter_for(target, extra)
-    core = problems.labelled(cast("problems.Node", adapter.core_schema))
+    core = problems.prepared(cast("problems.Node", adapter.core_schema))
     name = _name(target)
     validate = SchemaValidator(cast("Any", core), cast("Any", _core_config(extra))).validate_json
     write = partial(to_json, bytes_mode="base64", inf_nan_mode="constants", fallback=_plain)
@@ -94,20 +89,14 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
             try:
                 text = write(data)
             except Exception as error:  # an object in the data may raise anything at all
-                raise _not_json(name, error) from error
+                reason = str(error).removeprefix("Error serializing to JSON: ")
+                details = {"": f"Cannot be written as JSON: {reason}"}
+                raise ParseError(f"Data does not fit {name}", details) from error
         try:
             return validate(text)
         except ValidationError as error:
-            computed = problems.computed_keys(core, error)
-            if not computed:
-                raise misfit(error) from error
-        try:
-            return validate(write(problems.without(text, computed)))
-        except ValidationError as error:
-            raise misfit(error) from error
-
-    def misfit(error: ValidationError) -> ParseError:
-        return ParseError(f"Data does not fit {name}", problems.explain(core, error))
+            details = problems.explain(core, error)
+            raise ParseError(f"Data does not fit {name}", details) from error
 
     return validator
 
@@ -181,32 +170,31 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
     def inner(_source: Any, handler: Callable[[Any], Any]) -> Any:
         return handler(target)
 
-    def build() -> TypeAdapter[Any]:
-        adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
+    def build(attempts: int) -> TypeAdapter[Any]:
+        try:
+            adapter = TypeAdapter[Any](Annotated[Any, GetPydanticSchema(inner)], config=config)
+        except SystemError:
+            if attempts > 1:
+                return build(attempts - 1)
+            raise
         adapter.rebuild()  # does nothing, or raises for a name that cannot be resolved
         return adapter
 
     try:
         with _building:
-            return _attempted(build)
+            return build(_ATTEMPTS)
     except PydanticUndefinedAnnotation as error:
         raise TypeError(
             f"{_name(target)}: the annotation {error.name!r} cannot be resolved; "
             "define it at module level, where the class is defined"
         ) from error
     except PydanticSchemaGenerationError as error:
+        culprit = str(error).partition(" schema for ")[2].partition(". Set ")[0]
         raise TypeError(
-            f"{_culprit(target)}{_NO_JSON_FORM}; use plain data, an enum or a dataclass"
+            f"{_name(target)}: {culprit} has no JSON form; use plain data, an enum or a dataclass"
         ) from error
     except PydanticUserError as error:
         raise TypeError(f"{_name(target)}: {error.message}") from error
-
-
-def _attempted(build: Callable[[], T]) -> T:
-    for _ in range(_ATTEMPTS - 1):
-        with contextlib.suppress(SystemError):
-            return build()
-    return build()
 
 
 def _core_config(extra: Extra) -> dict[str, object]:
@@ -234,12 +222,7 @@ def _plain(value: object) -> object:
         return dict(cast("Mapping[object, object]", value))
     if isinstance(value, AbstractSet | Sequence):
         return list(cast("Iterable[object]", value))
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}{_NO_JSON_FORM}")
-
-
-def _not_json(name: str, error: Exception) -> ParseError:
-    reason = str(error).removeprefix("Error serializing to JSON: ")
-    return ParseError(f"Data does not fit {name}", {"": f"Cannot be written as JSON: {reason}"})
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} has no JSON form")
 
 
 def _is_dataclass_type(target: object) -> bool:
@@ -248,22 +231,6 @@ def _is_dataclass_type(target: object) -> bool:
 
 def _name(target: object) -> str:
     return target.__qualname__ if isinstance(target, type) else str(target).replace("typing.", "")
-
-
-def _culprit(target: Any) -> str:
-    """Name the innermost part that cannot be built, by trying each on its own."""
-    parts: list[tuple[str, Any]] = [("", part) for part in get_args(target)]
-    if _is_dataclass_type(target):
-        hints = get_type_hints(target, include_extras=True)
-        names = [field.name for field in dataclasses.fields(target)]
-        parts = [(f"{_name(target)}, field {name}: ", hints[name]) for name in names]
-    for where, part in parts:
-        try:
-            adapter_for(part)
-        except TypeError as error:
-            found = str(error).partition(_NO_JSON_FORM)[0]
-            return found if ", field " in found else where + found
-    return _name(target)
 
 
 # JSON schemas, as a model is shown them
@@ -288,7 +255,6 @@ def _schema(target: Any) -> dict[str, Any]:
         full = adapter_for(target).json_schema(schema_generator=_generator())
     except PydanticInvalidForJsonSchema as error:
         raise TypeError(f"{target!r} has no JSON schema: {error.message}") from error
-    _drop_titles(full)
     return _with_top_inlined(full)
 
 
@@ -299,6 +265,7 @@ def _generator() -> type[GenerateJsonSchema]:
     class Generator(GenerateJsonSchema):
         def dataclass_schema(self, schema: Any) -> dict[str, Any]:
             found = super().dataclass_schema(schema)
+            found.pop("title", None)
             found["additionalProperties"] = False  # which older pydantic does not say
             if text := _own_docstring(schema["cls"]):
                 found["description"] = text
@@ -306,6 +273,14 @@ def _generator() -> type[GenerateJsonSchema]:
                 if name in found.get("properties", {}):
                     found["properties"][name].setdefault("description", text)
             return found
+
+        def enum_schema(self, schema: Any) -> dict[str, Any]:
+            found = super().enum_schema(schema)
+            found.pop("title", None)
+            return found
+
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
 
         def field_is_present(self, field: Any) -> bool:
             return field.get("init", True) and super().field_is_present(field)
@@ -317,7 +292,7 @@ def _generator() -> type[GenerateJsonSchema]:
             return super().get_default_value(schema)
 
         def emit_warning(self, kind: Any, detail: str) -> None:
-            """A default that JSON cannot say is left out; nobody needs to be told."""
+            """Leave out a default that has no JSON form, without a warning."""
 
     return Generator
 
@@ -340,22 +315,6 @@ def _annotated_texts(cls: type) -> dict[str, str]:
         if text is not None:
             texts[name] = text
     return texts
-
-
-def _drop_titles(node: Any) -> None:
-    """Remove every title that pydantic made up, but no property of that name."""
-    if isinstance(node, list):
-        for item in cast("list[Any]", node):
-            _drop_titles(item)
-    elif isinstance(node, dict):
-        keywords = cast("dict[str, Any]", node)
-        keywords.pop("title", None)
-        for key, value in keywords.items():
-            if key in _BY_NAME:
-                for child in value.values():
-                    _drop_titles(child)
-            elif key not in _DATA:
-                _drop_titles(value)
 
 
 def _with_top_inlined(full: dict[str, Any]) -> dict[str, Any]:
