@@ -164,7 +164,7 @@ FAILURES: dict[str, tuple[Raw, type[ProviderError], str]] = {
     "throttled": (
         problem(429, "rate_limit_exceeded", "no", **{"Retry-After": "7"}),
         ProviderThrottled,
-        "asked too often",
+        "rate-limited",
     ),
     "server error": (problem(503, "server_error", "no"), ProviderUnavailable, "failed"),
 }

