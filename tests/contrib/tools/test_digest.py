@@ -232,7 +232,7 @@ def test_a_summary_is_shown_until_the_section_is_opened():
     expand(agent.session, caught.value)
     opened = agent.prompt.render(agent.session)
 
-    assert "Sells things to people.\n10 files in 4 directories, 400 kB.\n" in text
+    assert "Sells things to people.\n10 files in 4 directories, 400.4 kB.\n" in text
     assert "Tests: `make test`." in text
     assert "**Layout**" not in text
     assert "**Layout**" in read.render()

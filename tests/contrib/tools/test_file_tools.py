@@ -191,7 +191,7 @@ def test_a_file_read_part_by_part_is_the_whole_file(text: str, max_lines: int, m
         ("logo.png", b"\x89PNG\0", "5 bytes of image/png, which are not shown"),
         ("a.txt", "Größe".encode("latin-1"), "5 bytes of text/plain"),
         ("a.txt", "Größe".encode("utf-16"), "12 bytes of text/plain"),
-        ("data", b"\xff" * 20_000, "20.0 kB of unknown type"),
+        ("data", b"\xff" * 20_000, "20 kB of unknown type"),
     ],
 )
 def test_what_is_not_text_is_described(open_agent: Open, name: str, data: bytes, said: str):

@@ -12,16 +12,16 @@ import re
 import threading
 import tomllib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Unpack, cast
 
 from pydantic import Field
 
 from weakincentives.call import call_under_way
-from weakincentives.contrib.tools.file_values import counted
+from weakincentives.contrib.tools.file_values import counted, size_of
 from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
@@ -138,7 +138,7 @@ class WorkspaceDigest:
         notes = f"Notes: {len(self.notes)}" + (f", {outdated} outdated" if outdated else "")
         lines = [
             self.about,
-            f"{more}{counted(self.files, 'file')} in {directories}, {_bytes(self.size)}.",
+            f"{more}{counted(self.files, 'file')} in {directories}, {size_of(self.size)}.",
             f"Tests: `{tests}`." if tests else "",
             f"{notes}." if self.notes else "",
         ]
@@ -147,7 +147,7 @@ class WorkspaceDigest:
     def render(self, lines: int = 20) -> str:
         """Return the whole digest, with at most so many lines of each part."""
         top = ", ".join(f"`{shown(path)}`" for path in self.top_files)
-        big = [f"- `{shown(file.path)}`: {_bytes(file.size)}" for file in self.big_files]
+        big = [f"- `{shown(file.path)}`: {size_of(file.size)}" for file in self.big_files]
         parts = [
             self.summary(),
             _part("Layout", map(_folder_line, self.folders), lines),
@@ -260,159 +260,130 @@ def _noted(
 # Listing the workspace
 
 
-@dataclass(frozen=True, slots=True)
-class _Listing:
-    """The entries of a directory, and those of them that count."""
-
-    entries: tuple[FileStat, ...]
-    rules: tuple[IgnoreRules, ...]
-    files: tuple[FileStat, ...]
-    directories: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.files) + len(self.directories)
-
-
 class _Survey:
-    """Remembers listings and contents, so that only what changed is read again."""
+    """Remembers what was read, so that only changed files are read again."""
 
     def __init__(self, config: DigestConfig) -> None:
         self._config = config
-        self._contents: dict[tuple[str, str], tuple[FileStat, Any]] = {}
-        """What a function made of a file's content, by path and function."""
-        self._listings: dict[str, _Listing] = {}
-        self._digest: WorkspaceDigest | None = None
+        self._contents: dict[tuple[str, object], tuple[FileStat, Any]] = {}
+        """The result of reading a file, by path and function, for the file as it was."""
+        self._is_ignored = lru_cache(2 * config.max_files)(is_ignored)
+        self._files: list[FileStat] = []
+        """Nearest to the root first."""
+        self._digest = WorkspaceDigest()
         self._lock = threading.Lock()  # several sessions may render one section
 
     def digest(self, fs: Filesystem) -> WorkspaceDigest:
         """Return the current digest. All directories are listed; only changed files are read."""
         with self._lock:
-            before, self._listings = self._listings, dict(self._walk(fs))
-            is_same = len(before) == len(self._listings) and all(
-                before.get(path) is listing for path, listing in self._listings.items()
-            )
-            if self._digest is None or not is_same:
-                self._digest = self._make(fs)
-            return self._digest
+            files, directories, is_cut = self._walk(fs)
+            if files != self._files:
+                self._files = files
+                self._digest = self._describe(fs)
+            return replace(self._digest, directories=directories, is_cut=is_cut)
+
+    def _describe(self, fs: Filesystem) -> WorkspaceDigest:
+        config, files = self._config, self._files
+        manifests = [
+            (file.path, self._content(fs, file, _manifest))
+            for file in files
+            if file.size <= config.max_file_bytes and _is_manifest(file.path)
+        ]
+        about = [(path.count("/"), _is_readme(path), each.about) for path, each in manifests]
+        starts = [f"{shown(start)} ({path})" for path, each in manifests for start in each.starts]
+        starts += [file.path for file in files if _name(file.path) in _ENTRY_FILES]
+        how_to = [HowTo(*command, path) for path, each in manifests for command in each.commands]
+        big = [(file.size, file.path) for file in files if file.size >= config.big_file_bytes]
+        return WorkspaceDigest(
+            about=min((each for each in about if each[2]), default=(0, False, ""))[2],
+            files=len(files),
+            size=sum(file.size for file in files),
+            folders=_folders(files),
+            top_files=tuple(file.path for file in files if "/" not in file.path),
+            entry_points=tuple(starts),
+            how_to=tuple(how_to),
+            big_files=tuple(BigFile(path, size) for size, path in sorted(big, reverse=True)),
+        )
 
     def fingerprint(self, fs: Filesystem, path: str) -> str:
-        """Return a digest of a file's content, or of a directory's listing; empty if there is
-        nothing at the path.
-        """
+        """Return a hash of a file's content or of a directory's listing; empty if there is none."""
         try:
             entry = fs.stat(path)
         except FilesystemError:
             return ""
         if entry.kind == "directory":
             inside = "" if path == "." else f"{path}/"
-            below = (_line(file) for file in self._files() if file.path.startswith(inside))
-            return _hash("\n".join(below).encode(errors="replace"))
+            below = (_line(file) for file in self._files if file.path.startswith(inside))
+            return _hash(path, "\n".join(below).encode(errors="replace"))
         if entry.size > self._config.max_file_bytes:
-            return _hash(_line(entry).encode(errors="replace"))
+            return _hash(path, _line(entry).encode(errors="replace"))
         return self._content(fs, entry, _hash)
 
-    def _make(self, fs: Filesystem) -> WorkspaceDigest:
-        config, files = self._config, self._files()
-        readable = (file for file in files if file.size <= config.max_file_bytes)
-        facts = [
-            (file.path, self._content(fs, file, read))
-            for file in readable
-            if (read := _reader_of(file.path)) is not None
-        ]
-        told = [(path.count("/"), _is_readme(path), each.about) for path, each in facts]
-        starts = [f"{shown(start)} ({path})" for path, each in facts for start in each.starts]
-        starts += [file.path for file in files if file.path.rpartition("/")[2] in _ENTRY_FILES]
-        big = [
-            BigFile(file.path, file.size) for file in files if file.size >= config.big_file_bytes
-        ]
-        return WorkspaceDigest(
-            about=min((each for each in told if each[2]), default=(0, False, ""))[2],
-            files=len(files),
-            directories=len(self._listings) - 1,
-            size=sum(file.size for file in files),
-            is_cut=sum(each.size for each in self._listings.values()) > config.max_files,
-            folders=_folders(files),
-            top_files=tuple(file.path for file in files if "/" not in file.path),
-            entry_points=tuple(starts),
-            how_to=tuple(HowTo(*how_to, path) for path, each in facts for how_to in each.how_to),
-            big_files=tuple(sorted(big, key=lambda file: -file.size)),
-        )
-
-    def _files(self) -> list[FileStat]:
-        """Return the files that were listed, nearest to the root first."""
-        files = [file for listing in self._listings.values() for file in listing.files]
-        return files[: self._config.max_files]
-
-    def _walk(self, fs: Filesystem) -> Iterator[tuple[str, _Listing]]:
-        """Yield each directory with its listing, nearest to the root first."""
+    def _walk(self, fs: Filesystem) -> tuple[list[FileStat], int, bool]:
+        """Return the files, nearest to the root first, the number of directories, and whether
+        there are more.
+        """
+        files: list[FileStat] = []
+        directories, count = -1, 0
         pending: deque[tuple[str, tuple[IgnoreRules, ...]]] = deque([(".", ())])
-        count = 0
         while pending and count <= self._config.max_files:
             directory, rules = pending.popleft()
             try:
                 entries = fs.list(directory)
             except FilesystemError:
-                continue  # deleted meanwhile, or not readable
-            rules = (*rules, *self._ignore_rules(fs, directory, entries))
-            listing = self._listings.get(directory)
-            if listing is None or listing.entries != entries or listing.rules != rules:
-                listing = self._listing(fs, entries, rules)
-            count += listing.size
-            pending.extend((path, rules) for path in listing.directories)
-            yield directory, listing
+                continue  # deleted since, or not readable
+            directories += 1
+            rules += tuple(self._ignore_rules(fs, entries))
+            for entry in entries:
+                is_directory = entry.kind == "directory"
+                is_skipped = _name(entry.path) in self._config.skip
+                if is_skipped or self._is_ignored(entry.path, is_directory, rules):
+                    continue
+                if entry.kind == "file":
+                    files.append(entry)
+                    count += 1
+                elif is_directory and not _is_link(fs, entry.path):
+                    pending.append((entry.path, rules))
+                    count += 1
+        return files[: self._config.max_files], directories, count > self._config.max_files
 
-    def _listing(
-        self, fs: Filesystem, entries: tuple[FileStat, ...], rules: tuple[IgnoreRules, ...]
-    ) -> _Listing:
-        files: list[FileStat] = []
-        directories: list[str] = []
-        for entry in entries:
-            is_directory = entry.kind == "directory"
-            is_skipped = entry.path.rpartition("/")[2] in self._config.skip
-            if is_skipped or is_ignored(entry.path, is_directory, rules):
-                continue
-            if entry.kind == "file":
-                files.append(entry)
-            elif is_directory and not _is_link(fs, entry.path):
-                directories.append(entry.path)
-        return _Listing(entries, rules, tuple(files), tuple(directories))
-
-    def _ignore_rules(
-        self, fs: Filesystem, directory: str, entries: Iterable[FileStat]
-    ) -> Iterator[IgnoreRules]:
-        def parse(data: bytes) -> IgnoreRules:
-            return parse_ignore_file(data.decode(errors="replace"), directory)
-
+    def _ignore_rules(self, fs: Filesystem, entries: Iterable[FileStat]) -> Iterator[IgnoreRules]:
         for entry in entries if self._config.gitignore else ():
-            is_rules = entry.path.rpartition("/")[2] == ".gitignore" and entry.kind == "file"
+            is_rules = _name(entry.path) == ".gitignore" and entry.kind == "file"
             if is_rules and entry.size <= self._config.max_file_bytes:
-                yield self._content(fs, entry, parse)
+                yield self._content(fs, entry, _rules)
 
-    def _content(self, fs: Filesystem, entry: FileStat, read: Callable[[bytes], T]) -> T:
-        """Return what a function makes of a file's content, from memory if it has not changed."""
-        key = entry.path, read.__name__
-        known, made = self._contents.get(key, (None, None))
+    def _content(self, fs: Filesystem, entry: FileStat, read: Callable[[str, bytes], T]) -> T:
+        """Return the result of reading a file, remembered until the file changes."""
+        known, result = self._contents.get((entry.path, read), (None, None))
         if known != entry:
             try:
                 data = fs.read_bytes(entry.path)
-            except FilesystemError:  # deleted meanwhile
-                return read(b"")
-            made = read(data)
-            self._contents[key] = entry, made
-        return cast("T", made)
+            except FilesystemError:  # deleted since
+                return read(entry.path, b"")
+            result = read(entry.path, data)
+            self._contents[entry.path, read] = entry, result
+        return cast("T", result)
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _line(file: FileStat) -> str:
     return f"{file.path} {file.size} {file.modified}"
 
 
-def _hash(data: bytes) -> str:
+def _hash(path: str, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def _rules(path: str, data: bytes) -> IgnoreRules:
+    return parse_ignore_file(data.decode(errors="replace"), path.rpartition("/")[0] or ".")
+
+
 def _is_link(fs: Filesystem, path: str) -> bool:
-    # A listing shows a link to a directory as a directory, and one may lead back to itself.
+    # A listing shows a link to a directory as a directory, and it may lead back to itself.
     root = getattr(fs, "root", None)
     return isinstance(root, Path) and (root / path).is_symlink()
 
@@ -422,51 +393,105 @@ def _folders(files: Iterable[FileStat]) -> tuple[Folder, ...]:
     for file in files:
         names = file.path.split("/")[:-1]
         counts.update("/".join(names[:depth]) for depth in range(1, min(len(names), 2) + 1))
-    return tuple(Folder(*counted) for counted in sorted(counts.items()))
+    return tuple(Folder(*each) for each in sorted(counts.items()))
 
 
-# What a manifest tells
+# Manifests
 
 
-@dataclass(slots=True)
-class _Facts:
-    """How a project describes itself, its commands by purpose, and what it starts."""
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    """A project's description of itself, its commands by purpose, and the programs it starts."""
 
     about: str = ""
-    how_to: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    starts: list[str] = field(default_factory=list[str])
+    commands: Sequence[tuple[str, str]] = ()
+    starts: Sequence[str] = ()
 
 
 _ENTRY_FILES = ("__main__.py", "manage.py")
 
+_COMMANDS: dict[str, dict[str, str]] = {
+    "go.mod": {"test": "go test ./...", "build": "go build ./..."},
+    "pom.xml": {"test": "mvn test", "build": "mvn package"},
+    "build.gradle": {"test": "gradle test", "build": "gradle build"},
+    "build.gradle.kts": {"test": "gradle test", "build": "gradle build"},
+    "CMakeLists.txt": {"build": "cmake -B build && cmake --build build"},
+    "tox.ini": {"test": "tox"},
+    "noxfile.py": {"test": "nox"},
+    "pytest.ini": {"test": "python -m pytest"},
+    "setup.py": {"build": "python -m build"},
+    "mix.exs": {"test": "mix test", "build": "mix compile"},
+    "Rakefile": {"test": "rake test"},
+    "Dockerfile": {"build": "docker build ."},
+}
+"""The usual commands of projects that have these files."""
 
-def _reader_of(path: str) -> Callable[[bytes], _Facts] | None:
-    """Return the function that reads a manifest; None for every other file."""
-    name = path.rpartition("/")[2]
-    tell = _read_readme if _is_readme(path) else _MANIFESTS.get(name)
 
-    def facts(data: bytes) -> _Facts:
-        found = _Facts()
-        # A broken manifest, or another program's file of the same name, tells less.
-        with suppress(ValueError, AttributeError, TypeError, RecursionError):
-            if tell is not None and b"\0" not in data[:8192]:
-                tell(data.decode(errors="replace").removeprefix("\ufeff"), found)
-        found.about = " ".join(found.about.split())[:_MAX_ABOUT]
-        return found
-
-    return None if tell is None else facts
+def _is_manifest(path: str) -> bool:
+    return _name(path) in _COMMANDS or _name(path) in _READERS or _is_readme(path)
 
 
 def _is_readme(path: str) -> bool:
-    return path.rpartition("/")[2].lower().partition(".")[0] == "readme"
+    return _name(path).lower().partition(".")[0] == "readme"
 
 
-def _read_readme(text: str, found: _Facts) -> None:
+def _manifest(path: str, data: bytes) -> _Manifest:
+    name = _name(path)
+    if name in _COMMANDS:
+        return _Manifest(commands=tuple(_COMMANDS[name].items()))
+    read = _READERS.get(name, _read_readme)
+    try:
+        return read(data.decode(errors="replace").removeprefix("\ufeff"))
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return _Manifest()  # broken, or another program's file of the same name
+
+
+def _read_readme(text: str) -> _Manifest:
     """Take the first paragraph of prose, or else the first heading."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text)]
-    prose = (part for part in paragraphs if part and part[0] not in "#=<[!|`-*>")
+    prose = (part for part in paragraphs if part and part[0] not in "\0#=<[!|`-*>")
     heading = (part.lstrip("# ").split("\n")[0] for part in paragraphs if part.startswith("#"))
-    found.about = next(prose, "") or next(heading, "")
+    return _Manifest(_short(next(prose, "") or next(heading, "")))
+
+
+def _read_pyproject(text: str) -> _Manifest:
+    content = tomllib.loads(text)
+    tools = _table(content, "tool")
+    commands = [("test", "python -m pytest")] if "pytest" in text else []
+    commands += [("build", "python -m build")] if "build-system" in content else []
+    linters = {"ruff": "ruff check", "mypy": "mypy", "pyright": "pyright"}
+    commands += [("lint", command) for name, command in linters.items() if name in tools]
+    about = _table(content, "project").get("description", "")
+    starts = [*_table(content, "project", "scripts"), *_table(tools, "poetry", "scripts")]
+    return _Manifest(_short(about), commands, starts)
+
+
+def _read_package_json(text: str) -> _Manifest:
+    package = _table(json.loads(text))
+    scripts = _table(package, "scripts")
+    npm = {"test": "npm test", "build": "npm run build", "lint": "npm run lint"}
+    commands = [item for item in npm.items() if item[0] in scripts]
+    commands += [("run", "npm start")] if "start" in scripts else []
+    main = package.get("main")
+    starts = [*([main] if isinstance(main, str) else []), *_table(package, "bin")]
+    return _Manifest(_short(package.get("description", "")), commands, starts)
+
+
+def _read_cargo(text: str) -> _Manifest:
+    about = _table(tomllib.loads(text), "package").get("description", "")
+    return _Manifest(_short(about), [("test", "cargo test"), ("build", "cargo build")])
+
+
+def _targets(program: str) -> Callable[[str], _Manifest]:
+    purposes = {"test": "test", "tests": "test", "check": "test", "build": "build", "all": "build",
+                "lint": "lint", "run": "run", "start": "run", "serve": "run"}  # fmt: skip
+
+    def read(text: str) -> _Manifest:
+        targets = re.findall(r"^([a-z][\w-]*)[^\S\n]*:(?!=)", text, re.MULTILINE)
+        named = [(purposes[each], f"{program} {each}") for each in targets if each in purposes]
+        return _Manifest(commands=named)
+
+    return read
 
 
 def _table(value: object, *keys: str) -> dict[str, Any]:
@@ -476,80 +501,21 @@ def _table(value: object, *keys: str) -> dict[str, Any]:
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
-def _read_pyproject(text: str, found: _Facts) -> None:
-    content = tomllib.loads(text)
-    found.about = str(_table(content, "project").get("description", ""))
-    for place in (("project", "scripts"), ("tool", "poetry", "scripts")):
-        found.starts += _table(content, *place)
-    if "pytest" in text:
-        found.how_to.append(("test", "python -m pytest"))
-    if "build-system" in content:
-        found.how_to.append(("build", "python -m build"))
-    for linter, command in (("ruff", "ruff check"), ("mypy", "mypy"), ("pyright", "pyright")):
-        if linter in _table(content, "tool"):
-            found.how_to.append(("lint", command))
+def _short(text: object) -> str:
+    return " ".join(str(text).split())[:_MAX_ABOUT]
 
 
-def _read_package_json(text: str, found: _Facts) -> None:
-    package = _table(json.loads(text))
-    found.about = str(package.get("description", ""))
-    commands = {"test": "npm test", "build": "npm run build", "lint": "npm run lint"}
-    scripts = _table(package, "scripts")
-    found.how_to += [item for item in commands.items() if item[0] in scripts]
-    if "start" in scripts:
-        found.how_to.append(("run", "npm start"))
-    if isinstance(package.get("main"), str):
-        found.starts.append(package["main"])
-    found.starts += _table(package, "bin")
-
-
-def _read_cargo(text: str, found: _Facts) -> None:
-    found.about = str(_table(tomllib.loads(text), "package").get("description", ""))
-    found.how_to += [("test", "cargo test"), ("build", "cargo build")]
-
-
-def _targets(program: str) -> Callable[[str, _Facts], None]:
-    purposes = {"test": "test", "tests": "test", "check": "test", "build": "build", "all": "build",
-                "lint": "lint", "run": "run", "start": "run", "serve": "run"}  # fmt: skip
-
-    def read(text: str, found: _Facts) -> None:
-        for target in re.findall(r"^([a-z][\w-]*)[^\S\n]*:(?!=)", text, re.MULTILINE):
-            if target in purposes:
-                found.how_to.append((purposes[target], f"{program} {target}"))
-
-    return read
-
-
-def _always(**commands: str) -> Callable[[str, _Facts], None]:
-    def read(text: str, found: _Facts) -> None:
-        found.how_to += commands.items()
-
-    return read
-
-
-_MANIFESTS: dict[str, Callable[[str, _Facts], None]] = {
+_READERS: dict[str, Callable[[str], _Manifest]] = {
     "pyproject.toml": _read_pyproject,
     "package.json": _read_package_json,
     "Cargo.toml": _read_cargo,
     "Makefile": _targets("make"),
     "makefile": _targets("make"),
     "justfile": _targets("just"),
-    "go.mod": _always(test="go test ./...", build="go build ./..."),
-    "pom.xml": _always(test="mvn test", build="mvn package"),
-    "build.gradle": _always(test="gradle test", build="gradle build"),
-    "build.gradle.kts": _always(test="gradle test", build="gradle build"),
-    "CMakeLists.txt": _always(build="cmake -B build && cmake --build build"),
-    "tox.ini": _always(test="tox"),
-    "noxfile.py": _always(test="nox"),
-    "pytest.ini": _always(test="python -m pytest"),
-    "setup.py": _always(build="python -m build"),
-    "mix.exs": _always(test="mix test", build="mix compile"),
-    "Rakefile": _always(test="rake test"),
-    "Dockerfile": _always(build="docker build ."),
 }
 
 
-# In words
+# Rendering
 
 
 def _part(title: str, lines: Iterable[str], limit: int) -> str:
@@ -569,11 +535,3 @@ def _command_line(how_to: HowTo) -> str:
     directory, _, name = shown(how_to.source).rpartition("/")
     where = f" in `{directory}`" if directory else ""
     return f"- {how_to.purpose}: `{how_to.command}`{where} ({name})"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -261,7 +261,8 @@ def size_of(count: int) -> str:
     """Return a number of bytes as a person says it."""
     if count < 1_000:
         return counted(count, "byte")
-    return f"{count / 1_000:.1f} kB" if count < 1_000_000 else f"{count / 1_000_000:.1f} MB"
+    unit, size = ("kB", 1_000) if count < 1_000_000 else ("MB", 1_000_000)
+    return f"{round(count / size, 1):g} {unit}"
 
 
 def cut(line: str, most: int) -> str:
