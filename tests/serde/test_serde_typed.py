@@ -415,7 +415,7 @@ def test_an_annotation_that_cannot_be_resolved_is_named(target: Any):
 
 @pytest.mark.parametrize("target", [Unsupported, Outer, list[Outer]])
 def test_an_unsupported_type_is_named(target: Any):
-    with pytest.raises(TypeError, match="Opaque.* has no JSON form"):
+    with pytest.raises(TypeError, match=r"Opaque.* has no JSON form"):
         parse(target, {})
 
 
@@ -509,7 +509,7 @@ def test_schema_of_generic_and_generated_types():
 
 
 def test_schema_refuses_what_cannot_be_described():
-    with pytest.raises(TypeError, match="Opaque.* has no JSON form"):
+    with pytest.raises(TypeError, match=r"Opaque.* has no JSON form"):
         schema(Unsupported)
 
 
