@@ -695,7 +695,7 @@ def test_members_with_limits_are_reported_one_by_one():
     world, result = run(parallel(members, keep_partial=True))
 
     assert result.success
-    assert result.value.failed["b"].failure.code == "TIMEOUT"
+    assert result.value.results["b"].failure.code == "TIMEOUT"
     assert world.state()[0] == Plan(("a",))
 
 

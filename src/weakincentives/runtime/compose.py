@@ -251,7 +251,8 @@ def conditional(
     parameters name.
     """
     chosen = tuple(branches)
-    if not chosen or not all(isinstance(each, ConditionalBranch) for each in chosen):
+    given = cast("tuple[object, ...]", chosen)
+    if not given or not all(isinstance(each, ConditionalBranch) for each in given):
         raise ToolDefinitionError("conditional needs at least one ConditionalBranch, and only such")
     last = _members("fallback", fallback) if fallback else ()
     members = (*(tool for branch in chosen for tool in branch.tools), *last)
@@ -537,7 +538,7 @@ def _check_plain(what: str, function: object) -> None:
 def _keyed(tools: Sequence[AnyTool] | Mapping[str, AnyTool]) -> dict[str, AnyTool]:
     """Return members by key: a mapping's own, or their names."""
     if isinstance(tools, Mapping):
-        by_key = dict(cast("Mapping[str, AnyTool]", tools))
+        by_key = dict(tools)
         _members("parallel", by_key.values())
         return by_key
     members = _members("parallel", tools)
@@ -680,7 +681,7 @@ def _with_shared_definitions(key: str, schema: Schema, definitions: dict[str, An
         own = {f"{name}{suffix}": found for name, found in own.items()}
         text = json.dumps([schema, own])
         ending = json.dumps(suffix)[1:-1]
-        text = re.sub(r'"#/\$defs/[^"]+', lambda match: f"{match[0]}{ending}", text)
+        text = re.sub(r'"#/\$defs/[^"/]+', lambda match: f"{match[0]}{ending}", text)
         schema, own = json.loads(text)
     definitions.update(own)
     return schema

@@ -491,9 +491,11 @@ def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]
 
 
 def _entry(tool: object, namespace: str | None, rules: tuple[AttachedPolicy, ...] = ()) -> _Entry:
-    if not isinstance(tool, Tool) or cast("AnyTool", tool).handler is None:
-        raise ToolDefinitionError(f"a registry takes tools that have a handler, got {tool!r}")
+    if not isinstance(tool, Tool):
+        raise ToolDefinitionError(f"a registry takes tools, got {tool!r}")
     found = cast("AnyTool", tool)
+    if found.handler is None:
+        raise ToolDefinitionError(f"Tool '{found.name}' must have a handler: a registry runs it")
     if namespace is None:
         return _Entry(found, found.name.replace("__", ":"), rules)
     qualified = f"{namespace}:{found.name}"

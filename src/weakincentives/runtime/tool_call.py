@@ -11,7 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives.call import ToolCall, transaction_under_way
+from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, TooLate
@@ -40,6 +40,9 @@ AnyResult = ToolResult[Any]
 Offers = Mapping[str, Offer]
 
 _logger = get_logger(__name__)
+
+_NEVER_CANCELLED = CancellationToken()
+"""For the surroundings of a call; the call itself has a token of its own."""
 
 
 # Entry points
@@ -201,7 +204,9 @@ class _Work(Surroundings):
     def run(self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool) -> T:
         """Run from sync code."""
         try:
-            run: Any = _run_blocking if needs_loop else partial(copy_context().run, step_by_hand)
+            run: Any = partial(copy_context().run, step_by_hand)
+            if needs_loop:
+                from weakincentives.loops import run_blocking as run
             try:
                 return self._in_turn(self.gates(), run, start)
             except TooLate:
@@ -298,12 +303,6 @@ async def _arun(
     return await work.arun(partial(run_call, work, call, work.recorded, True, place))
 
 
-def _run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    from weakincentives.loops import run_blocking
-
-    return run_blocking(start)
-
-
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
@@ -330,14 +329,21 @@ async def _shielded(
 def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
+    rendered = None
     if prompt is None:
-        prompt = session.prompt
+        prompt, rendered = session.prompt, session.rendered
     if prompt is None:
         raise WinkError(
             "no prompt was rendered for this session: pass prompt=..., or render one with "
             "prompt.render(session)"
         )
-    return ToolContext(session=session, prompt=prompt, resources=prompt.resources)
+    return ToolContext(
+        session=session,
+        prompt=prompt,
+        rendered_prompt=rendered,
+        resources=prompt.resources,
+        signal=_NEVER_CANCELLED,
+    )
 
 
 def _context_under_way() -> ToolContext:
