@@ -559,6 +559,27 @@ def test_types_of_one_name_that_differ_do_not_get_mixed_up():
     assert not composed(left={"mode": 7}, right={"mode": 7}, context=make_context()).success
 
 
+def test_types_that_refer_to_types_of_one_name_do_not_get_mixed_up():
+    def made(kind: Any, name: str) -> Tool[Any, Any]:
+        def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
+            return ToolResult.ok(str(getattr(params, name).options.mode))
+
+        options = make_dataclass("Options", [("mode", kind)])
+        outer = make_dataclass("Outer", [("options", options)])
+        params = make_dataclass(f"{name}Params", [(name, outer)])
+        return Tool(
+            name=name, description="T.", handler=handler, params_type=params,
+            result_type=Any, strict=False,
+        )  # fmt: skip
+
+    composed = parallel([made(str, "left"), made(int, "right")])
+
+    given = {"left": {"options": {"mode": "fast"}}, "right": {"options": {"mode": 7}}}
+    result = composed(given, context=make_context())
+    assert result.value is not None
+    assert {k: r.value for k, r in result.value.results.items()} == {"left": "fast", "right": "7"}
+
+
 def test_one_tool_twice_takes_its_arguments_under_its_keys():
     composed = parallel({"old": size, "new": size})
     context = make_context_with_files({"a.txt": "abc", "b.txt": "abcd"})
