@@ -1,4 +1,4 @@
-"""What a call is, and which call is under way."""
+"""A tool call, the ids around it, and which call is under way."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def new_id() -> str:
-    """Return an id of 32 hexadecimal digits that nobody else has, as traces have them."""
+    """Return a random id of 32 hexadecimal digits, the form of a trace id."""
     return os.urandom(16).hex()
 
 
 def new_call_id() -> str:
-    """Return an id no other call has, in this process or another."""
+    """Return an id that is unique across processes."""
     return f"call_{_process}_{next(_count)}"
 
 
@@ -48,10 +48,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """Ids that tie a call to the run, loop, agent and trace it belongs to.
+    """The ids of the run, loop, agent and trace that a call belongs to.
 
-    Whatever runs tools (an adapter, a ``MainLoop``, a ``ToolRegistry``, an MCP server) fills in
-    those that it is not given.
+    An adapter, ``MainLoop``, ``ToolRegistry`` or MCP server fills in those that are missing.
     """
 
     run_id: str = ""
@@ -62,16 +61,16 @@ class RunContext:
     attributes: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def filled(self, **ids: str) -> RunContext:
-        """Return this with ids where it has none."""
+        """Return a copy with the missing ids filled in."""
         missing = {name: each for name, each in ids.items() if not getattr(self, name)}
         return replace(self, **missing)
 
 
 class CancellationToken:
-    """Tells a handler that nobody waits for it any more.
+    """Tells a handler that its call was abandoned.
 
-    The runtime cancels it when a call times out or is interrupted. A long handler may look at
-    ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced off anyway.
+    The runtime cancels it when a call times out or is interrupted. A long handler may check
+    ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced anyway.
     """
 
     __slots__ = ("_event", "reason")
@@ -85,7 +84,7 @@ class CancellationToken:
         return self.reason is not None
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Ask the handler to stop; the first reason stays."""
+        """Ask the handler to stop. The first reason wins."""
         with _tokens:
             if self.reason is None:
                 self.reason = reason
@@ -102,19 +101,19 @@ class CancellationToken:
         return self._event.wait(timeout)
 
 
-# One lock and no event for every token: each call makes one, and hardly any waits on it.
+# One lock for all tokens, and an event only on demand: every call makes a token, few wait on it.
 _tokens = threading.Lock()
 
 
-# Named only so that a handler which kept a reference to the outer session or filesystem reaches
-# the same view as through its context. Each call runs in a copy of its caller's context, so the
-# variable is never reset: an interrupt cannot leave it behind.
+# A handler that holds a reference to the outer session or filesystem reaches the same view as
+# through its context. Each call runs in a copy of its caller's context, so the variable is never
+# reset: an interrupt cannot leave it behind.
 transaction_under_way: ContextVar[Any] = ContextVar("wink_transaction_under_way", default=None)
 """The ``Transaction`` of the call, or None."""
 
 
 def call_under_way() -> ToolCall | None:
-    """Return the call whose handler, policy or effect is running here, if there is one."""
+    """Return the call whose handler, policy or effect is running here, or None."""
     transaction = transaction_under_way.get()
     return None if transaction is None else transaction.call
 

@@ -20,13 +20,14 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from weakincentives.errors import ContractError
+from weakincentives.tool_result import ToolResult
 
 __all__ = ["ensure", "require"]
 
@@ -51,30 +52,12 @@ def ensure(predicate: Callable[..., object], message: str = "") -> Callable[[F],
 
 
 @dataclass(frozen=True, slots=True)
-class _Violation:
-    text: str
-    cause: Exception | None = None
-    """What the check raised, if it did not just say no."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Check:
     """One condition."""
 
-    kind: str
     message: str
     holds: Callable[[Mapping[str, Any]], object]
-    """The predicate, called with what it wants of a call's arguments."""
-
-    def violation(self, arguments: Mapping[str, Any]) -> _Violation | None:
-        """Return what is wrong with these arguments, or None."""
-        try:
-            if self.holds(arguments):
-                return None
-        except Exception as error:
-            raised = f"(the check raised {type(error).__name__}: {error})"
-            return _Violation(f"{self.kind} failed: {self.message} {raised}", error)
-        return _Violation(f"{self.kind} failed: {self.message}")
+    """The predicate, called with those of a call's arguments that it names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +88,20 @@ def _decorator(name: str, predicate: Callable[..., object], message: str) -> Cal
         if isinstance(function, FunctionType):
             contract = _contracts.get(function, contract)
         signature = inspect.signature(contract.function)
-        check = _check(name, predicate, message, contract.function, signature)
+        offered = [*signature.parameters, *(["result"] if name == "ensure" else [])]
+        try:
+            holds = _caller(predicate, offered)
+        except LookupError as unknown:
+            raise TypeError(
+                f"@{name}: {_title(predicate)} asks for {', '.join(unknown.args)}, "
+                f"but {_title(contract.function)} has {', '.join(offered) or 'no arguments'}"
+            ) from None
+        kind = "Precondition" if name == "require" else "Postcondition"
+        check = _Check(f"{kind} failed: {message or _title(predicate)}", holds)
         if name == "require":
-            contract = _Contract(contract.function, (check, *contract.before), contract.after)
+            contract = replace(contract, before=(check, *contract.before))
         else:
-            contract = _Contract(contract.function, contract.before, (check, *contract.after))
+            contract = replace(contract, after=(check, *contract.after))
         checked = _enforce(contract, signature)
         _contracts[checked] = contract
         return cast(F, checked)
@@ -117,21 +109,21 @@ def _decorator(name: str, predicate: Callable[..., object], message: str) -> Cal
     return decorate
 
 
-def _check(
-    name: str,
-    predicate: Callable[..., object],
-    message: str,
-    function: Function,
-    signature: Signature,
-) -> _Check:
-    """Match the predicate's parameters with the function's; raise when they do not fit."""
+def _caller(
+    predicate: Callable[..., object], offered: list[str]
+) -> Callable[[Mapping[str, Any]], object]:
+    """Return a function that calls the predicate with the arguments it names.
+
+    Raises:
+        LookupError: It names others than are offered.
+    """
     try:
         parameters = inspect.signature(predicate).parameters.values()
     except ValueError as error:
         raise TypeError(
-            f"@{name}: the parameters of {_title(predicate)} cannot be read; wrap it in a lambda"
+            f"the parameters of {_title(predicate)} cannot be read; wrap it in a lambda"
         ) from error
-    offered = [*signature.parameters, *(["result"] if name == "ensure" else [])]
+    takes_all = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
     wanted = [
         each
         for each in parameters
@@ -141,42 +133,14 @@ def _check(
     ]
     unknown = [each.name for each in wanted if each.name not in offered]
     if unknown:
-        raise TypeError(
-            f"@{name}: {_title(predicate)} asks for {', '.join(unknown)}, "
-            f"but {_title(function)} has {', '.join(offered) or 'no arguments'}"
-        )
-    return _Check(
-        kind="Precondition" if name == "require" else "Postcondition",
-        message=message or _title(predicate),
-        holds=_caller(predicate, list(parameters), wanted),
+        raise LookupError(*unknown)
+    positional = [each.name for each in wanted if each.kind is Parameter.POSITIONAL_ONLY]
+    by_name = [each.name for each in wanted if each.kind is not Parameter.POSITIONAL_ONLY]
+    if takes_all:
+        by_name = [name for name in offered if name not in positional]
+    return lambda arguments: predicate(
+        *[arguments[name] for name in positional], **{name: arguments[name] for name in by_name}
     )
-
-
-def _caller(
-    predicate: Callable[..., object], parameters: list[Parameter], wanted: list[Parameter]
-) -> Callable[[Mapping[str, Any]], object]:
-    """Return what calls the predicate with its part of the arguments, in the cheapest way."""
-    # By position as far as that goes, by name after a parameter that keeps its own default.
-    positional = [
-        each.name
-        for given, each in zip(wanted, parameters, strict=False)
-        if given is each and each.kind is not Parameter.KEYWORD_ONLY
-    ]
-    by_name = [each.name for each in wanted[len(positional) :]]
-    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters):
-        return lambda arguments: predicate(
-            *[arguments[name] for name in positional],
-            **{name: arguments[name] for name in arguments if name not in positional},
-        )
-    if by_name:
-        return lambda arguments: predicate(
-            *[arguments[name] for name in positional],
-            **{name: arguments[name] for name in by_name},
-        )
-    if len(positional) == 1:
-        only = positional[0]
-        return lambda arguments: predicate(arguments[only])
-    return lambda arguments: predicate(*[arguments[name] for name in positional])
 
 
 def _enforce(contract: _Contract, signature: Signature) -> FunctionType:
@@ -190,64 +154,58 @@ def _enforce(contract: _Contract, signature: Signature) -> FunctionType:
         @functools.wraps(function)
         async def checked_async(*args: Any, **kwargs: Any) -> Any:
             arguments = bind(args, kwargs)
-            if violation := _first_violation(before, arguments):
+            if violation := _violation(before, arguments):
                 return refuse(violation)
-            result = await function(*args, **kwargs)
-            if after and (violation := _first_violation(after, {**arguments, "result": result})):
-                return refuse(violation)
-            return result
+            arguments["result"] = result = await function(*args, **kwargs)
+            violation = _violation(after, arguments)
+            return result if violation is None else refuse(violation)
 
         return cast(FunctionType, checked_async)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)
-        if violation := _first_violation(before, arguments):
+        if violation := _violation(before, arguments):
             return refuse(violation)
-        result = function(*args, **kwargs)
-        if after and (violation := _first_violation(after, {**arguments, "result": result})):
-            return refuse(violation)
-        return result
+        arguments["result"] = result = function(*args, **kwargs)
+        violation = _violation(after, arguments)
+        return result if violation is None else refuse(violation)
 
     return cast(FunctionType, checked)
 
 
-def _first_violation(checks: tuple[_Check, ...], arguments: Mapping[str, Any]) -> _Violation | None:
+def _violation(checks: tuple[_Check, ...], arguments: Mapping[str, Any]) -> ContractError | None:
+    """Return what the first condition that does not hold says; None when all hold."""
     for check in checks:
-        if violation := check.violation(arguments):
-            return violation
+        try:
+            if not check.holds(arguments):
+                return ContractError(check.message)
+        except Exception as raised:
+            why = f"(the check raised {type(raised).__name__}: {raised})"
+            error = ContractError(f"{check.message} {why}")
+            error.__cause__ = raised
+            return error
     return None
 
 
 def _binder(
     function: Function, signature: Signature
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Return what turns a call's arguments into a mapping by name, defaults applied."""
-    parameters = dict(signature.parameters)
-    names = parameters.keys()
-    kinds = {each.kind for each in parameters.values()}
-    is_plain = kinds <= {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}
-    ordered = [
-        name for name, each in parameters.items() if each.kind is Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    defaults = {
-        name: each.default
-        for name, each in parameters.items()
-        if each.default is not Parameter.empty
-    }
+    """Return a function that maps a call's arguments by name, defaults applied."""
+    parameters = signature.parameters.values()
+    names = signature.parameters.keys()
+    ordered = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    keywords = [each.name for each in parameters if each.kind is Parameter.KEYWORD_ONLY]
+    is_plain = len(ordered) + len(keywords) == len(names)
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         # What Signature.bind does for the usual shapes of a call, at a fraction of its cost.
         if is_plain and len(args) <= len(ordered):
-            arguments = {**defaults, **kwargs}
-            for position, value in enumerate(args):
-                name = ordered[position]
-                if name in kwargs:
-                    break  # given twice
-                arguments[name] = value
-            else:
-                if arguments.keys() == names:
-                    return arguments
+            given = dict(zip(ordered, args, strict=False))
+            arguments = {**defaults, **given, **kwargs}
+            if arguments.keys() == names and given.keys().isdisjoint(kwargs):
+                return arguments
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -261,19 +219,17 @@ def _binder(
 def _is_handler(signature: Signature) -> bool:
     returns = signature.return_annotation
     return "context" in signature.parameters and (
-        # As text: it may be a string, and the class is not known this far up the package.
+        # As text: the annotation may be a string.
         returns is Signature.empty or re.search(r"\bToolResult\b", str(returns)) is not None
     )
 
 
-def _answer_model(violation: _Violation) -> object:
-    from weakincentives.tool_result import ToolResult
-
-    return ToolResult.error(violation.text, code="CONTRACT_VIOLATION", recoverable=True)
+def _answer_model(violation: ContractError) -> object:
+    return ToolResult.error(str(violation), code="CONTRACT_VIOLATION")
 
 
-def _raise(violation: _Violation) -> object:
-    raise ContractError(violation.text) from violation.cause
+def _raise(violation: ContractError) -> object:
+    raise violation
 
 
 def _title(function: Function) -> str:

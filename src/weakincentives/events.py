@@ -20,10 +20,10 @@ E = TypeVar("E")
 _logger = get_logger(__name__)
 
 SUSPENDED = "SUSPENDED"
-"""The code of a call that waits for somebody outside."""
+"""The code of a suspended call."""
 
 telemetry: Any = None
-"""The slot for ``Telemetry``: one for the whole process, empty until ``instrument`` fills it."""
+"""The ``Telemetry`` of the process; None until ``instrument`` sets it."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -33,7 +33,7 @@ class ToolInvoked:
 
     tool_name: str
     params: object
-    """The parsed parameters; what the model sent where they could not be parsed."""
+    """The parsed parameters; if they could not be parsed, what the model sent."""
     result: ToolResult[Any]
     success: bool
     timestamp: float
@@ -44,21 +44,21 @@ class ToolInvoked:
     ran: bool = False
     """Whether the handler was started: False for every refusal."""
     notes: tuple[str, ...] = ()
-    """What policies had to say: who approved it, for example."""
+    """The notes of policies: who approved it, for example."""
     denied_by: str = ""
-    """The policy that refused it."""
+    """The policy that denied it."""
     place: int | None = None
     """The call's place among the calls of its turn; the first is 0."""
     attempts: int = 1
-    """How often it was taken, because another call of the turn came in its way."""
+    """How often it ran: more than once if it conflicted with another call of the turn."""
     conflicts: tuple[str, ...] = ()
-    """What others had changed when it was taken again: slices by type, files by path."""
+    """What others had changed when it was re-run: slices by type, files by path."""
     nested_in: str = ""
-    """The id of the call that made this one: it stays or is undone with that."""
+    """The id of the call that made this one: both are committed, or both undone."""
 
     @property
     def suspended(self) -> bool:
-        """Whether the call waits for somebody outside: it was undone, and is to be made again."""
+        """Whether the call waits for an answer from outside: it was rolled back, to be re-run."""
         failure = self.result.failure
         return failure is not None and failure.code == SUSPENDED
 
@@ -78,7 +78,7 @@ class PromptRendered:
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptExecuted:
-    """A prompt ran to its end."""
+    """The evaluation of a prompt has ended."""
 
     prompt_ns: str
     prompt_key: str
@@ -90,10 +90,10 @@ class PromptExecuted:
 
 
 class Dispatcher:
-    """Carries events to whoever subscribed to their type or to one it derives from.
+    """Publishes events to the subscribers of their type and of its base classes.
 
-    Those who asked for the event's own type hear of it first, each type's in the order in which
-    they subscribed. A subscriber that raises is logged and does not keep the event from others.
+    Subscribers of the event's own type come first, each type's in the order in which they
+    subscribed. A subscriber that raises is logged; the others still get the event.
 
     >>> bus = Dispatcher()
     >>> seen = []
@@ -104,67 +104,69 @@ class Dispatcher:
     """
 
     def __init__(self) -> None:
-        # Replaced, never changed: publishing reads it without a lock.
-        self._subscriptions: dict[type, tuple[_Subscription, ...]] = {}
-        # Who hears of an event of a type, found when the first one comes.
-        self._audiences: dict[type, tuple[_Subscription, ...]] = {}
+        # Both are replaced, never changed: publishing reads them without a lock.
+        self._subscriptions: tuple[_Subscription, ...] = ()
+        self._by_event: dict[type, tuple[_Subscription, ...]] = {}
+        """The subscribers of an event type, base classes included; found with the first event."""
         self._lock = threading.RLock()
 
     def subscribe(
         self, event_type: type[E], subscriber: Callable[[E], object]
     ) -> Callable[[], None]:
-        """Call ``subscriber`` with every event of this type or a subtype; returns how to stop."""
+        """Call ``subscriber`` with every event of this type or a subtype.
+
+        Returns a function that ends the subscription.
+        """
         if inspect.iscoroutinefunction(subscriber):
-            raise TypeError("a subscriber must not be async: nobody would await it")
-        subscription = _Subscription(subscriber)
+            raise TypeError("a subscriber must not be async: publishing does not await it")
+        subscription = _Subscription(event_type, subscriber)
 
         def unsubscribe() -> None:
             with self._lock:
-                present = self._subscriptions.get(event_type, ())
-                left = tuple(s for s in present if s is not subscription)
-                others = {t: s for t, s in self._subscriptions.items() if t is not event_type}
-                self._subscriptions = {**others, event_type: left} if left else others
-                self._audiences = {}
+                left = tuple(each for each in self._subscriptions if each is not subscription)
+                self._subscriptions, self._by_event = left, {}
 
         with self._lock:
-            present = self._subscriptions.get(event_type, ())
-            self._subscriptions = {**self._subscriptions, event_type: (*present, subscription)}
-            self._audiences = {}
+            self._subscriptions, self._by_event = (*self._subscriptions, subscription), {}
         return unsubscribe
 
     def publish(self, event: object) -> None:
         """Hand the event to its subscribers."""
-        audience = self._audiences.get(type(event))
-        if audience is None:
-            audience = self._audience_of(type(event))
-        for subscription in audience:
+        subscriptions = self._by_event.get(type(event))
+        if subscriptions is None:
+            subscriptions = self._found(type(event))
+        for subscription in subscriptions:
             try:
                 subscription.call(event)
             except Exception:
+                name = type(event).__name__
+                fields = _call_fields(event)
                 _logger.exception(
-                    "subscriber %r failed on %s",
-                    subscription.call,
-                    type(event).__name__,
-                    extra=_call_fields(event),
+                    "subscriber %r failed on %s", subscription.call, name, extra=fields
                 )
 
-    def _audience_of(self, event_type: type) -> tuple[_Subscription, ...]:
+    def _found(self, event_type: type) -> tuple[_Subscription, ...]:
         with self._lock:
-            found = self._subscriptions
-            audience = tuple(s for cls in event_type.__mro__ for s in found.get(cls, ()))
-            self._audiences = {**self._audiences, event_type: audience}
-        return audience
+            found = tuple(
+                each
+                for cls in event_type.__mro__
+                for each in self._subscriptions
+                if each.event_type is cls
+            )
+            self._by_event = {**self._by_event, event_type: found}
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Subscription:
-    """One act of subscribing: the same function may be there twice."""
+    """The same function may subscribe twice."""
 
+    event_type: type
     call: Callable[[Any], object]
 
 
 def _call_fields(event: object) -> dict[str, str]:
-    """Return what a log line says of the call: it has ended when its record is published."""
+    """Return the fields that a log line has of the call, which has ended by now."""
     if isinstance(event, ToolInvoked):
         return {"call_id": event.call_id, "tool": event.tool_name}
     return {}

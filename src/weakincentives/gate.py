@@ -1,4 +1,4 @@
-"""A gate that one call at a time passes: first come, first served, for threads and event loops."""
+"""A gate for one call at a time: first come, first served, across threads and event loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Gate", "TooLate"]
 _logger = get_logger(__name__)
 
 _LOOK_SECONDS = 10.0
-"""How long to wait before looking again without having been woken."""
+"""How long to wait before looking again without being woken."""
 
 
 class TooLate(Exception):
@@ -27,29 +27,23 @@ class TooLate(Exception):
 
 
 class Gate:
-    """A fair lock. Nobody polls: whoever leaves wakes the first in line, on its thread or loop.
+    """A fair lock without polling: a call that leaves wakes the first in line.
 
-    ``with gate:`` blocks the thread. A call takes ``lock`` itself when it is its turn: a C lock in
-    a ``with`` block, so that no interrupt can come between taking it and the block.
+    ``with gate:`` blocks the thread. A sync call takes ``lock`` itself when it is its turn: a C
+    lock in a ``with`` block, so that no interrupt can come between taking it and the block.
     """
 
     __slots__ = ("_line_lock", "line", "lock", "loop")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        """Held by the one who is inside."""
+        """Held by the call inside."""
         self.loop: AbstractEventLoop | None = None
-        """The event loop that the one inside runs on."""
+        """The event loop that the call inside runs on."""
         self.line: deque[Ticket] = deque()
         self._line_lock = threading.Lock()
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether somebody is inside or waits."""
-        return self.lock.locked() or bool(self.line)
-
     def locked(self) -> bool:
-        """Whether somebody is inside."""
         return self.lock.locked()
 
     def turn(self, deadline: Deadline | None = None) -> Ticket:
@@ -57,7 +51,7 @@ class Gate:
         return Ticket(self, threading.Event(), deadline)
 
     async def enter(self, deadline: Deadline | None = None) -> None:
-        """Go inside when it is our turn, on the running event loop."""
+        """Enter when it is our turn, on the running event loop."""
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -78,14 +72,14 @@ class Gate:
         self.loop = loop
 
     def release(self) -> None:
-        """Leave, and let the next one in."""
+        """Leave, and wake the next in line."""
         self.loop = None
         self.lock.release()
         if self.line:
             self.wake_next()
 
     def acquire(self, timeout: float | None = None) -> bool:
-        """Go inside, blocking the thread; False when that takes longer than so many seconds."""
+        """Enter, blocking the thread; False when that takes longer than ``timeout`` seconds."""
         if not self.line and self.lock.acquire(False):
             return True
         try:
@@ -109,13 +103,13 @@ class Gate:
     # The line
 
     def wake_next(self) -> None:
-        """Tell the first in line to see whether it is its turn."""
+        """Wake the first in line, to see whether it is its turn."""
         while True:
             with self._line_lock:
                 first = self.line[0] if self.line else None
             if first is None or first.wake():
                 return
-            with self._line_lock:  # nobody is there: it gets in line again if its loop goes on
+            with self._line_lock:  # its loop does not run: it gets in line again if that goes on
                 self._remove(first)
 
     def is_first(self, ticket: Ticket) -> bool:
@@ -126,7 +120,7 @@ class Gate:
             return self.line[0] is ticket
 
     def _place_of(self, ticket: Ticket) -> int:
-        """Return where a ticket goes: last, but a blocked loop cannot wait for its own tickets."""
+        """Return where a ticket goes: last, but before those of a loop that it would block."""
         loop = None if ticket.loop is not None else _running_loop()
         if loop is not None:
             for place, each in enumerate(self.line):
@@ -146,7 +140,7 @@ class Gate:
             self.line.remove(ticket)
 
     def wait(self, ticket: Ticket) -> None:
-        """Block the thread until it is the ticket's turn and nobody is inside."""
+        """Block the thread until it is the ticket's turn and the gate is free."""
         while not self.is_first(ticket) or self.lock.locked():
             if self.loop is not None and self.loop is _running_loop():
                 raise RuntimeError(
@@ -179,12 +173,12 @@ class Ticket:
     ) -> None:
         self._gate = gate
         self.signal = signal
-        """An event of the thread that waits, or of its loop."""
+        """A threading or an asyncio event."""
         self._deadline = deadline
         self.loop = loop
 
     def wake(self) -> bool:
-        """Say that it may be its turn; False when nobody is there to hear it."""
+        """Signal that it may be its turn; False when its loop does not run."""
         if self.loop is None:
             self.signal.set()
             return True
@@ -195,7 +189,7 @@ class Ticket:
         return self.loop.is_running()
 
     def patience(self) -> float:
-        """Return how long to wait before looking again; raise when the deadline has passed."""
+        """Return how long to wait before looking again; raises TooLate after the deadline."""
         if self._deadline is None:
             return _LOOK_SECONDS
         remaining = self._deadline.remaining()

@@ -26,7 +26,7 @@ class Participant:
     in_place: bool = False
     """Whether calls change the object itself, so that only one call at a time can use it."""
     journalled: bool = False
-    """Whether merging and undoing take several steps that Ctrl-C must not come between."""
+    """Whether merging and undoing take several steps that Ctrl-C must not interrupt."""
     read_only: str | None = None
     """Why changes to this view are refused; None when they are not."""
     _sealed: str | None = None
@@ -35,7 +35,7 @@ class Participant:
 
     @property
     def gate(self) -> Gate | None:
-        """The gate that a call passes from start to end, if only one call at a time can run."""
+        """The gate that a call holds from start to end, if only one call at a time can run."""
         return None
 
     @property
@@ -44,7 +44,7 @@ class Participant:
         return self
 
     def snapshot_here(self) -> Any:
-        """Return a token for the state of exactly this object, whichever call is under way."""
+        """Return a token for the state of this very object, whichever call is under way."""
         raise NotImplementedError
 
     def restore_here(self, token: Any, /) -> None:
@@ -75,13 +75,13 @@ class Participant:
         return ()
 
     def seal(self, reason: str) -> None:
-        """Refuse every later change with ``ViewClosed`` and log it; reading still works."""
+        """Fence this view: refuse and log every later change with ``ViewClosed``; reads go on."""
         with self._lock:
             if self._sealed is None:
                 self._sealed = reason
 
     def check_open(self, operation: str) -> None:
-        """Raise ViewClosed, and log it, where this view has ended."""
+        """Raise ViewClosed, and log it, if this view is sealed."""
         if self._sealed is not None:
             _logger.error("Refused %s: %s", operation, self._sealed)
             raise ViewClosed(self._sealed)
@@ -91,7 +91,7 @@ class Participant:
         return self._sealed is None and self.read_only is None
 
     def check_writable(self, operation: str) -> None:
-        """Raise ViewClosed or ReadOnlyView where this view must not be changed."""
+        """Raise ViewClosed or ReadOnlyView if this view must not be changed."""
         self.check_open(operation)
         if self.read_only is not None:
             raise ReadOnlyView(self.read_only)
@@ -101,10 +101,10 @@ class Participant:
         return ()
 
     def expect_external(self) -> None:
-        """Expect programs that the call starts to change things past this object."""
+        """Expect programs that the call starts to change things without this object."""
 
     def after_commit(self) -> None:
-        """Called once nothing that was merged can be undone any more."""
+        """Called when what was merged is final."""
 
 
 class Adapted(Participant):
@@ -160,14 +160,11 @@ class Adapted(Participant):
 
 
 def participant_for(resource: Any) -> Participant | None:
-    """Return how a resource takes part in transactions; None where it does not.
-
-    A class that is bound as a resource has no methods to call.
-    """
+    """Return the participant for a resource; None if it takes no part in transactions."""
     if isinstance(resource, Participant):
         return resource
     methods = (getattr(resource, name, None) for name in ("snapshot", "restore"))
-    if isinstance(resource, type) or not all(map(callable, methods)):
+    if isinstance(resource, type) or not all(map(callable, methods)):  # a class has none to call
         return None
     return Adapted(resource, in_place=not can_fork(resource))
 

@@ -1,4 +1,4 @@
-"""When a failed call is tried again, how long to wait first, and what kind of failure it was.
+"""When a failed call is retried, how long to wait first, and what kind of failure it was.
 
 Pure: nothing here sleeps, and nothing is imported that a program does not use anyway.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 from typing import TYPE_CHECKING, cast
 
 from weakincentives.errors import ToolTimeout, WorkspaceLocked
@@ -35,17 +35,17 @@ __all__ = [
     "code_of",
 ]
 
-# What kinds of failure another try may mend.
+# The kinds of failure that a retry may cure.
 TIMEOUT = "TIMEOUT"
 """It took too long."""
 RATE_LIMIT = "RATE_LIMIT"
-"""It was asked for too often."""
+"""Too many requests."""
 NETWORK = "NETWORK"
 """The other side could not be reached, or broke off."""
 SERVER_ERROR = "SERVER_ERROR"
 """The other side failed."""
 LOCK = "LOCK"
-"""Somebody else had it locked."""
+"""It was locked by another user or process."""
 
 _LONGEST = sys.float_info.max
 
@@ -56,52 +56,42 @@ def _random() -> float:
     return random()
 
 
-# What is taken on construction
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {value!r}")
-    return value
+def _number(name: str, value: object, least: float = 0.0, most: float = _LONGEST) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        limits = f"from {least:g} up, and finite" if most == _LONGEST else f"{least:g} to {most:g}"
+        raise ValueError(f"{name} must be a number {limits}, got {value!r}")
+    return float(value)
 
 
 def _seconds(name: str, value: object) -> float:
     total_seconds = getattr(value, "total_seconds", None)  # a timedelta: no need to import it
-    if callable(total_seconds):
-        value = total_seconds()
-    if not 0 <= _number(name, value) <= _LONGEST:  # nor is it NaN
-        raise ValueError(f"{name} is in seconds: from 0 up and finite, got {value!r}")
-    return float(_number(name, value))
+    return _number(name, total_seconds() if callable(total_seconds) else value)
 
 
-def _codes(name: str, given: object) -> frozenset[str]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
+def _codes(name: str, given: Iterable[str]) -> frozenset[str]:
+    codes: frozenset[object] = frozenset([] if isinstance(given, str) else given)
+    if isinstance(given, str) or not all(isinstance(code, str) for code in codes):
         raise ValueError(f"{name} takes several error codes, as in {{{TIMEOUT!r}}}; got {given!r}")
-    codes = frozenset(cast("Iterable[str]", given))
-    for code in codes:
-        if not isinstance(code, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ValueError(f"{name} takes error codes, which are strings, got {code!r}")
-    return codes
+    return cast("frozenset[str]", codes)
 
 
 def _backoff(name: str, given: Backoff) -> Backoff:
-    if isinstance(given, type) or not callable(getattr(given, "delay", None)):
+    if isinstance(given, type) or not hasattr(given, "delay"):
         raise ValueError(f"{name} must be a backoff such as NoBackoff(), got {given!r}")
     return given
 
 
-class _Frozen:
-    """Makes a dataclass frozen, shown and compared by its fields.
+class _Value:
+    """An immutable value, compared and shown by its fields.
 
-    ``dataclass(frozen=True)`` would generate that for each class: half a millisecond apiece,
-    whenever a program starts that has a tool. For that reason each ``__init__`` is written out,
-    too.
+    ``dataclass`` would generate the same for each class, at half a millisecond of import time.
     """
 
+    def __init__(self, **fields: object) -> None:
+        vars(self).update(fields)
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self.__dict__ or name not in type(self).__annotations__:
-            raise FrozenInstanceError(f"cannot assign to field {name!r}")
-        object.__setattr__(self, name, value)
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
@@ -120,9 +110,8 @@ class _Frozen:
 # How long to wait
 
 
-@dataclass(init=False, eq=False, repr=False)
-class Backoff(_Frozen):
-    """How long to wait before each further try."""
+class Backoff(_Value):
+    """How long to wait before each retry."""
 
     def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
         """Return the seconds to wait before a retry; the first is attempt 1."""
@@ -137,22 +126,20 @@ class Backoff(_Frozen):
         raise NotImplementedError
 
 
-@dataclass(init=False, eq=False, repr=False)
 class NoBackoff(Backoff):
-    """Try again at once."""
+    """Retry at once."""
 
     def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         return 0.0
 
 
-@dataclass(init=False, eq=False, repr=False)
 class FixedBackoff(Backoff):
     """Wait equally long each time."""
 
     seconds: float
 
     def __init__(self, delay: float | timedelta) -> None:
-        self.seconds = _seconds("delay", delay)
+        super().__init__(seconds=_seconds("delay", delay))
 
     def __repr__(self) -> str:
         return f"FixedBackoff(delay={self.seconds!r})"
@@ -161,7 +148,6 @@ class FixedBackoff(Backoff):
         return self.seconds
 
 
-@dataclass(init=False, eq=False, repr=False)
 class LinearBackoff(Backoff):
     """Wait ``base_delay`` first, and ``increment`` longer each time."""
 
@@ -169,14 +155,15 @@ class LinearBackoff(Backoff):
     increment: float
 
     def __init__(self, base_delay: float | timedelta, increment: float | timedelta) -> None:
-        self.base_delay = _seconds("base_delay", base_delay)
-        self.increment = _seconds("increment", increment)
+        super().__init__(
+            base_delay=_seconds("base_delay", base_delay),
+            increment=_seconds("increment", increment),
+        )
 
     def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         return self.base_delay + self.increment * (attempt - 1)
 
 
-@dataclass(init=False, eq=False, repr=False)
 class ExponentialBackoff(Backoff):
     """Wait ``base_delay`` first, ``multiplier`` times as long each time, never over a maximum."""
 
@@ -187,11 +174,11 @@ class ExponentialBackoff(Backoff):
     def __init__(
         self, base_delay: float | timedelta, max_delay: float | timedelta, multiplier: float = 2.0
     ) -> None:
-        self.base_delay = _seconds("base_delay", base_delay)
-        self.max_delay = _seconds("max_delay", max_delay)
-        if not 1 <= _number("multiplier", multiplier) <= _LONGEST:
-            raise ValueError(f"multiplier must be at least 1 and finite, got {multiplier!r}")
-        self.multiplier = float(multiplier)
+        super().__init__(
+            base_delay=_seconds("base_delay", base_delay),
+            max_delay=_seconds("max_delay", max_delay),
+            multiplier=_number("multiplier", multiplier, least=1.0),
+        )
 
     def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         if self.base_delay == 0:
@@ -202,7 +189,6 @@ class ExponentialBackoff(Backoff):
             return self.max_delay
 
 
-@dataclass(init=False, eq=False, repr=False)
 class JitteredBackoff(Backoff):
     """Wait up to ``jitter`` (a fraction: 0.1 is ten percent) less or more than ``base`` says.
 
@@ -213,10 +199,7 @@ class JitteredBackoff(Backoff):
     jitter: float
 
     def __init__(self, base: Backoff, jitter: float) -> None:
-        self.base = _backoff("base", base)
-        if not 0 <= _number("jitter", jitter) <= 1:
-            raise ValueError(f"jitter is a fraction from 0 to 1, got {jitter!r}")
-        self.jitter = float(jitter)
+        super().__init__(base=_backoff("base", base), jitter=_number("jitter", jitter, most=1.0))
 
     def _delay(self, attempt: int, random: Callable[[], float]) -> float:
         base = self.base.delay(attempt, random)
@@ -226,17 +209,16 @@ class JitteredBackoff(Backoff):
 _AT_ONCE = NoBackoff()
 
 
-# Whether to try again
+# Whether to retry
 
 
-@dataclass(init=False, eq=False, repr=False)
-class RetryPolicy(_Frozen):
-    """How often a failed call is tried again, and the wait between tries."""
+class RetryPolicy(_Value):
+    """How often a failed call is retried, and the wait before each retry."""
 
     max_retries: int
     backoff: Backoff
     retryable_errors: frozenset[str] | None
-    """Error codes worth another try; None means every recoverable one."""
+    """Error codes worth a retry; None means every recoverable one."""
     non_retryable_errors: frozenset[str]
     should_retry: Callable[[ToolError, int], bool] | None
     """Asked first, with the error and how many retries there were; may only say no."""
@@ -253,20 +235,21 @@ class RetryPolicy(_Frozen):
             raise ValueError(f"max_retries must be a whole number from 0 up, got {max_retries!r}")
         if should_retry is not None and not callable(should_retry):
             raise ValueError(f"should_retry must be a function, got {should_retry!r}")
-        self.max_retries = max_retries
-        self.backoff = _backoff("backoff", backoff)
-        self.retryable_errors = (
-            None if retryable_errors is None else _codes("retryable_errors", retryable_errors)
+        retryable = retryable_errors
+        super().__init__(
+            max_retries=max_retries,
+            backoff=_backoff("backoff", backoff),
+            retryable_errors=None if retryable is None else _codes("retryable_errors", retryable),
+            non_retryable_errors=_codes("non_retryable_errors", non_retryable_errors),
+            should_retry=should_retry,
         )
-        self.non_retryable_errors = _codes("non_retryable_errors", non_retryable_errors)
-        self.should_retry = should_retry
 
     def retries(self, error: ToolError, attempt: int) -> bool:
-        """Tell whether a call is tried again.
+        """Tell whether a call is retried.
 
         Args:
             error: Why it failed; only ``code`` and ``recoverable`` are looked at here.
-            attempt: How many retries there have been: 0 after the first try.
+            attempt: How many retries there have been: 0 after the first attempt.
         """
         if attempt >= self.max_retries:
             return False
@@ -289,7 +272,7 @@ class RetryPolicies:
     NONE = RetryPolicy()
     """Fail at once."""
     QUICK = RetryPolicy(3, FixedBackoff(1.0), {TIMEOUT, RATE_LIMIT, NETWORK})
-    """A second between tries: for failures that pass."""
+    """A second between attempts: for failures that pass."""
     STANDARD = RetryPolicy(
         3, ExponentialBackoff(1.0, 30.0, 2.0), {TIMEOUT, RATE_LIMIT, NETWORK, SERVER_ERROR}
     )
@@ -303,9 +286,7 @@ class RetryPolicies:
 
     @staticmethod
     def CUSTOM(policy: RetryPolicy) -> RetryPolicy:  # noqa: N802  # the Protocol's name
-        """Return the policy: the place to write your own beside the named ones."""
-        if not isinstance(policy, RetryPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not check types
-            raise ValueError(f"CUSTOM takes a RetryPolicy, got {policy!r}")
+        """Return the policy, so that your own reads like the named ones."""
         return policy
 
 
@@ -329,7 +310,7 @@ def code_of(error: BaseException) -> str | None:
         seen.add(id(current))
         status = _http_status(current)
         if status is not None:
-            return _code_of_status(status)
+            return _STATUS_CODES.get(status, SERVER_ERROR if status >= 500 else None)
         code = _code_of_type(current)
         if code is not None:
             return code
@@ -362,10 +343,6 @@ def _attribute(holder: object, name: str) -> object:
         return None
 
 
-def _code_of_status(status: int) -> str | None:
-    return _STATUS_CODES.get(status, SERVER_ERROR if status >= 500 else None)
-
-
 _NETWORK_ERRNOS = {
     getattr(errno, name)
     for name in (
@@ -376,7 +353,7 @@ _NETWORK_ERRNOS = {
 }  # fmt: skip
 _LOCK_ERRNOS = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK, errno.ENOLCK}
 
-# By module and name, the special before the general; None is for what no second try will mend.
+# By module and name, the special before the general; None is for what no retry will cure.
 # A module that is not loaded has raised nothing, so it need not be imported to ask.
 _KNOWN: tuple[tuple[str, str, str | None], ...] = (
     ("subprocess", "TimeoutExpired", TIMEOUT),

@@ -253,7 +253,6 @@ def test_without_stop_on_error_every_member_is_reported():
     _, result = run(sequence([fine("a"), failing("b"), fine("c")]))
 
     assert [r.success for r in result.value.results] == [True, False, True]
-    assert [r.metadata.tool_name for r in result.value.failed] == ["b"]
     assert result.failure is not None
     assert result.failure.code == "EXECUTION_FAILED"
 
@@ -560,6 +559,27 @@ def test_types_of_one_name_that_differ_do_not_get_mixed_up():
     assert not composed(left={"mode": 7}, right={"mode": 7}, context=make_context()).success
 
 
+def test_types_that_refer_to_types_of_one_name_do_not_get_mixed_up():
+    def made(kind: Any, name: str) -> Tool[Any, Any]:
+        def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
+            return ToolResult.ok(str(getattr(params, name).options.mode))
+
+        options = make_dataclass("Options", [("mode", kind)])
+        outer = make_dataclass("Outer", [("options", options)])
+        params = make_dataclass(f"{name}Params", [(name, outer)])
+        return Tool(
+            name=name, description="T.", handler=handler, params_type=params,
+            result_type=Any, strict=False,
+        )  # fmt: skip
+
+    composed = parallel([made(str, "left"), made(int, "right")])
+
+    given = {"left": {"options": {"mode": "fast"}}, "right": {"options": {"mode": 7}}}
+    result = composed(given, context=make_context())
+    assert result.value is not None
+    assert {k: r.value for k, r in result.value.results.items()} == {"left": "fast", "right": "7"}
+
+
 def test_one_tool_twice_takes_its_arguments_under_its_keys():
     composed = parallel({"old": size, "new": size})
     context = make_context_with_files({"a.txt": "abc", "b.txt": "abcd"})
@@ -696,7 +716,7 @@ def test_members_with_limits_are_reported_one_by_one():
     world, result = run(parallel(members, keep_partial=True))
 
     assert result.success
-    assert result.value.failed["b"].failure.code == "TIMEOUT"
+    assert result.value.results["b"].failure.code == "TIMEOUT"
     assert world.state()[0] == Plan(("a",))
 
 
@@ -875,8 +895,8 @@ def test_the_model_is_told_what_became_of_each():
 
     assert result.render() == (
         "1 of 2 tools failed: b (b cannot)\n"
-        "Nothing that the others changed in session or files is kept.\n"
-        "1. a: done, then rolled back as far as it can be\n"
+        "What the others changed in session and files was rolled back.\n"
+        "1. a: done, then rolled back as far as possible\n"
         "   done\n"
         "2. b: failed (VALIDATION_FAILED)\n"
         "   b cannot"

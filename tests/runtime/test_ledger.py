@@ -285,7 +285,7 @@ def test_only_what_is_on_record_is_settled_and_only_as_something(world: World, p
     leave_unknown(world, path)
     ledger = OutcomeLedger(path)
 
-    with pytest.raises(WinkError, match="no call 'b'"):
+    with pytest.raises(WinkError, match="call 'b' is not on record"):
         ledger.settle("b", "committed")
     with pytest.raises(ValueError, match="'unknown'"):
         ledger.settle("a", "unknown")

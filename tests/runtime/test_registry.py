@@ -128,7 +128,7 @@ def test_a_namespace_that_providers_would_not_take_is_refused(namespace: str):
 
 
 def test_a_name_that_gets_too_long_in_its_namespace_is_refused():
-    with pytest.raises(ToolDefinitionError, match=r"has 66 characters; 64 are allowed"):
+    with pytest.raises(ToolDefinitionError, match=r"with 66 characters; 64 are allowed"):
         in_memory().register(size, namespace="n" * 60)
 
 
@@ -277,7 +277,7 @@ def test_there_is_one_filesystem(tmp_path: Path):
     with pytest.raises(TypeError, match="not both"):
         ToolRegistry(workspace=tmp_path, resources={Filesystem: MemoryFilesystem()})
     opened = make_context().resources
-    with pytest.raises(TypeError, match="not open yet"):
+    with pytest.raises(TypeError, match="open already"):
         ToolRegistry(workspace=tmp_path, resources=opened)
 
 

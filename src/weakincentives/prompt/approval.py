@@ -1,4 +1,4 @@
-"""Approval: a policy that asks a person before a tool runs. No answer means no."""
+"""Approval: a policy that asks a person before a tool runs. No answer means denied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApprovalRequest:
-    """What a person is asked."""
+    """A call that waits for a person's approval."""
 
     tool_name: str
     description: str
@@ -35,7 +35,7 @@ class ApprovalRequest:
     call_id: str
     session_id: str
 
-    # For a prompt on a terminal: all of it, on one line, with nothing that cannot be seen.
+    # For a prompt on a terminal: everything on one line, invisible characters escaped.
     def __str__(self) -> str:
         shown = ", ".join(f"{_name(name)}={value!r}" for name, value in self.arguments.items())
         return visible(f"{self.tool_name}({shown})")
@@ -47,7 +47,7 @@ def _name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """What the person said."""
+    """A person's answer."""
 
     approved: bool
     by: str = ""
@@ -60,11 +60,11 @@ Ask = Callable[[ApprovalRequest], "bool | Approval | Awaitable[bool | Approval]"
 
 @dataclass(frozen=True, kw_only=True)
 class ApprovalPolicy:
-    """Asks a person before a call runs. The answer stands in the call's record.
+    """Asks a person before a call runs. The answer is noted in the call's record.
 
-    Asked about are the named tools and those of the named reaches; with neither, all. ``when``
-    narrows that to calls for which it is true. An answer that does not come in time, that makes no
-    sense, or an ``ask`` that fails, denies the call.
+    It covers the tools of these names and those of these reaches; without either, all tools.
+    ``when`` narrows that to calls for which it is true. A late or invalid answer denies the call,
+    and so does an ``ask`` that raises.
 
     >>> policy = ApprovalPolicy(ask=lambda request: input(f"{request}? ") == "y",
     ...                         reaches={"irreversible"})
@@ -74,7 +74,7 @@ class ApprovalPolicy:
     """Plain or async; a plain one runs in a thread, so that it may wait for a person."""
     tools: AbstractSet[str] = frozenset()
     reaches: AbstractSet[Reach | None] = frozenset()
-    """None stands for tools that do not state their reach."""
+    """None means tools without a stated reach."""
     when: Callable[[Tool[Any, Any], Any, ToolContext], bool] | None = None
     timeout: float | None = 300.0
     """Seconds to wait for the answer."""
@@ -88,7 +88,7 @@ class ApprovalPolicy:
             raise ValueError(f"timeout must be positive seconds, got {self.timeout!r}")
 
     def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        """Whether calls of this tool may have to be approved."""
+        """Whether calls of this tool may need approval."""
         if not self.tools and not self.reaches:
             return True
         return tool.name in self.tools or tool.reach in self.reaches
@@ -114,24 +114,24 @@ class ApprovalPolicy:
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        """Nothing to remember: every call is asked about."""
+        """Remember nothing: every call needs its own approval."""
 
     async def _answer(self, request: ApprovalRequest) -> Approval:
         try:
             answer = await asyncio.wait_for(self._asked(request), self.timeout)
         except TimeoutError:
-            return Approval(False, reason=f"nobody answered within {self.timeout:g} s")
+            return Approval(False, reason=f"no answer within {self.timeout:g} s")
         except Exception as error:
-            if isinstance(error, Suspended):  # somebody is asked, and answers later
+            if isinstance(error, Suspended):  # the answer comes later
                 raise
             _logger.exception("asking for approval of %s failed", request.tool_name)
-            return Approval(False, reason=f"nobody could be asked: {error!r}")
+            return Approval(False, reason=f"asking failed: {error!r}")
         if isinstance(answer, Approval):
             return answer
         if isinstance(answer, bool):
             return Approval(answer)
         _logger.error("an approval must be a bool or an Approval, got %r", answer)
-        return Approval(False, reason="the answer made no sense")
+        return Approval(False, reason="the answer was invalid")
 
     async def _asked(self, request: ApprovalRequest) -> object:
         from weakincentives.loops import in_thread

@@ -6,7 +6,7 @@ State and memory effects belong to the transaction; notifications and cascades f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
@@ -38,7 +38,7 @@ class _Contract:
     _functions: ClassVar[tuple[str, ...]] = ()
     _names: ClassVar[tuple[str, ...]] = ()
     """The fields that hold a name, which must not be empty."""
-    _choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    _choices: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
 
     description: str
 
@@ -52,7 +52,7 @@ class _Contract:
             value = getattr(self, name)
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{where}: {name} must be a string that is not empty")
-        for name, choices in self._choices.items():
+        for name, choices in self._choices:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{where}: {name} must be one of {choices}, got {value!r}")
@@ -65,9 +65,9 @@ class _Contract:
 class Precondition(_Contract):
     """What must hold before a tool runs."""
 
-    type: ClassVar[str] = "custom"
-    _functions: ClassVar[tuple[str, ...]] = ("check",)
-    _names: ClassVar[tuple[str, ...]] = ("description",)
+    type = "custom"
+    _functions = ("check",)
+    _names = ("description",)
 
     description: str
     """For the model, which sees it when the condition does not hold."""
@@ -93,8 +93,8 @@ class Precondition(_Contract):
 class ResourcePrecondition(Precondition):
     """A resource is there. Without a check: ``resource`` is a type that is bound."""
 
-    type: ClassVar[str] = "resource"
-    _choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"availability": ("required", "preferred")}
+    type = "resource"
+    _choices = (("availability", ("required", "preferred")),)
 
     resource: str | type
     availability: Literal["required", "preferred"] = "required"
@@ -117,8 +117,8 @@ class ResourcePrecondition(Precondition):
 class StatePrecondition(Precondition):
     """A value is as expected. Without a check: looked up in the memory."""
 
-    type: ClassVar[str] = "state"
-    _names: ClassVar[tuple[str, ...]] = ("description", "state")
+    type = "state"
+    _names = ("description", "state")
 
     state: str
     expected_value: object = True
@@ -137,8 +137,8 @@ class StatePrecondition(Precondition):
 class PermissionPrecondition(Precondition):
     """A permission was granted to the session."""
 
-    type: ClassVar[str] = "permission"
-    _names: ClassVar[tuple[str, ...]] = ("description", "permission")
+    type = "permission"
+    _names = ("description", "permission")
 
     permission: str
 
@@ -153,9 +153,9 @@ class PermissionPrecondition(Precondition):
 class DependencyPrecondition(Precondition):
     """Another tool has succeeded in this session, or is offered with this one."""
 
-    type: ClassVar[str] = "dependency"
-    _names: ClassVar[tuple[str, ...]] = ("description", "tool")
-    _choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"status": ("completed", "available")}
+    type = "dependency"
+    _names = ("description", "tool")
+    _choices = (("status", ("completed", "available")),)
 
     tool: str
     status: Literal["completed", "available"] = "completed"
@@ -254,7 +254,7 @@ async def validate_preconditions(
 class Effect(_Contract):
     """What follows from a success."""
 
-    _functions: ClassVar[tuple[str, ...]] = ("apply", "rollback")
+    _functions = ("apply", "rollback")
     after_commit: ClassVar[bool] = False
     """Whether it reaches others, and so must wait until nothing can be undone."""
 
@@ -303,11 +303,9 @@ class Effect(_Contract):
 class StateChangeEffect(Effect):
     """Changes a value in the working memory."""
 
-    type: ClassVar[str] = "state_change"
-    _names: ClassVar[tuple[str, ...]] = ("state",)
-    _choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "change": ("set", "clear", "increment", "decrement")
-    }
+    type = "state_change"
+    _names = ("state",)
+    _choices = (("change", ("set", "clear", "increment", "decrement")),)
 
     state: str
     change: Literal["set", "clear", "increment", "decrement"] = "set"
@@ -335,12 +333,12 @@ class StateChangeEffect(Effect):
 class MemoryEffect(Effect):
     """Writes to the memory."""
 
-    type: ClassVar[str] = "memory"
-    _names: ClassVar[tuple[str, ...]] = ("key",)
-    _choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "scope": get_args(MemoryScope),
-        "operation": ("write", "delete", "update"),
-    }
+    type = "memory"
+    _names = ("key",)
+    _choices = (
+        ("scope", get_args(MemoryScope)),
+        ("operation", ("write", "delete", "update")),
+    )
 
     scope: MemoryScope = "working"
     operation: Literal["write", "delete", "update"] = "write"
@@ -366,8 +364,8 @@ class MemoryEffect(Effect):
 class NotificationEffect(Effect):
     """Emits an event once the call is committed. That cannot be undone."""
 
-    type: ClassVar[str] = "notification"
-    after_commit: ClassVar[bool] = True
+    type = "notification"
+    after_commit = True
 
     event: str = ""
     payload: object = None
@@ -392,8 +390,8 @@ class NotificationEffect(Effect):
 class CascadeEffect(Effect):
     """Calls another tool once the call is committed, as a transaction of its own."""
 
-    type: ClassVar[str] = "cascade"
-    after_commit: ClassVar[bool] = True
+    type = "cascade"
+    after_commit = True
 
     trigger_tool: str | Tool[Any, Any]
     trigger_condition: Callable[[ToolResult[Any]], bool] | None = None

@@ -1,7 +1,7 @@
-"""Feedback: text added to a tool's answer when a trigger fires.
+"""Feedback: text added to a tool's result when a trigger fires.
 
-A provider has a trigger that says when, and a method that says what. What is remembered between
-calls, the counts and when each provider last spoke, is a LOG slice: a failed call stays counted.
+A provider has a trigger, which says when, and a method that returns the text. The counts, and when
+each provider last gave feedback, are in a LOG slice: a failed call stays counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a provider has to say to the model."""
+    """A text for the model."""
 
     text: str
 
@@ -38,11 +38,11 @@ class Feedback:
 
 
 class FeedbackProvider(Protocol):
-    """Says something to the model each time its trigger fires, or None when there is nothing."""
+    """Gives feedback to the model when its trigger fires; None for no feedback."""
 
     @property
     def name(self) -> str:
-        """What its memory is kept under; no two providers of a run share one."""
+        """Its key in the ``FeedbackState``: unique among the providers of a run."""
         ...
 
     @property
@@ -56,21 +56,21 @@ class FeedbackProvider(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackMoment:
-    """What a trigger decides by."""
+    """What a trigger decides on."""
 
     calls_since: int
-    """Since the provider last spoke; at first, all calls."""
+    """Since the provider's last feedback; at first, all calls."""
     seconds_since: float
-    """Since the provider last spoke; at first, since the first call began."""
+    """Since the provider's last feedback; at first, since the first call began."""
     failed_in_a_row: int
     """The newest calls that failed, refusals included; 0 after a success."""
     seconds_left: float | None = None
-    """Until the deadline; None where there is none."""
+    """Until the deadline; None without one."""
     has_spoken: bool = False
 
 
 class _Positive:
-    """Refuses a number in its fields that is not above zero."""
+    """Checks that the numbers in its fields are positive."""
 
     __slots__ = ()
 
@@ -82,14 +82,14 @@ class _Positive:
 
 
 class FeedbackTrigger(Protocol):
-    """Tells whether a provider is asked now."""
+    """Decides whether a provider is asked now."""
 
     def fires(self, moment: FeedbackMoment) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EveryCalls(_Positive):
-    """Fires when there were so many calls since the provider last spoke."""
+    """Fires after ``n`` calls since the provider's last feedback."""
 
     n: int
 
@@ -99,7 +99,7 @@ class EveryCalls(_Positive):
 
 @dataclass(frozen=True, slots=True)
 class After(_Positive):
-    """Fires when so much time has passed since the provider last spoke."""
+    """Fires when ``seconds`` have passed since the provider's last feedback."""
 
     seconds: float
 
@@ -109,7 +109,7 @@ class After(_Positive):
 
 @dataclass(frozen=True, slots=True)
 class DeadlineNear(_Positive):
-    """Fires once when no more than so much time is left."""
+    """Fires once when at most ``seconds`` are left."""
 
     seconds: float
 
@@ -118,13 +118,13 @@ class DeadlineNear(_Positive):
         if left is None or left > self.seconds:
             return False
         # Counted back from this deadline, not remembered: the next run has another one.
-        left_when_it_spoke = left + moment.seconds_since
-        return not moment.has_spoken or left_when_it_spoke > self.seconds
+        left_at_last_feedback = left + moment.seconds_since
+        return not moment.has_spoken or left_at_last_feedback > self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class NoProgress(_Positive):
-    """Fires when so many calls in a row have failed, and again after as many more."""
+    """Fires when ``calls`` calls in a row have failed, and again after as many more."""
 
     calls: int
 
@@ -132,12 +132,12 @@ class NoProgress(_Positive):
         return min(moment.failed_in_a_row, moment.calls_since) >= self.calls
 
 
-# What is remembered
+# State
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """When a provider last spoke: after so many calls, at that time."""
+    """When a provider last gave feedback: after how many calls, and at what time."""
 
     calls: int
     time: float
@@ -149,7 +149,7 @@ _NOBODY: HashTrieMap[str, Spoken] = HashTrieMap()
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackState:
-    """The counts that triggers go by. A LOG slice with one value."""
+    """The counts that triggers use. A LOG slice with one value."""
 
     calls: int = 0
     failed_in_a_row: int = 0
@@ -161,7 +161,7 @@ class FeedbackState:
     """By the name of the provider."""
 
     def counting(self, records: Slice[ToolInvoked], now: float) -> FeedbackState:
-        """Return the state with the records that are new; each is looked at once."""
+        """Return the state with the new records counted."""
         new = max(0, len(records) - self.seen)
         newest = list(islice(records.newest_first(), new))
         failures = sum(1 for _ in takewhile(lambda record: not record.success, newest))
@@ -177,7 +177,7 @@ class FeedbackState:
         )
 
     def moment(self, name: str, now: float, seconds_left: float | None) -> FeedbackMoment:
-        """Return what the trigger of the provider of that name decides by."""
+        """Return what the trigger of the provider of that name decides on."""
         last = self.spoken.get(name)
         return FeedbackMoment(
             calls_since=self.calls - (last.calls if last else 0),
@@ -188,16 +188,16 @@ class FeedbackState:
         )
 
 
-# What the loop calls
+# Collecting
 
 
 def collect_feedback(
     providers: Sequence[FeedbackProvider], *, context: ToolContext
 ) -> tuple[Feedback, ...]:
-    """Return what the providers have to say now, in their order. To be called after every call.
+    """Return the feedback of the providers, in their order. Call it after every tool call.
 
-    A provider that says nothing is asked again after the next call; one that raises is logged, and
-    the others are heard.
+    A provider that returns None is asked again after the next call; one that raises is logged, and
+    the others are still asked.
     """
     from weakincentives.events import ToolInvoked
 
@@ -219,7 +219,7 @@ def collect_feedback(
                 if feedback is not None:
                     said[name] = feedback
         except Exception:
-            # It is advice: the model must not lose its answer, nor the run its way, over it.
+            # Feedback is advice: a broken provider must not cost the model its result.
             _logger.exception("feedback provider %r failed", name)
     if said:
         session[FeedbackState].update(lambda current: _noted(current, said, now))
@@ -253,12 +253,12 @@ def _as_feedback(answer: object) -> Feedback | None:
     raise TypeError(f"feedback must be a Feedback, a string or None, got {answer!r}")
 
 
-# The built-in ones
+# Built-in providers
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineFeedback(_Positive):
-    """Says how much time is left, once it is no more than ``seconds``."""
+    """Says how much time is left, once that is at most ``seconds``."""
 
     seconds: float = 60.0
     name: str = "deadline"

@@ -1,4 +1,4 @@
-"""What the model is told: a handler's answer checked, a failure in words, the result and record."""
+"""Results: run the handler, check what it returned, word a failure, complete the record."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
     (DeadlineExceededError, "DEADLINE_EXCEEDED"),
     (BudgetExceededError, "BUDGET_EXCEEDED"),
@@ -47,7 +48,7 @@ _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Failed(Exception):
-    """A handler's answer that says it failed, on its way to the place that undoes."""
+    """Carries a handler's own failure to the place that undoes."""
 
     def __init__(self, result: ToolResult[Any]) -> None:
         self.result = result
@@ -100,7 +101,7 @@ async def run_handler(tool: Tool[Any, Any], params: object, context: ToolContext
 
 
 def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
-    """Return a handler's answer if it is a success that keeps the contract; raise otherwise."""
+    """Return a handler's result if it is a success of the declared type; raise otherwise."""
     if not isinstance(answer, ToolResult):
         _check_finished(answer)
         raise TypeError(
@@ -111,7 +112,7 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
     value = result.value
     if result.success and (value is None or type(value) in tool.value_types):
         return result
-    if value is not None:
+    if type(value) not in _PLAIN:
         _check_finished(value)
     if not result.success:
         raise Failed(result)
@@ -124,7 +125,7 @@ def checked(tool: Tool[Any, Any], answer: Any) -> ToolResult[Any]:
 
 
 def _check_finished(answer: object) -> None:
-    """Refuse what would only give a result if somebody awaited or ran it."""
+    """Refuse coroutines and generators: they are not a result yet."""
     kind = type(answer)
     if kind not in _UNFINISHED and not hasattr(kind, "__await__"):
         return
@@ -134,7 +135,7 @@ def _check_finished(answer: object) -> None:
     raise TypeError(f"the handler returned {what}, not its result; {advice}")
 
 
-# What a failure means
+# Failures
 
 
 def refuse_unknown(transaction: Transaction) -> NoReturn:
@@ -149,21 +150,21 @@ def refuse_unknown(transaction: Transaction) -> NoReturn:
 
 
 def raises_through(error: BaseException) -> bool:
-    """Whether an error goes on to the caller after the call is undone."""
+    """Whether an error is raised to the caller after the call is undone."""
     return not isinstance(error, Exception) or isinstance(
         error, (PromptEvaluationError, VisibilityExpansionRequired, Suspended)
     )
 
 
 def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]:
-    """Return what a failure means for the model; an expected one is a line in the log."""
+    """Return the result for a failure, worded for the model; log it."""
     level, cause = logging.INFO, None
     name, text = transaction.call.name, _text(error)
     if isinstance(error, Failed):
         transaction.answered = True
         result = _well_formed(transaction, error.result)
     elif isinstance(error, Suspended):
-        transaction.answered = True  # whoever stops to be called again has not done it yet
+        transaction.answered = True  # a suspended call has not taken effect
         undone = " and rolled back" if transaction.ran else ""
         said = f"'{name}' was suspended{undone}: {type(error).__name__}"
         return ToolResult.error(said, code=SUSPENDED)
@@ -191,7 +192,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         result = ToolResult.error(text, code="VALIDATION_FAILED")
         if not isinstance(error, ToolValidationError):
             cause = error
-            # A library's own, not the handler's word: most likely a bug.
+            # Raised by a library, not worded by the handler: most likely a bug.
             if isinstance(error, (JSONDecodeError, UnicodeError)):
                 level = logging.ERROR
     elif isinstance(error, TypeError):
@@ -213,21 +214,21 @@ def _internal_error(name: str, text: str, error: BaseException) -> ToolResult[An
     from weakincentives.retry import code_of
 
     _logger.error("tool %s failed", name, exc_info=error)
-    code = code_of(error)  # those of the world outside: another try may succeed
+    code = code_of(error)  # a failure of the network or the like: a retry may succeed
     return ToolResult.error(
         f"Internal error: {text}", code=code or "INTERNAL_ERROR", recoverable=code is not None
     )
 
 
 def _well_formed(transaction: Transaction, result: ToolResult[Any]) -> ToolResult[Any]:
-    """Return a handler's own failure with a message and a ToolError, whatever it left out."""
+    """Return a handler's own failure with a message and a ToolError."""
     message, failure = result.message, result.failure
     retry = None if transaction.tool is None else transaction.tool.retry
     if failure is None and retry is not None and 0 < retry.max_retries < transaction.attempts:
         exceeded = f"Exceeded maximum retries ({retry.max_retries})"
         message = message or exceeded
         failure = ToolError("MAX_RETRIES_EXCEEDED", exceeded, recoverable=False)
-    message = message or f"Tool '{transaction.call.name}' failed without saying why"
+    message = message or f"Tool '{transaction.call.name}' failed without a message"
     failure = failure or ToolError("EXECUTION_FAILED", message)
     return replace(result, message=message, failure=failure)
 
@@ -241,13 +242,13 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
-# The result as it is handed out
+# The record
 
 
 def complete(
     transaction: Transaction, result: ToolResult[Any], undone: tuple[str, ...] = ()
 ) -> ToolInvoked:
-    """Make the record of a call, with the result as it is handed out."""
+    """Return the record of a call, with its completed result."""
     call, place = transaction.call, transaction.place
     duration = transaction.clock.monotonic() - transaction.started
     message = result.message

@@ -1,7 +1,7 @@
-"""The calls of a workspace: what its runs have on record, joined with what the directory can undo.
+"""The calls of a workspace: the records of its runs, joined with the history of the directory.
 
-This only looks, and so works while an agent does. Values stay as the file has them: to show a call,
-none of the types that it used needs to be loaded.
+Read-only, so it works while an agent runs. Values stay in their JSON form: showing a call does not
+load the types it used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUFFIX = ".jsonl"
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the file that has its session."""
+    """A run, and the file of its session."""
 
     path: Path
 
@@ -44,12 +44,12 @@ class Run:
 
     @property
     def mark(self) -> str:
-        """The letters at the end of the id: a name that is short enough to type."""
+        """The letters at the end of the id: a short name to type."""
         return self.id.rpartition("-")[2]
 
     @property
     def saved_at(self) -> float:
-        """When something was last added, in unix seconds; 0 for one that is gone."""
+        """When it was last saved, in unix seconds; 0 if the file is gone."""
         try:
             return self.path.stat().st_mtime
         except OSError:
@@ -57,7 +57,7 @@ class Run:
 
     @cached_property
     def data(self) -> SavedSessionData:
-        """What is on record, as far as that can be read; raises SnapshotError if nothing can."""
+        """The records up to the first damaged line; raises SnapshotError if none can be read."""
         return SavedSessionData.read(self.path, partly=True)
 
     @property
@@ -66,20 +66,20 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What it was told to do, or what else it is of."""
+        """Its task, or else its title or kind."""
         about = self.data.about
         return str(about.get("task") or about.get("title") or about.get("kind") or "")
 
     @property
     def has_ended(self) -> bool:
-        """Whether the model has finished, and nobody has spoken to it since."""
+        """Whether the model has finished, and got no message since."""
         ends, messages = self._log(_ENDS), self._log(_MESSAGES)
         is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
         return is_over and bool(messages) and messages[-1].get("role") == "model"
 
     @property
     def turns(self) -> int:
-        """How often the model has spoken."""
+        """The number of model turns."""
         messages = self._log(_MESSAGES)
         return sum(each.get("role") == "model" and not each.get("depth") for each in messages)
 
@@ -98,14 +98,14 @@ class Run:
             if "call_id" in record
         ]
         later: dict[str, Call] = {}
-        for call in reversed(calls):  # a call ends after those that are nested in it
+        for call in reversed(calls):  # a call ends after those nested in it
             assert call.record is not None
             call.outer = later.get(str(call.record.get("nested_in", "")))
             later[call.call_id] = call
         return calls
 
     def answer_to(self, call_id: str) -> str | None:
-        """Return what the model was answered to a call, where a model asked for it."""
+        """Return the tool message that the model got for a call; None if it made no such call."""
         for message in self._log(_MESSAGES):
             if message.get("role") == "tool" and message.get("call_id") == call_id:
                 return str(plain(message["text"]))
@@ -116,17 +116,17 @@ class Run:
 
 
 def new_run(store: Path) -> Run:
-    """Return a name and place for a run that begins now; ``store`` is ``HostFilesystem.store``."""
+    """Return a run that begins now, with a new id; ``store`` is ``HostFilesystem.store``."""
     moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
     mark = "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(3))
     return Run(_folder(store) / f"{moment}-{mark}{_SUFFIX}")
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:
-    """Return the runs of a workspace, oldest first. Opens nothing, so others may be at work.
+    """Return the runs of a workspace, oldest first. Takes no lock: an agent may be running.
 
     Raises:
-        StoreRefused: It is not certain that this user wrote the store they are in.
+        StoreRefused: The store may not have been written by this user.
     """
     store = location_of(workspace)
     Note.read(store)
@@ -143,28 +143,28 @@ def _folder(store: Path) -> Path:
 
 @dataclass(kw_only=True, eq=False)
 class Call:
-    """One call: on record in a run, known to the directory's history, or both."""
+    """One call: in the records of a run, in the history of the directory, or in both."""
 
     call_id: str
     tool: str
-    """Empty for what was done outside of any call."""
+    """Empty for changes outside of any call."""
     time: float
     run: Run | None = None
     number: int = 0
-    """Its place in the run; the first is 1."""
+    """Its number in the run; the first is 1."""
     record: Mapping[str, Any] | None = None
-    """The fields of its ToolInvoked, frozen."""
+    """The fields of its ToolInvoked, in JSON form."""
     outer: Call | None = None
-    """The call that made it, if one did."""
+    """The call that it is nested in, if any."""
     committed: Committed | None = None
-    """What the directory can undo of it."""
+    """Its entry in the history: what can be undone of it."""
     is_undone: bool = False
     files: tuple[FileChange, ...] = ()
-    """What it changed, as far as that is known."""
+    """The files it changed; filled in by ``Calls.with_files``."""
 
     @property
     def name(self) -> str:
-        """How a person can call it."""
+        """Its name for people."""
         return self.call_id if self.run is None else f"{self.run.mark}/{self.number}"
 
     @property
@@ -182,13 +182,13 @@ class Call:
 
     @property
     def outcome(self) -> str:
-        """What came of it, in a word or two."""
+        """How it ended, in a word or two."""
         if self.is_undone:
             return "undone"
         if self.committed is not None:
             return "undo" if self.undoes else "committed"
         if self.record is None or self.record["success"]:
-            # What it did became part of the call it is nested in.
+            # Its changes were committed, or not, with the call it is nested in.
             if self.outer is not None and self.outer.outcome not in ("ok", "committed"):
                 return self.outer.outcome
             return "dry run" if self.run is not None and self.run.is_dry else "ok"
@@ -200,7 +200,7 @@ class Call:
 
     @property
     def shown(self) -> str:
-        """What the model saw of its result."""
+        """Its result as the model saw it."""
         if self.record is None or self.run is None:
             return ""
         answer = self.run.answer_to(self.call_id)
@@ -216,22 +216,22 @@ class Calls:
 
     @cached_property
     def committed(self) -> dict[str, Committed]:
-        """What can be undone, by call, oldest first."""
+        """The calls in the history by id, oldest first."""
         return {each.call_id: each for each in self.history.calls()}
 
     @cached_property
     def undone(self) -> set[str]:
-        """The calls that were undone, and are so still."""
+        """The ids of calls that are undone now."""
         return self.committed.keys() - not_undone(self.history.calls())
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The runs of the workspace, each read at most once."""
+        """The runs of the workspace, oldest first; each is read at most once."""
         return runs_of(self.workspace)
 
     @property
     def newest_runs(self) -> list[Run]:
-        """The runs by when they were last at work: one can be resumed after a later one."""
+        """The runs by their last save, newest first: an old run may have been resumed."""
         return sorted(self.runs, key=lambda run: run.saved_at, reverse=True)
 
     def of_run(self, run: Run) -> list[Call]:
@@ -239,7 +239,7 @@ class Calls:
         return self._joined(run.calls())
 
     def latest(self, count: int | None, run: Run | None = None) -> list[Call]:
-        """Return the newest calls, oldest first, with what they changed; all where None."""
+        """Return the newest ``count`` calls, or all, with their files; oldest first."""
         found: list[Call] = []
         for each in self.newest_runs if run is None else [run]:
             newest = sorted(call.time for call in found)[-count:] if count else []
@@ -252,14 +252,14 @@ class Calls:
         return self.with_files(found[-count:] if count else found)
 
     def changed(self) -> list[Call]:
-        """Return the calls that changed files and can be undone, oldest first."""
+        """Return the calls in the history, oldest first."""
         records = {call.call_id: call for call in _readable_calls(self.runs)}
         return self._joined(
             records.get(call_id) or _unrecorded(each) for call_id, each in self.committed.items()
         )
 
     def by_id(self, call_id: str) -> Call | None:
-        """Return the call with this id, if there is one."""
+        """Return the call with this id, or None."""
         for call in self._joined(_readable_calls(self.newest_runs)):
             if call.call_id == call_id:
                 return call
@@ -267,21 +267,21 @@ class Calls:
         return None if committed is None else self._joined([_unrecorded(committed)])[0]
 
     def names(self) -> dict[str, str]:
-        """Return how a person can call each of the calls that changed files, by id."""
+        """Return the names for people of the calls in the history, by id."""
         return {call.call_id: call.name for call in self.changed()}
 
     def damage(self) -> Iterator[str]:
-        """Yield a sentence for each run whose file cannot be read to its end."""
+        """Yield a sentence for each run whose file is damaged."""
         for run in self.runs:
             try:
                 if run.data.damage:
-                    yield f"{run.data.damage}: what follows in it is not shown"
+                    yield f"{run.data.damage}: the rest of the file is not shown"
             except (OSError, SnapshotError) as error:
-                if run.path.exists() and run.path.stat().st_size:  # else it has only begun
+                if run.path.exists() and run.path.stat().st_size:  # else nothing was saved yet
                     yield str(error)
 
     def with_files(self, calls: list[Call]) -> list[Call]:
-        """Find out what calls changed, from the newest on, as far back as is needed."""
+        """Fill in the files that calls changed, reading the history from the newest on."""
         wanted = {call.call_id: call for call in calls if call.committed is not None}
         for changes in self.history.changes() if wanted else ():
             call = wanted.pop(changes.call.call_id, None)
@@ -299,7 +299,7 @@ class Calls:
         return calls
 
     def _without_a_run(self, calls: list[Call]) -> list[Call]:
-        """Return what was done by others: programs that keep no run, people who undid something."""
+        """Return calls without a record in a run: of other programs, or an undo by a person."""
         known = {call.call_id for call in calls}
         oldest = min((call.time for call in calls), default=0.0)
         return self._joined(
@@ -318,19 +318,19 @@ def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:
         try:
             yield from run.calls()
         except (OSError, SnapshotError):
-            continue  # it has only begun, or is none of ours
+            continue  # nothing was saved yet, or the file is not ours
 
 
-# Frozen values
+# Values in their JSON form
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """Return the fields of a frozen dataclass; none of what could not be saved."""
+    """Return the fields of a dataclass; none of a value that could not be saved."""
     return cast("Mapping[str, Any]", value.get("fields", {}))
 
 
 def plain(value: Any) -> object:
-    """Return a frozen value for people and machines to read: without its types."""
+    """Return a value without its type names, for people and machines to read."""
     if isinstance(value, list):
         return [plain(each) for each in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -344,7 +344,7 @@ def plain(value: Any) -> object:
         return [plain(each) for each in data["items"]]
     if "pairs" in data:
         return {str(plain(key)): plain(each) for key, each in data["pairs"]}
-    if data["$"] == "str":  # it has half a surrogate pair, which is shown as its escape
+    if data["$"] == "str":  # it has half a surrogate pair, shown as an escape
         text = base64.b64decode(data["base64"]).decode("utf-8", "surrogatepass")
         return text.encode("utf-8", "backslashreplace").decode()
     for key in ("name", "text", "value", "base64", "hex"):
@@ -354,13 +354,13 @@ def plain(value: Any) -> object:
 
 
 def _rendered(result: Any) -> str:
-    """Return a result as the model saw it, if its types are known; else its parts."""
+    """Return a result as the model saw it, if its types can be loaded; else its fields."""
     from weakincentives.serde import thaw
 
     try:
         for module in set(re.findall(r'"(weakincentives(?:\.\w+)+):', json.dumps(result))):
             if module not in sys.modules:
-                import_module(module)  # one of ours, and so nothing that a file could choose
+                import_module(module)  # only our own modules, whatever the file says
         return str(thaw(result).render())
     except (SnapshotError, ImportError):
         fields = _fields(result)

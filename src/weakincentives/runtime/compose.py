@@ -54,10 +54,6 @@ class SequenceOutput:
     kept: bool = True
     """Whether the changes of the tools that succeeded are committed."""
 
-    @property
-    def failed(self) -> tuple[AnyResult, ...]:
-        return tuple(result for result in self.results if not result.success)
-
     def render(self) -> str:
         return "\n".join(
             _shown(f"{number}. {result.metadata.tool_name}", result, self.kept)
@@ -74,10 +70,6 @@ class ParallelOutput:
     """Whether the changes of the tools that succeeded are committed."""
     not_run: tuple[str, ...] = ()
     """The keys of tools that did not run because of ``stop_on_error``."""
-
-    @property
-    def failed(self) -> Mapping[str, AnyResult]:
-        return {key: result for key, result in self.results.items() if not result.success}
 
     def render(self) -> str:
         lines = [_shown(f"- {key}", result, self.kept) for key, result in self.results.items()]
@@ -106,7 +98,7 @@ def _shown(label: str, result: AnyResult, kept: bool) -> str:
     if not result.success:
         state = "failed" if result.failure is None else f"failed ({result.failure.code})"
     else:
-        state = "done" if kept else "done, then rolled back as far as it can be"
+        state = "done" if kept else "done, then rolled back as far as possible"
     text = result.render()
     return f"{label}: {state}\n{indent(text, '   ')}" if text else f"{label}: {state}"
 
@@ -259,7 +251,8 @@ def conditional(
     parameters name.
     """
     chosen = tuple(branches)
-    if not chosen or not all(isinstance(each, ConditionalBranch) for each in chosen):
+    given = cast("tuple[object, ...]", chosen)
+    if not given or not all(isinstance(each, ConditionalBranch) for each in given):
         raise ToolDefinitionError("conditional needs at least one ConditionalBranch, and only such")
     last = _members("fallback", fallback) if fallback else ()
     members = (*(tool for branch in chosen for tool in branch.tools), *last)
@@ -462,7 +455,7 @@ def _answer(
         return ToolResult.ok(output(True), f"{done} of {total} tools succeeded; failed: {reasons}")
     message = f"{len(failed)} of {total} tools failed: {reasons}"
     if done:
-        message += "\nNothing that the others changed in session or files is kept."
+        message += "\nWhat the others changed in session and files was rolled back."
     failures = [each.failure for each in failed if each.failure is not None]
     failure = ToolError(
         failures[0].code if stop_on_error else "EXECUTION_FAILED",
@@ -545,7 +538,7 @@ def _check_plain(what: str, function: object) -> None:
 def _keyed(tools: Sequence[AnyTool] | Mapping[str, AnyTool]) -> dict[str, AnyTool]:
     """Return members by key: a mapping's own, or their names."""
     if isinstance(tools, Mapping):
-        by_key = dict(cast("Mapping[str, AnyTool]", tools))
+        by_key = dict(tools)
         _members("parallel", by_key.values())
         return by_key
     members = _members("parallel", tools)
@@ -688,7 +681,7 @@ def _with_shared_definitions(key: str, schema: Schema, definitions: dict[str, An
         own = {f"{name}{suffix}": found for name, found in own.items()}
         text = json.dumps([schema, own])
         ending = json.dumps(suffix)[1:-1]
-        text = re.sub(r'"#/\$defs/[^"]+', lambda match: f"{match[0]}{ending}", text)
+        text = re.sub(r'"#/\$defs/[^"/]+', lambda match: f"{match[0]}{ending}", text)
         schema, own = json.loads(text)
     definitions.update(own)
     return schema

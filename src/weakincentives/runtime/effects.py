@@ -1,4 +1,4 @@
-"""What a call does besides its handler: effects, what follows its commit, and the ledger.
+"""Effects of a call, the steps after its commit, and its entry in the ledger.
 
 State and memory effects belong to the transaction. Notifications and cascades follow its commit.
 A call that reaches outside is on record in a ledger from before it runs until it has ended.
@@ -33,7 +33,7 @@ _logger = get_logger(__name__)
 
 
 async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> None:
-    """Apply what belongs to the transaction, and note what follows its commit."""
+    """Apply the effects inside the transaction, and note those that follow its commit."""
     assert transaction.tool is not None
     transaction.session.read_only = None  # that was for the handler
     for effect in transaction.tool.effects:
@@ -45,7 +45,7 @@ async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> No
 
 
 async def finish(answer: object, on_loop: bool = True) -> None:
-    """Wait for what an effect returned, if it is async."""
+    """Await what an effect returned, if it is async."""
     if not isawaitable(answer):
         return
     if on_loop:
@@ -63,7 +63,7 @@ async def finish(answer: object, on_loop: bool = True) -> None:
 async def undo_effects(
     effects: Iterable[Effect], result: ToolResult[Any], context: ToolContext, on_loop: bool = True
 ) -> list[str]:
-    """Call the effects' own rollbacks, the last first; returns what failed, in sentences."""
+    """Call the effects' own rollbacks, the last first; returns a sentence for each failure."""
     failures: list[str] = []
     for effect in reversed(tuple(effects)):
         if effect.can_roll_back:
@@ -112,7 +112,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
 
 
 def hand_over(transaction: Transaction, result: ToolResult[Any]) -> None:
-    """Leave to the call that this one is nested in what follows its commit or its failure."""
+    """Pass the steps after the commit, and what undoes this call, to the call it is nested in."""
     parent = transaction.parent
     assert transaction.tool is not None
     assert parent is not None
@@ -120,7 +120,7 @@ def hand_over(transaction: Transaction, result: ToolResult[Any]) -> None:
     effects = tuple(transaction.tool.effects)
     own: tuple[Member, ...] = ()
     reaches_on = transaction.ledger is not None or any(effect.can_roll_back for effect in effects)
-    # A composite has members instead of effects: they know how to undo what they did.
+    # A composed tool has members instead of effects: those undo what they did.
     if reaches_on and (effects or not transaction.members):
         own = (Member(transaction.call, effects, result, transaction.ledger),)
     parent.members += (*transaction.members, *own)
@@ -130,7 +130,7 @@ async def follow_up(
     transaction: Transaction,
     call: Callable[[ToolCall, Mapping[str, Offer]], Coroutine[Any, Any, object]],
 ) -> None:
-    """Send notifications and make the calls that follow the commit."""
+    """Send the notifications and run the cascades that follow the commit."""
     from weakincentives.prompt.contracts import CascadeEffect, NotificationEffect
 
     transaction_under_way.set(None)
@@ -145,13 +145,15 @@ async def follow_up(
             else:
                 await finish(effect.run(transaction.context, result), transaction.on_loop)
         except Exception:
-            _logger.exception("effect %r failed after the commit; the call stays", effect.label)
+            _logger.exception(
+                "effect %r failed after the commit; the call stays committed", effect.label
+            )
 
 
 def cascaded(
     effect: CascadeEffect, result: ToolResult[Any], offers: Mapping[str, Offer]
 ) -> tuple[ToolCall | None, Mapping[str, Offer]]:
-    """Return the call that a cascade asks for, if any, and the tools it is made among."""
+    """Return the call of a cascade, if its condition holds, and the tools it can name."""
     if effect.trigger_condition is not None and not effect.trigger_condition(result):
         return None, offers
     tool, arguments = effect.trigger_tool, effect.arguments
@@ -164,17 +166,17 @@ def cascaded(
     return ToolCall(tool.name, params), offers
 
 
-# What is outside: on record
+# The ledger
 
 
 def put_on_record(transaction: Transaction) -> None:
-    """Note that a call which reaches outside begins; refuse one that was made before."""
+    """Put a call that reaches outside on record; refuse one that took effect or may have."""
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 
     resources = transaction.bound.resources
     ledger = resources.find(OutcomeLedger)
     if ledger is None:
-        # Where the files are on disk, so is what must outlive the process.
+        # A workspace on disk has its ledger in its store.
         store = getattr(resources.find(Filesystem), "store", None)
         ledger = None if store is None else OutcomeLedger.at(store / "outcomes.jsonl")
     call, tool = transaction.call, transaction.tool
@@ -193,7 +195,7 @@ def put_on_record(transaction: Transaction) -> None:
 
 
 def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
-    """Note how a call that reaches outside ended; in a LOG, so it stays either way.
+    """Note the outcome of a call that reaches outside; in a LOG, so a rollback does not undo it.
 
     A success is in the ledger before the commit: a kill between that and the next save must not
     lose the answer.
@@ -201,7 +203,7 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
     outcome = "committed" if result.success else _outcome_of_failure(transaction)
     noted = transaction.outcome = _outcome(transaction, transaction.call, outcome, result.render())
     transaction.open().session.read_only = None
-    with suppress(ViewClosed):  # it was interrupted on its way out, and is noted already
+    with suppress(ViewClosed):  # interrupted while ending: it is noted already
         transaction.session.dispatch(noted)
     if result.success and transaction.ledger is not None:
         views = (view for _, _, view in transaction.forks if hasattr(view, "store"))
@@ -219,5 +221,5 @@ def _outcome(
 def _outcome_of_failure(transaction: Transaction) -> Outcome:
     if transaction.compensated is not None:
         return "compensated" if transaction.compensated else "unknown"
-    # A handler that answers knows that it did nothing; one that broke off may have.
+    # A handler that returns a failure did nothing; one that raised may have taken effect.
     return "rolled_back" if transaction.answered or not transaction.ran else "unknown"

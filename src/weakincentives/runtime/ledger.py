@@ -1,7 +1,7 @@
-"""How calls that reach outside ended: on record, so that none is run twice under one id.
+"""The outcomes of calls that reach outside, so that none runs twice under one id.
 
-What such a call did cannot be rolled back, so before it runs that is written down, and when it
-ends how. A call whose end is missing was killed: whether it took effect is asked, not guessed.
+Such a call cannot be rolled back, so its start is recorded before it runs, and its outcome when it
+ends. A call without an outcome was killed: whether it took effect is asked, not guessed.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from weakincentives.state import Seals
 _logger = get_logger(__name__)
 
 Outcome = Literal["started", "answered", "committed", "rolled_back", "compensated", "unknown"]
-"""``started`` is on record while a call runs; left behind by a killed process, it is unknown.
-``answered`` is on record while a call that took effect commits the rest of what it changed."""
+"""``started``: the call is running; of a killed process, its outcome is unknown.
+``answered``: it took effect, and is committing the rest of its changes."""
 
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How a call that reaches outside ended, or that it has begun."""
+    """The outcome of a call that reaches outside, or its start."""
 
     call_id: str
     tool_name: str
     outcome: Outcome
     timestamp: float
     message: str = ""
-    """What the model was told."""
+    """The result as the model saw it."""
     files: bool = False
-    """Whether it changed files on disk as well, which are committed after this was answered."""
+    """Whether it also changed files on disk, which are committed after it answered."""
 
 
 class OutcomeLedger:
     """The outcomes of calls that reach outside, by call id; in a file when it has a path.
 
-    A line of the file that is damaged, or that this user did not write, counts for no outcome. The
-    call that it is about is unknown then; where that cannot be told either, every call that is not
-    on record is. :meth:`adopt` is for a person who has looked at it.
+    A line that is damaged, or that this user did not write, makes the outcome of its call unknown;
+    if its call cannot be identified, that of every call that is not on record. A person who has
+    checked the file can :meth:`adopt` it.
 
     Args:
-        path: An append-only file of sealed JSON lines; it is made when first needed.
+        path: An append-only file of sealed JSON lines, created when first needed.
         resolve: Asked about a call whose outcome is unknown: returns ``"committed"`` or
-            ``"rolled_back"`` when it can be found out, at the service for example, else None.
+            ``"rolled_back"`` if it can find out, from the service for example, else None.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class OutcomeLedger:
         self._resolve = resolve
         self._lock = threading.RLock()
         self._known: dict[str, CallOutcome] = {}
-        # What this process has begun is not unknown: it is under way.
+        # Calls under way in this process.
         self._running: set[str] = set()
         self._read = 0
         self._locks: _Locks | None = None
         self._depth = 0
         self._doubt = ""
-        """What is wrong with the file, where nobody can tell which calls that is about."""
+        """What is wrong with the file, if the calls concerned cannot be identified."""
 
     @classmethod
     def at(cls, path: Path) -> OutcomeLedger:
@@ -92,9 +92,9 @@ class OutcomeLedger:
             return ledger
 
     def find(self, call_id: str) -> CallOutcome | None:
-        """Return how a call ended; ``started`` if it is under way, ``unknown`` if it was killed.
+        """Return the outcome of a call; ``started`` if it is running, ``unknown`` if it was killed.
 
-        One that was killed after it had answered is ``committed``: it took effect.
+        One that was killed after it answered is ``committed``: it took effect.
         """
         with self._lock:
             self._catch_up()
@@ -104,23 +104,23 @@ class OutcomeLedger:
             return None if found is None else self._as_it_is(found)
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
-        """Return the calls of which nobody knows whether they took effect."""
+        """Return the calls whose outcome is unknown."""
         with self._lock:
             self._catch_up()
             found = [self._as_it_is(each) for each in self._known.values()]
         return tuple(each for each in found if each.outcome == "unknown")
 
     def settle(self, call_id: str, outcome: Outcome) -> None:
-        """Put on record what was found out about a call whose outcome was unknown."""
+        """Record the outcome of a call that was unknown."""
         if outcome not in ("committed", "rolled_back", "compensated"):
             raise ValueError(f"a call is settled as committed or rolled_back, got {outcome!r}")
         found = self.find(call_id)
         if found is None:
-            raise WinkError(f"there is no call {call_id!r} on record")
+            raise WinkError(f"call {call_id!r} is not on record")
         self._add(CallOutcome(call_id, found.tool_name, outcome, found.timestamp, found.message))
 
     def begin(self, call_id: str, tool_name: str, timestamp: float) -> None:
-        """Put on record that a call is about to run; refuse one that must not run again."""
+        """Record that a call is about to run; refuse one that must not run again."""
         with self._lock, self._alone():
             found = self.find(call_id)
             if found is not None and found.outcome == "unknown":
@@ -133,11 +133,11 @@ class OutcomeLedger:
             self._add(CallOutcome(call_id, tool_name, "started", timestamp))
 
     def answer(self, outcome: CallOutcome) -> None:
-        """Put on record what a call that took effect answers, before the rest is committed."""
+        """Record the answer of a call that took effect, before the rest is committed."""
         self._add(replace(outcome, outcome="answered"))
 
     def end(self, outcome: CallOutcome) -> None:
-        """Put on record how a call ended."""
+        """Record the outcome of a call."""
         with self._lock:
             self._add(outcome)
             self._running.discard(outcome.call_id)
@@ -148,8 +148,8 @@ class OutcomeLedger:
     def adopt(cls, path: str | os.PathLike[str]) -> tuple[str, ...]:
         """Seal a file that an earlier version wrote, or that is damaged; returns what was lost.
 
-        For a person who knows where the file comes from. Lines that cannot be read are left out,
-        and are then in the copy that is kept beside it. Nobody may have the file in use.
+        For a person who knows where the file comes from. Lines that cannot be read are only in
+        the copy that is made next to it. No other process may be using the file.
         """
         path = Path(path)
         ledger = cls(path)
@@ -170,18 +170,18 @@ class OutcomeLedger:
         return tuple(f"line {number} of {copy} cannot be read" for number in lost)
 
     def damage(self) -> str:
-        """Return what is wrong with the file, if calls are refused for it; else nothing."""
+        """Return what is wrong with the file, if calls are refused because of it; else ``""``."""
         with self._lock:
             self._catch_up()
             return self._doubt
 
     def _as_it_is(self, found: CallOutcome) -> CallOutcome:
-        """Return an outcome as it stands now that its process may be gone."""
+        """Return an outcome as of now: its process may be gone."""
         if found.outcome not in ("started", "answered"):
             return found
         if self._is_under_way(found.call_id):
             return replace(found, outcome="started")
-        # Of one that was killed after its answer it is known that it took effect.
+        # A call that answered took effect, even if it was killed afterwards.
         return replace(found, outcome="committed" if found.outcome == "answered" else "unknown")
 
     def _is_under_way(self, call_id: str) -> bool:
@@ -198,7 +198,7 @@ class OutcomeLedger:
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """Keep other processes from adding anything between a look and an entry."""
+        """Lock out other processes between reading and appending."""
         if self.path is None or self._depth:
             yield
             return
@@ -219,10 +219,10 @@ class OutcomeLedger:
             try:
                 answer = self._resolve(found)
             except Exception:
-                _logger.exception("asking about call %s failed; it stays unknown", found.call_id)
+                _logger.exception("resolving call %s failed; it stays unknown", found.call_id)
         if answer not in ("committed", "rolled_back", "compensated"):
             if answer not in (None, "unknown"):
-                _logger.error("%r says nothing about call %s; it stays unknown", answer, found)
+                _logger.error("%r is no outcome for call %s; it stays unknown", answer, found)
             return found
         self.settle(found.call_id, answer)
         return cast("CallOutcome", self.find(found.call_id))
@@ -235,12 +235,12 @@ class OutcomeLedger:
             self._known[outcome.call_id] = outcome
 
     def _append(self, text: bytes, locks_: _Locks) -> None:
-        """Add a line, on the disk when this returns: it says what happens outside next."""
+        """Append a line, and sync it: the call reaches outside next."""
         assert self.path is not None
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         fd = os.open(self.path, flags, 0o600)
         try:
-            # What a kill cut short was not on the disk yet, so what it is about did not happen.
+            # A line that a kill cut short was not synced, so its call did not begin.
             os.ftruncate(fd, self._read)
             line = b""
             if self._read < locks_.noted_size():
@@ -259,26 +259,26 @@ class OutcomeLedger:
         locks_.note_size(self._read)
 
     def _catch_up(self) -> None:
-        """Read what the file has got since, from this process or another."""
+        """Read the lines that were appended since, by this process or another."""
         if self.path is None:
             return
         if self._locks is None and self._lock_file.exists():
             self._locks = _Locks(self._lock_file)
         noted, lines = self._look()
         if self._locks is not None and any(text is None for _, text in lines):
-            # Another process may just be writing over what a kill cut short: this was a mixture.
+            # Another process may be replacing a line that a kill cut short: read again, locked.
             with self._alone():
                 noted, lines = self._look()
         for number, (line, text) in enumerate(lines, 1):
             if text is None and number == len(lines) and 0 < noted <= self._read:
-                break  # a power cut left half of it: nobody was told yet that it is on the disk
+                break  # a power cut left half of it: it was never synced
             self._read += len(line) + 1
             self._take_in(line, text)
         if self._read < noted:
-            self._note_doubt("the end of it is missing")
+            self._note_doubt("its end is missing")
 
     def _look(self) -> tuple[int, list[tuple[bytes, bytes | None]]]:
-        """Return how long the file must be, and the lines that are new with what is in them."""
+        """Return the least size of the file, and the new lines, each with its unsealed text."""
         assert self.path is not None
         noted = 0 if self._locks is None else self._locks.noted_size()  # first: the file only grows
         data, place = _read_file(self.path, self._read), self._read
@@ -293,7 +293,7 @@ class OutcomeLedger:
     def _take_in(self, line: bytes, text: bytes | None) -> None:
         entry: dict[str, Any] = {} if text is None else json.loads(text)
         if "lost" in entry:
-            self._note_doubt("the end of it was missing")
+            self._note_doubt("its end was missing")
         elif text is not None:
             entry.pop("mark", None)
             self._known[entry["call_id"]] = CallOutcome(**entry)
@@ -302,14 +302,14 @@ class OutcomeLedger:
             earlier = self._known.get(call_id) or CallOutcome(call_id, "", "unknown", 0.0)
             self._known[call_id] = replace(earlier, outcome="unknown")
         else:
-            self._note_doubt(f"the line that ends at byte {self._read} is damaged, or is not ours")
+            self._note_doubt(f"the line up to byte {self._read} is damaged, or not ours")
 
     def _note_doubt(self, what: str) -> None:
         if not self._doubt:
             self._doubt = f"{self.path} is damaged: {what}"
             _logger.error(
-                "%s. Calls that reach outside and are not on record are refused until it is"
-                " adopted: `wink doctor --adopt-store`, or OutcomeLedger.adopt",
+                "%s. Calls that reach outside and are not on record are refused until you adopt"
+                " it: `wink doctor --adopt-store`, or OutcomeLedger.adopt",
                 self._doubt,
             )
 
@@ -322,7 +322,7 @@ _MARKED = re.compile(rb'"mark": "([0-9a-f]+)"')
 
 
 def _call_of(line: bytes) -> str | None:
-    """Return which call a damaged line is about, if it still proves that; else None."""
+    """Return the call of a damaged line, if its mark still proves it; else None."""
     call, mark = _CALL.search(line), _MARKED.search(line)
     if call is None or mark is None:
         return None
@@ -335,9 +335,9 @@ def _call_of(line: bytes) -> str | None:
 
 
 def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
-    """Return the entries of a file, sealed or not, and the numbers of lines that are none.
+    """Return the entries of a file, sealed or not, and the numbers of damaged lines.
 
-    Where one seal is good, the others must be: only without the key are all bad.
+    If one seal is valid, the others must be: without the key none is.
     """
     lines = data.split(b"\n")
     places = [0, *accumulate(len(line) + 1 for line in lines)]
@@ -363,7 +363,7 @@ def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
 
 
 def _text_of(outcome: CallOutcome) -> bytes:
-    """Return an entry as it is sealed; the mark says whose it is if the rest is damaged."""
+    """Return an entry to seal; its mark identifies the call if the rest is damaged."""
     mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
     return json.dumps({**asdict(outcome), "mark": mark}).encode()
 
@@ -396,10 +396,10 @@ def _sync_directory(path: Path) -> None:
 
 
 class _Locks:
-    """Locks by name, each for one ledger, and how long the ledger's file must be at least.
+    """Locks by name, and the least size of the ledger's file.
 
-    The system lets go of the locks when their process ends. They are locks of one file, a byte for
-    each name, so that no file is left for each call. They do nothing where the system has none.
+    The system releases them when their process ends. Each name locks one byte of one file, so that
+    calls leave no files behind. On a system without such locks they do nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -428,13 +428,13 @@ class _Locks:
         return locks.is_taken(self._file, byte=_byte(name))
 
     def note_size(self, size: int) -> None:
-        """Note how long the ledger's file is: one that is shorter later has lost something."""
+        """Note the size of the ledger's file: if it is smaller later, lines are missing."""
         note = Seals(_SIZE).sealed(b"%020d" % size)
         os.lseek(self._file, 0, os.SEEK_SET)
         os.write(self._file, note)
 
     def noted_size(self) -> int:
-        """Return how long the file was; 0 where that is not noted, or the note is damaged."""
+        """Return the noted size of the file; 0 without a valid note."""
         os.lseek(self._file, 0, os.SEEK_SET)
         noted = Seals(_SIZE).unsealed(os.read(self._file, 100))
         return 0 if noted is None else int(noted)
@@ -446,26 +446,26 @@ def _close(pid: int, fd: int) -> None:
 
 
 def _byte(name: str) -> int:
-    # Zero is for the ledger as a whole; two names on one byte would only wait for each other.
+    # Zero is the ledger as a whole. Two names on one byte only wait for each other.
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") + 1 if name else 0
 
 
 _ledgers: weakref.WeakValueDictionary[Path, OutcomeLedger] = weakref.WeakValueDictionary()
 _recent: dict[Path, OutcomeLedger] = {}
-"""The ledgers that were used last: reading a file again for every call would take long, and keeping
-all of them would leave a descriptor open for each workspace that a process ever had.
-"""
+"""The ledgers used last stay open, so that a file is not read again for every call; the others are
+closed, so that a process does not keep a descriptor for every workspace it ever had."""
 _MOST_RECENT = 16
 _ledgers_lock = threading.Lock()
 
 
 def _refuse(found: CallOutcome) -> None:
-    """Refuse a call that has taken effect or may have; what was taken back may run again."""
+    """Refuse a call that took effect or may have; one that was undone may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
     if found.outcome == "committed":
-        told = f" It answered: {found.message}" if found.message else ""
+        answer = f" It answered: {found.message}" if found.message else ""
         raise OutcomeOnRecord(
-            f"{call} has taken effect already and is not run twice.{told}", code="ALREADY_COMMITTED"
+            f"{call} has taken effect already and is not run twice.{answer}",
+            code="ALREADY_COMMITTED",
         )
     if found.outcome == "started":
         raise OutcomeOnRecord(f"{call} is under way", code="ALREADY_STARTED")

@@ -1,8 +1,8 @@
-"""The pipeline: what happens between a model's call and its answer. Everything goes through here.
+"""The pipeline between a model's call and its result. Every call goes through it.
 
 admit: look up, parse, policies, preconditions, limits → attempt: snapshot, handler, effects,
-policies told → commit, or undo → record. It is written once, as a coroutine: a call whose parts
-are all sync is stepped by hand, without an event loop.
+on_result → commit, or undo → record. It is written once, as a coroutine: a call whose parts are
+all sync is stepped by hand, without an event loop.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ async def _admit(transaction: Transaction) -> Offer:
     if transaction.around.late:
         _check_limits(transaction)
     if transaction.in_order:
-        transaction.open()  # what it reads counts from the start
+        transaction.open()  # the read set starts here
     call, context = transaction.call, transaction.context
     offer = transaction.around.offers.get(call.name) or answers.refuse_unknown(transaction)
     tool = transaction.tool = offer.tool
@@ -138,7 +138,7 @@ async def _admit(transaction: Transaction) -> Offer:
 
 
 async def _denial(transaction: Transaction, policy: AttachedPolicy, verdict: Any) -> str | None:
-    """Return why the call is denied, once an async policy has said so; None when it is not."""
+    """Return why the call is denied, or None; an async policy is awaited."""
     if policy.is_async:
         verdict = await verdict
     if isinstance(verdict, PolicyDecision) and verdict.note is not None:
@@ -164,7 +164,7 @@ async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -
 def _check_limits(transaction: Transaction) -> None:
     context = transaction.context
     if transaction.depth > _MAX_CASCADE:
-        raise Refusal(f"A cascade of calls goes {_MAX_CASCADE} deep at most; this one goes further")
+        raise Refusal(f"A cascade of calls may be {_MAX_CASCADE} deep at most")
     if context.deadline is not None:
         context.deadline.check()
     if context.budget_tracker is not None:
@@ -175,7 +175,7 @@ def _check_limits(transaction: Transaction) -> None:
 
 
 def _start(transaction: Transaction, offer: Offer) -> None:
-    """Tell policies that the call is about to run."""
+    """Notify policies that the call is about to run."""
     for policy in offer.counters:
         policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
     transaction.ran, transaction.offer = True, offer
@@ -184,9 +184,9 @@ def _start(transaction: Transaction, offer: Offer) -> None:
 
 
 def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> None:
-    """Let session and policies learn from a success, still inside the transaction."""
+    """Hand a success to the session and the policies, still inside the transaction."""
     tool, session = offer.tool, transaction.session
-    session.read_only = None  # that was for the handler; now the runtime notes what it learned
+    session.read_only = None  # that was for the handler; the runtime may write
     value: object = result.value
     if value is not None and session.handles(type(value)):
         session.dispatch(value)
@@ -196,8 +196,8 @@ def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> 
             policy.on_result(tool, transaction.params, result, context=transaction.bound)  # type: ignore[misc]
         except Exception as error:
             if isinstance(error, (PolicyDenied, Suspended)):
-                raise  # it decided: what the call did is refused, and undone
-            # Fail closed: what a policy did not note did not happen.
+                raise  # the policy denies what the call did: it is undone
+            # Fail closed: a call that a policy could not note is undone.
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
 
 
@@ -205,7 +205,7 @@ def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> 
 
 
 async def _undo(transaction: Transaction, error: BaseException) -> Transaction | None:
-    """Undo an attempt. Another may follow, and is returned; otherwise the call is recorded."""
+    """Undo an attempt. Return the next one, if any; otherwise record the call."""
     tool = transaction.tool
     if transaction.is_open:
         if transaction.members or (tool is not None and tool.effects):
@@ -248,10 +248,10 @@ def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
 
 
 def _end(transaction: Transaction) -> None:
-    """Make sure of the end, whatever interrupted it, and hand out the record."""
+    """Make sure that the call is settled, and hand out its record."""
     error = sys.exc_info()[1]
     if not transaction.settled:
-        why = error or RuntimeError("the call did not end")
+        why = error or RuntimeError("the call was not settled")
         _roll_back(transaction, answers.answer_to(transaction, why))
     event, recorded = transaction.event, transaction.recorded
     try:
@@ -271,6 +271,6 @@ def _end(transaction: Transaction) -> None:
 async def _cascade(
     transaction: Transaction, call: ToolCall, offers: Mapping[str, Offer]
 ) -> ToolResult[Any]:
-    """Make a call that follows a commit, as a transaction of its own."""
+    """Run a call that follows a commit, as a transaction of its own."""
     around, depth = Surroundings(transaction.context, offers), transaction.depth + 1
     return await run_call(around, call, transaction.recorded, transaction.on_loop, None, depth)

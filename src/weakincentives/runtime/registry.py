@@ -1,4 +1,4 @@
-"""A registry: tools by name, with the session and resources they work on, ready to be called."""
+"""A registry: tools by name, with the session and resources they work on."""
 
 from __future__ import annotations
 
@@ -58,19 +58,24 @@ class _Entry:
 
 
 class ToolRegistry:
-    """Tools by name, called through the whole pipeline: no prompt and no model are needed.
+    """Tools by name, called through the whole pipeline, without a prompt or a model.
 
-    ``workspace`` is a directory for ``context.filesystem``; ``resources`` are whatever else tools
-    ask for; a ``MemoryManager`` is there in any case, unless the resources are open already. One
-    session serves all calls: the one that is given, or one of its own. ``policies`` govern every
-    tool, ``config`` and ``run_context`` are what tools find in their context. Use it in a ``with``
-    block, or call ``close``, to close what it opened.
+    One session serves all calls. A ``MemoryManager`` is bound unless ``resources`` are open already
+    or bind one. Use it in a ``with`` block, or call ``close``, to close what it opened.
 
     A tool in a namespace has two names: ``web:scrape`` and, as providers take no colon,
-    ``web__scrape``. Every method takes both, and records have the second.
+    ``web__scrape``. Every method takes both; records have the second.
 
     Registering and unregistering is safe while calls are under way: a call, or all calls of one
-    ``execute_tools``, find the tools that were there when it began.
+    ``execute_tools``, find the tools that were registered when it began.
+
+    Args:
+        workspace: A directory for ``context.filesystem``.
+        resources: What else tools ask for.
+        policies: They govern every tool.
+        namespace: For tools that are registered without one; names are also looked up in it.
+        config: What tools find in ``context.config``.
+        run_context: The ids of its calls.
     """
 
     def __init__(
@@ -88,25 +93,23 @@ class ToolRegistry:
         self.session = Session() if session is None else session
         self._config = dict(config or {})
         self.run_context = run_context
-        """The ids that it was given for its calls."""
         run_id = new_id()
         self._ids = (run_context or RunContext()).filled(
             run_id=run_id, loop_id="default", agent_id="default", trace_id=run_id
         )
         self.namespace = _checked_namespace(namespace)
-        """Where tools go that are registered without one, and where names are looked for, too."""
         self._policies = attach(policies)
         self._listeners: tuple[AttachedPolicy, ...] = ()
         self._entries: dict[str, _Entry] = {}
         self._lock = threading.Lock()
-        self._view: ToolContext | None = None
-        """What calls get, with the tools of now; made when first needed."""
+        self._context: ToolContext | None = None
+        """What calls get, with the tools registered now; made when first needed."""
         self._closed = False
         self._own: ResourceContext | None = None
         self._memory: Binding[Any] | None = None
-        """The one that nobody gave it."""
+        """The binding of its own memory, unless one was given."""
         self.workspace: HostFilesystem | None = None
-        """The directory, when it was given one: its history, and the way back."""
+        """The directory, if one was given: its history, and how to undo calls."""
         self.register_all(tools)
         # Last: a registry that cannot be made leaves no directory open.
         self._resources = self._opened(workspace, resources)
@@ -116,14 +119,9 @@ class ToolRegistry:
     ) -> Resolver:
         if hasattr(resources, "find"):
             if workspace is not None:
-                raise TypeError(
-                    "workspace= needs resources that are not open yet: bind the Filesystem there, "
-                    "or pass a mapping"
-                )
-            return cast("Resolver", resources)  # whoever opened it closes it
-        bound = ResourceRegistry.build(
-            cast("Mapping[type[Any], Any]", {} if resources is None else resources)
-        )
+                raise TypeError("workspace= cannot be added to resources that are open already")
+            return cast("Resolver", resources)  # its owner closes it
+        bound = ResourceRegistry.build(cast("Mapping[type[Any], Any]", resources or {}))
         if workspace is not None:
             if Filesystem in bound:
                 raise TypeError("give either workspace= or a Filesystem in resources=, not both")
@@ -139,10 +137,10 @@ class ToolRegistry:
         self._own = bound.open()
         return self._own
 
-    # What is registered
+    # Registering and finding
 
     def register(self, tool: AnyTool, *, namespace: str | None = None) -> AnyTool:
-        """Add a tool; returns it as it is registered, under the name that providers take."""
+        """Add a tool; returns it under the name that providers take."""
         return self.register_all([tool], namespace=namespace)[0]
 
     def register_all(
@@ -158,17 +156,17 @@ class ToolRegistry:
             for entry in entries:
                 if known.setdefault(entry.tool.name, entry) is not entry:
                     raise ToolDefinitionError(f"Tool '{entry.qualified}' is already registered")
-            self._entries, self._view = known, None
+            self._entries, self._context = known, None
         return tuple(entry.tool for entry in entries)
 
     def unregister(self, name: str) -> bool:
-        """Remove a tool; returns whether it was there. Calls under way go on."""
+        """Remove a tool; returns whether it was registered. Calls under way go on."""
         with self._lock:
             known = dict(self._entries)
             found = self._find(name, known)
             if found is not None:
                 del known[found.tool.name]
-            self._entries, self._view = known, None
+            self._entries, self._context = known, None
         return found is not None
 
     def get(self, name: str) -> AnyTool | None:
@@ -192,12 +190,11 @@ class ToolRegistry:
         return tuple(entry.tool for entry in self._entries.values())
 
     def search(self, pattern: str) -> tuple[AnyTool, ...]:
-        """Return the tools whose name, in either spelling, or description has a match.
+        """Return the tools whose name, in either spelling, or description matches.
 
-        The pattern is a regular expression without regard to case. The time it takes is bounded,
-        whatever the pattern: it runs on an engine that never backtracks, which therefore has no
-        look-around and no back-references; and long patterns and large counted repetitions are
-        refused. What cannot be taken is an ``InvalidPattern``.
+        The pattern is a regular expression; case does not matter. It takes bounded time: the
+        engine never backtracks, so there are no look-around and no back-references, and long
+        patterns and large counted repetitions are refused with ``InvalidPattern``.
         """
         matches = linear_matcher(
             pattern, max_length=_MAX_PATTERN, max_repeats=_MAX_REPEATS, ignore_case=True
@@ -235,12 +232,12 @@ class ToolRegistry:
     ) -> AnyResult:
         """Run one call and return its result; failures are results, too.
 
-        With a context of yours, its session and resources are used. A ``call_id`` of yours makes
-        a call that reaches outside safe to repeat: see ``ToolContext.idempotency_key``.
+        A context of yours brings its own session and resources. With your own ``call_id``, a call
+        that reaches outside is safe to repeat: see ``ToolContext.idempotency_key``.
         """
-        view = self.context()
-        call = self._call(view, name, arguments, call_id)
-        return execute_tool(call, context=_in(view, context))
+        ours = self.context()
+        call = self._call(ours, name, arguments, call_id)
+        return execute_tool(call, context=_with_tools(ours, context))
 
     async def aexecute(
         self,
@@ -251,9 +248,9 @@ class ToolRegistry:
         call_id: str | None = None,
     ) -> AnyResult:
         """Run one call on the caller's event loop."""
-        view = self.context()
-        call = self._call(view, name, arguments, call_id)
-        return await aexecute_tool(call, context=_in(view, context))
+        ours = self.context()
+        call = self._call(ours, name, arguments, call_id)
+        return await aexecute_tool(call, context=_with_tools(ours, context))
 
     def execute_tools(
         self,
@@ -263,8 +260,8 @@ class ToolRegistry:
         max_concurrency: int | None = None,
     ) -> tuple[AnyResult, ...]:
         """Run several calls as those of one turn, concurrently as far as they may."""
-        view = self.context()
-        made, context = self._calls(view, calls), _in(view, context)
+        ours = self.context()
+        made, context = self._calls(ours, calls), _with_tools(ours, context)
         return execute_tools(made, context=context, max_concurrency=max_concurrency)
 
     async def aexecute_tools(
@@ -275,21 +272,21 @@ class ToolRegistry:
         max_concurrency: int | None = None,
     ) -> tuple[AnyResult, ...]:
         """Run several calls as those of one turn, on the caller's event loop."""
-        view = self.context()
-        made, context = self._calls(view, calls), _in(view, context)
+        ours = self.context()
+        made, context = self._calls(ours, calls), _with_tools(ours, context)
         return await aexecute_tools(made, context=context, max_concurrency=max_concurrency)
 
-    def _calls(self, view: ToolContext, calls: Iterable[Call]) -> Iterator[ToolCall]:
+    def _calls(self, ours: ToolContext, calls: Iterable[Call]) -> Iterator[ToolCall]:
         for call in calls:
             if isinstance(call, ToolCall):
-                yield self._call(view, call.name, call.params, call.id)
+                yield self._call(ours, call.name, call.params, call.id)
             else:
-                yield self._call(view, *call)
+                yield self._call(ours, *call)
 
     def _call(
-        self, view: ToolContext, name: str, arguments: object, call_id: str | None = None
+        self, ours: ToolContext, name: str, arguments: object, call_id: str | None = None
     ) -> ToolCall:
-        offer = self._find(name, offers_of(view))
+        offer = self._find(name, offers_of(ours))
         return ToolCall(
             name if offer is None else offer.tool.name,
             {} if arguments is None else arguments,
@@ -297,22 +294,23 @@ class ToolRegistry:
         )
 
     def context(self) -> ToolContext:
-        """Return what calls get: the session, the resources, and the tools of now."""
+        """Return what calls get: the session, the resources, and the tools registered now."""
         if self._closed:
             raise WinkError("this registry is closed; make a new one")
-        view = self._view
-        if view is None:
+        context = self._context
+        if context is None:
             with self._lock:
-                view = self._view = self._view or self._seen()
-        return view
+                context = self._context = self._context or self._make_context()
+        return context
 
-    def _seen(self) -> ToolContext:
+    def _make_context(self) -> ToolContext:
         entries = tuple(self._entries.values())
-        listeners = self._all_listeners(entries)
+        listeners = _each_once(
+            (*(rule for rule in self._rules() if rule.on_result is not None), *self._listeners)
+        )
         offers: dict[str, Offer] = {}
         for entry in entries:
-            rules = _each_once((*entry.rules, *self._policies))
-            offer = Offer.of(entry.tool, rules, listeners)
+            offer = Offer.of(entry.tool, _each_once((*entry.rules, *self._policies)), listeners)
             offers[entry.tool.name] = offers[entry.qualified] = offer
         return ToolContext(
             session=self.session,
@@ -322,10 +320,10 @@ class ToolRegistry:
             config=self._config,
         )
 
-    def _all_listeners(self, entries: Iterable[_Entry]) -> tuple[AttachedPolicy, ...]:
-        rules = (*(rule for entry in entries for rule in entry.rules), *self._policies)
-        hearing = (rule for rule in rules if rule.on_result is not None)
-        return _each_once((*hearing, *self._listeners))
+    def _rules(self) -> tuple[AttachedPolicy, ...]:
+        """Return the policies that tools brought along, then those of the registry."""
+        brought = (rule for entry in self._entries.values() for rule in entry.rules)
+        return _each_once((*brought, *self._policies))
 
     # The parts of a call, by hand
 
@@ -335,26 +333,21 @@ class ToolRegistry:
         context: ToolContext | None = None,
         arguments: object = None,
     ) -> PreconditionResult:
-        """Check what must hold before a tool runs, and run nothing else."""
+        """Check the preconditions of a tool without running it."""
         from weakincentives.loops import run_blocking
         from weakincentives.prompt.contracts import validate_preconditions
 
-        found, context = self._known(tool), _in(self.context(), context)
+        found, context = self._known(tool), _with_tools(self.context(), context)
         params = None if arguments is None else found.parse(arguments)
         return run_blocking(lambda: validate_preconditions(found, context, params))
 
     def apply_effects(
         self, tool: AnyTool | str, result: AnyResult, context: ToolContext | None = None
     ) -> tuple[Effect, ...]:
-        """Apply a tool's effects for a result that came about elsewhere; returns which.
-
-        As a transaction: when one fails, session and resources are as before, and the error is
-        raised. Those that change something here come first, then notifications, then cascades,
-        each a call of its own.
-        """
+        """Apply a tool's effects for a result from elsewhere: see ``runtime.apply_effects``."""
         from weakincentives.loops import run_blocking
 
-        found, context = self._known(tool), _in(self.context(), context)
+        found, context = self._known(tool), _with_tools(self.context(), context)
         return run_blocking(lambda: apply_effects(found, result, context))
 
     def _known(self, tool: AnyTool | str) -> AnyTool:
@@ -370,20 +363,18 @@ class ToolRegistry:
     def as_section(
         self, *, title: str = "Tools", key: str = "", template: str = ""
     ) -> MarkdownSection[Any]:
-        """Return a section with the tools, policies and resources of now, for a prompt."""
-        entries = tuple(self._entries.values())
-        rules = (*(rule for entry in entries for rule in entry.rules), *self._policies)
+        """Return a section with the present tools, policies and resources, for a prompt."""
         return MarkdownSection(
             title=title,
             key=key,
             template=template,
-            tools=[entry.tool for entry in entries],
-            policies=_each_once(rules),
+            tools=self.list(),
+            policies=self._rules(),
             resources=self._shared_resources(),
         )
 
     def _shared_resources(self) -> ResourceRegistry:
-        """Return bindings that give what this registry's own calls get."""
+        """Return bindings to the instances that this registry's own calls use."""
         context = self._resources
         if not isinstance(context, ResourceContext):
             context = cast("ResourceContext", getattr(context, "context"))  # noqa: B009
@@ -460,7 +451,7 @@ class ToolRegistry:
     # Its end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close what the registry opened; it takes no calls any more. May be called again."""
+        """Close what the registry opened; it takes no more calls. May be called again."""
         self._closed = True
         try:
             if self._own is not None:
@@ -481,9 +472,9 @@ class ToolRegistry:
         self.close(exc)
 
 
-def _in(view: ToolContext, context: ToolContext | None) -> ToolContext:
+def _with_tools(ours: ToolContext, context: ToolContext | None) -> ToolContext:
     """Return the registry's context, or the caller's with the registry's tools."""
-    return view if context is None else context.having(rendered_prompt=view.rendered_prompt)
+    return ours if context is None else context.having(rendered_prompt=ours.rendered_prompt)
 
 
 def _all_below(section: Section[Any]) -> Iterator[Section[Any]]:
@@ -501,24 +492,18 @@ def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]
 
 def _entry(tool: object, namespace: str | None, rules: tuple[AttachedPolicy, ...] = ()) -> _Entry:
     if not isinstance(tool, Tool):
-        raise ToolDefinitionError(
-            f"a registry takes tools, got {tool!r}; make one with Tool[Params, Result](...) or "
-            "@tool"
-        )
+        raise ToolDefinitionError(f"a registry takes tools, got {tool!r}")
     found = cast("AnyTool", tool)
     if found.handler is None:
-        raise ToolDefinitionError(
-            f"Tool '{found.name}' must have a handler: a registry runs its tools, and this one is "
-            "run by the provider"
-        )
+        raise ToolDefinitionError(f"Tool '{found.name}' must have a handler: a registry runs it")
     if namespace is None:
         return _Entry(found, found.name.replace("__", ":"), rules)
     qualified = f"{namespace}:{found.name}"
     wire = f"{_wire(namespace)}__{found.name}"
     if len(wire) > 64:
         raise ToolDefinitionError(
-            f"'{qualified}' is {wire!r} for providers, which has {len(wire)} characters; 64 are "
-            "allowed: take a shorter namespace or name"
+            f"'{qualified}' is {wire!r} for providers, with {len(wire)} characters; 64 are "
+            "allowed: use a shorter namespace or name"
         )
     named = found.replace(name=wire)
     if named.title == wire:

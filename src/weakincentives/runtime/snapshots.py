@@ -27,14 +27,14 @@ class CompositeSnapshot:
         self._tokens: list[tuple[str, Participant, Any]] = []
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Note a resource's state: as it is now, or right after it was first built."""
+        """Snapshot a resource: one that is there, or one that was just built."""
         participant = participant_for(instance)
         known = any(each.exposed is instance for _, each, _ in self._tokens)
         if participant is not None and not known:
             self._tokens.append((name, participant, participant.snapshot_here()))
 
     def restore_resources(self) -> None:
-        """Restore every resource; one that could not be is an error, once all were tried."""
+        """Restore every resource; raise ResourceError at the end if any failed."""
         failures = restore_all(self._tokens)
         if failures:
             raise ResourceError("; ".join(failures.values()))
@@ -61,10 +61,10 @@ def create_snapshot(
 
 
 def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
-    """Go back to a snapshot: STATE slices and resources; LOG slices stay.
+    """Restore a snapshot: STATE slices and resources; LOG slices stay.
 
-    Resources that were first built since go back to how they began. Snapshots that were taken
-    after this one cannot be restored any more.
+    Resources that were first built since return to their initial state. Snapshots that were taken
+    after this one expire.
     """
     session.restore(snapshot.session)
     snapshot.restore_resources()
@@ -82,16 +82,13 @@ def tool_transaction(
         try:
             restore_snapshot(session, resources, snapshot)
         except SnapshotExpired:
-            # The block went back to an older snapshot itself: there is nothing left to undo.
-            _logger.info("transaction %r was rolled back further than it began", tag)
+            # The block restored an older snapshot itself: there is nothing left to undo.
+            _logger.info("transaction %r was rolled back past its start", tag)
         raise
 
 
 class PendingToolTracker:
-    """Rolls back tools that run elsewhere and are only seen to begin and to end.
-
-    For hooks: a vendor's program tells when its own tool starts and how it ended.
-    """
+    """Rolls back tools that another program runs, from hooks at their start and end."""
 
     def __init__(self, *, session: Session, resources: object = None) -> None:
         self._session = session
@@ -100,32 +97,32 @@ class PendingToolTracker:
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """The ids of tool uses that have begun and not ended."""
+        """The ids of tool uses under way."""
         return tuple(self._pending)
 
     def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
-        """Note the state before a tool runs."""
+        """Snapshot the state before a tool runs."""
         if tool_use_id in self._pending:
             raise ValueError(f"tool use {tool_use_id!r} has begun already")
         snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
         self._pending[tool_use_id] = (tool_name, snapshot)
 
     def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
-        """Keep what the tool did, or roll it back; returns whether it was rolled back.
+        """Commit what the tool did, or roll it back; returns whether it was rolled back.
 
-        An id that never began is no error: hooks may come twice, or for tools not tracked.
+        An unknown id is no error: hooks may come twice, or for tools that are not tracked.
         """
         pending = self._pending.pop(tool_use_id, None)
         if pending is None:
             return False
         tool_name, snapshot = pending
         if success:
-            # A tool that began earlier and failed has taken this one's changes with it.
+            # The rollback of a tool that began earlier has undone this one, too.
             return not self._session.can_restore(snapshot.session)
         try:
             restore_snapshot(self._session, self._resources, snapshot)
         except SnapshotExpired:
-            # A tool that began earlier was rolled back meanwhile, and this one's changes with it.
+            # The rollback of a tool that began earlier has undone this one, too.
             _logger.info("tool %s was rolled back with an earlier one", tool_name)
         return True
 

@@ -1,4 +1,4 @@
-"""The ways in: one call or the calls of a turn, from sync code or on the caller's event loop.
+"""Entry points: one call or the calls of a turn, from sync code or on the caller's event loop.
 
 Calls on one session, or on one workspace, pass a gate one after the other. A call whose parts are
 all sync is stepped by hand; any other runs on a loop: the caller's, or one in the background.
@@ -11,7 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from weakincentives.call import ToolCall, transaction_under_way
+from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, TooLate
@@ -28,7 +28,7 @@ from weakincentives.runtime.transactions import (
     Transaction,
     offers_of,
 )
-from weakincentives.runtime.turn import Group, Turn, run_together
+from weakincentives.runtime.turn import DEFAULT_CONCURRENCY, Group, groups, run_together
 from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
@@ -41,8 +41,11 @@ Offers = Mapping[str, Offer]
 
 _logger = get_logger(__name__)
 
+_NEVER_CANCELLED = CancellationToken()
+"""For the surroundings of a call; the call itself has a token of its own."""
 
-# Ways in
+
+# Entry points
 
 
 def execute_tool(
@@ -57,8 +60,7 @@ def execute_tool(
     The tools are those of the context's prompt, or of ``prompt``, or of the prompt that the
     session last rendered.
     """
-    if context is None:
-        context = _context(session, prompt)
+    context = context or _context(session, prompt)
     return _run(call, offers_of(context), context)
 
 
@@ -70,13 +72,12 @@ async def aexecute_tool(
     prompt: Prompt[Any] | None = None,
 ) -> AnyResult:
     """Run one call on the caller's event loop."""
-    if context is None:
-        context = _context(session, prompt)
+    context = context or _context(session, prompt)
     return await _arun(call, offers_of(context), context)
 
 
 def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> AnyResult:
-    """Run one tool, offered by the context's prompt or not."""
+    """Run one tool, whether or not the context's prompt offers it."""
     context = context or _context_under_way()
     return _run(ToolCall(tool.name, params), _with(tool, context), context)
 
@@ -106,17 +107,18 @@ def execute_tools(
     A call that raises through (a deadline, an interrupt) ends the turn: the calls before it are
     committed, those after it are not.
     """
-    if context is None:
-        context = _context(session, prompt)
-    turn = Turn(calls, context, max_concurrency)
+    context = context or _context(session, prompt)
+    most = _checked(max_concurrency)
+    # What the model was shown when it made the calls.
+    offers = offers_of(context)
     results: list[AnyResult] = []
-    for group in turn.groups():
+    for group in groups(calls, context, most):
         if len(group) == 1:
             number, call = group[0]
-            results.append(_run(call, turn.offers, context, Place(number)))
+            results.append(_run(call, offers, context, Place(number)))
         else:
-            work = _Work(context, turn.offers)
-            results += work.run(partial(work.together, turn, group), True)
+            work = _Work(context, offers)
+            results += work.run(partial(work.together, group, most), True)
     return tuple(results)
 
 
@@ -129,18 +131,24 @@ async def aexecute_tools(
     max_concurrency: int | None = None,
 ) -> tuple[AnyResult, ...]:
     """Run the calls of one model turn on the caller's event loop."""
-    if context is None:
-        context = _context(session, prompt)
-    turn = Turn(calls, context, max_concurrency)
+    context = context or _context(session, prompt)
+    most = _checked(max_concurrency)
+    offers = offers_of(context)
     results: list[AnyResult] = []
-    for group in turn.groups():
+    for group in groups(calls, context, most):
         if len(group) == 1:
             number, call = group[0]
-            results.append(await _arun(call, turn.offers, context, Place(number)))
+            results.append(await _arun(call, offers, context, Place(number)))
         else:
-            work = _Work(context, turn.offers)
-            results += await work.arun(partial(work.together, turn, group))
+            work = _Work(context, offers)
+            results += await work.arun(partial(work.together, group, most))
     return tuple(results)
+
+
+def _checked(max_concurrency: int | None) -> int:
+    if max_concurrency is not None and max_concurrency < 1:
+        raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
+    return max_concurrency or DEFAULT_CONCURRENCY
 
 
 async def apply_effects(
@@ -179,24 +187,26 @@ async def apply_effects(
 
 
 class _Work(Surroundings):
-    """What passes the gates together: one call, or calls of a turn that run at the same time."""
+    """What passes the gates together: one call, or concurrent calls of a turn."""
 
-    async def together(self, turn: Turn, group: Group) -> list[AnyResult]:
-        """Run calls at the same time. Their records come in call order."""
+    async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
+        """Run calls concurrently. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in group]
         starts = [
             (number, partial(run_call, self, call, recorded, True))
             for (number, call), recorded in zip(group, records, strict=True)
         ]
         try:
-            return await run_together(starts, turn.max_concurrency)
+            return await run_together(starts, max_concurrency)
         finally:
             self.recorded += (event for each in records for event in each)
 
     def run(self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool) -> T:
-        """Run it from sync code."""
+        """Run from sync code."""
         try:
-            run: Any = _run_blocking if needs_loop else _run_here
+            run: Any = partial(copy_context().run, step_by_hand)
+            if needs_loop:
+                from weakincentives.loops import run_blocking as run
             try:
                 return self._in_turn(self.gates(), run, start)
             except TooLate:
@@ -220,7 +230,7 @@ class _Work(Surroundings):
                 gate.wake_next()
 
     async def arun(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run it on the caller's event loop."""
+        """Run on the caller's event loop."""
         try:
             return await self._ain_turn(start)
         finally:
@@ -237,7 +247,7 @@ class _Work(Surroundings):
                     held.append(gate)
             except TooLate:
                 self.late = True
-            # A task of its own, so that what it sets in its context stays there.
+            # A task of its own, so that its context variables do not reach the caller.
             value, interrupt = await asyncio.create_task(_shielded(start))
             if interrupt is not None:
                 raise interrupt
@@ -249,21 +259,21 @@ class _Work(Surroundings):
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
         if gate is None:
-            return ()  # nested: it runs in the turn of the call it belongs to
+            return ()  # nested: the call it belongs to holds the gates
         others = self.resources.gates
         if not others:
             return (gate,)
         outer = transaction_under_way.get()
         if outer is not None and not set(others).isdisjoint(outer.resource_context.gates):
             raise RuntimeError(
-                "this call works on a workspace that the call under way holds: pass that call's "
-                "context on, as in tool(params, context=context)"
+                "the call under way holds the workspace of this call: pass on its context, as in "
+                "tool(params, context=context)"
             )
         return (gate, *others)
 
     def _publish(self) -> None:
-        """Tell subscribers, once the call and its turn are over: they may call tools themselves."""
-        # Told with the call it is nested in: when that is re-run, this has not happened.
+        """Publish the records, once the gates are free: subscribers may call tools themselves."""
+        # Those of a nested call go out with its parent: if that is re-run, they never happened.
         parent, recorded = self.parent, self.recorded
         if parent is not None and parent.concurrent and parent.holds(recorded):
             return
@@ -274,7 +284,7 @@ class _Work(Surroundings):
                 try:
                     each()
                 except Exception:
-                    _logger.exception("what follows a commit failed; the call stays")
+                    _logger.exception("a step after the commit failed; the call stays committed")
 
 
 def _run(
@@ -293,20 +303,10 @@ async def _arun(
     return await work.arun(partial(run_call, work, call, work.recorded, True, place))
 
 
-def _run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    from weakincentives.loops import run_blocking
-
-    return run_blocking(start)
-
-
-def _run_here(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return copy_context().run(step_by_hand, start)
-
-
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
-        # At once: an interrupt must not find it made and not begun.
+        # In one expression: an interrupt must not find a coroutine that was never started.
         start(*args).send(None)
     except StopIteration as stop:
         return stop.value
@@ -323,19 +323,27 @@ async def _shielded(
         return None, interrupt
 
 
-# What surrounds a call
+# Contexts
 
 
 def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
-    prompt = prompt or session.prompt
+    rendered = None
+    if prompt is None:
+        prompt, rendered = session.prompt, session.rendered
     if prompt is None:
         raise WinkError(
             "no prompt was rendered for this session: pass prompt=..., or render one with "
             "prompt.render(session)"
         )
-    return ToolContext(session=session, prompt=prompt, resources=prompt.resources)
+    return ToolContext(
+        session=session,
+        prompt=prompt,
+        rendered_prompt=rendered,
+        resources=prompt.resources,
+        signal=_NEVER_CANCELLED,
+    )
 
 
 def _context_under_way() -> ToolContext:
@@ -343,13 +351,13 @@ def _context_under_way() -> ToolContext:
     if under_way is None:
         return ToolContext(session=Session())
     parent = under_way.open()
-    # All that surrounds the call under way holds for those it makes: policies, limits, ids.
+    # The policies, limits and ids of the call under way hold for the calls it makes.
     outer = parent.context
     return outer.bound_to(parent.session, parent.resources, parent.call.id, outer.signal)
 
 
 def _with(tool: Tool[Any, Any], context: ToolContext) -> Offers:
-    """Return the tools that the context offers, or this one alone where it is not among them."""
+    """Return the tools that the context offers, or this one alone if it is not among them."""
     offers = offers_of(context)
     offered = offers.get(tool.name)
     if offered is not None and offered.tool is tool:

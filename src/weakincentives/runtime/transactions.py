@@ -242,7 +242,8 @@ class Transaction:
         if self._views is None:
             with _opening:  # threads of a policy may come at the same time
                 if self._views is None:
-                    self.check_open()
+                    if self.settled:
+                        raise ViewClosed(self._end_reason())
                     base = self.base
                     view = self.session = base.fork(tracks_reads=self.in_order)
                     self._lock = view.lock
@@ -416,11 +417,12 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Commit everything and add the record, in one step for all others."""
         self._seal()
-        views = [fork for fork in self.forks if not fork[1].in_place]
         with undisturbed() if self._journalled else _UNPROTECTED:
-            self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
-            for _, base, view in views:
-                base.merge(view)
+            if self.forks:
+                views = [fork for fork in self.forks if not fork[1].in_place]
+                self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+                for _, base, view in views:
+                    base.merge(view)
             self.base.settle(self.session, keep=True, record=record, transaction=self)
         self.committed = True
 

@@ -1,4 +1,4 @@
-"""The calls of one model turn: which run at the same time, in which order they commit, re-runs.
+"""The calls of one model turn: concurrency, commit order, re-runs and retries.
 
 Concurrent calls work on private views and commit in call order. One that depends on what an
 earlier call has changed is re-run in order: the outcome is that of running one after the other.
@@ -26,51 +26,36 @@ Group = list[tuple[int, ToolCall]]
 
 _logger = get_logger(__name__)
 
-_MAX_CONCURRENCY = max(32, 8 * (os.cpu_count() or 1))
+DEFAULT_CONCURRENCY = max(32, 8 * (os.cpu_count() or 1))
 _MAX_RUNS = 5
 
 
-class Turn:
-    """The calls of one model turn, and what surrounds them."""
-
-    def __init__(
-        self, calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int | None
-    ) -> None:
-        if max_concurrency is not None and max_concurrency < 1:
-            raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
-        self.calls = tuple(enumerate(calls))
-        self.context = context
-        # What the model was shown when it made the calls.
-        self.offers = offers_of(context)
-        self.resources = resources_of(context)
-        self.max_concurrency = max_concurrency or _MAX_CONCURRENCY
-
-    def groups(self) -> Iterator[Group]:
-        """Yield neighbours that may run together, and every other call by itself."""
-        group: Group = []
-        for each in self.calls:
-            offer = self.offers.get(each[1].name)
-            if offer is not None and offer.may_run_beside and self.max_concurrency > 1:
-                group.append(each)
-                continue
-            yield from self._split(group)
-            group = []
+def groups(
+    calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int
+) -> Iterator[Group]:
+    """Yield neighbours that may run together, and every other call by itself."""
+    offers, resources = offers_of(context), resources_of(context)
+    together: Group = []
+    for each in (*enumerate(calls), None):
+        offer = None if each is None else offers.get(each[1].name)
+        if each is not None and offer is not None and offer.may_run_beside and max_concurrency > 1:
+            together.append(each)
+            continue
+        # Asked late: a call before them in the turn may have built such a resource.
+        if resources.in_place:
+            yield from ([one] for one in together)
+        elif together:
+            yield together
+        together = []
+        if each is not None:
             yield [each]
-        yield from self._split(group)
-
-    def _split(self, group: Group) -> Iterator[Group]:
-        # Asked late: a call before it in the turn may have built such a resource.
-        if self.resources.in_place:
-            yield from ([each] for each in group)
-        elif group:
-            yield group
 
 
 async def run_together(
     starts: Sequence[tuple[int, Callable[[Place], Coroutine[Any, Any, ToolResult[Any]]]]],
     max_concurrency: int,
 ) -> list[ToolResult[Any]]:
-    """Run calls, given with their numbers in the turn; each commits after those before it."""
+    """Run calls, each with its number in the turn; each commits after those before it."""
     import asyncio
 
     slots = asyncio.Semaphore(max_concurrency)
@@ -105,7 +90,7 @@ async def run_together(
 
 
 async def _stop(tasks: Iterable[Task[Any]]) -> None:
-    """Cancel what has not ended, and wait until it is rolled back."""
+    """Cancel unfinished calls, and wait until they are rolled back."""
     import asyncio
 
     pending = {task for task in tasks if not task.done()}
@@ -114,7 +99,7 @@ async def _stop(tasks: Iterable[Task[Any]]) -> None:
             task.cancel()
         try:
             _, pending = await asyncio.wait(pending)
-        except asyncio.CancelledError:  # cancelled once more: told to them again, then waited for
+        except asyncio.CancelledError:  # cancelled once more: cancel them again, and wait
             pending = {task for task in pending if not task.done()}
 
 
@@ -130,17 +115,16 @@ async def reach(transaction: Transaction) -> None:
 
 
 async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
-    """Whether the call ends as it does because it ran before its place was reached.
+    """Whether the call failed because an earlier call of the turn changed what it depends on.
 
-    That goes for failures and refusals as well: on the state that an earlier call left, it may
-    succeed.
+    That includes refusals: on the state that the earlier call left, it may succeed.
     """
     place = transaction.place
     if place is None or not isinstance(error, Exception):
-        return False  # an interrupt is no answer to anything it read
+        return False  # an interrupt does not depend on what was read
     await reach(transaction)
     if place.attempts >= _MAX_RUNS:
-        return False  # somebody else changes the session all the time: the model is told
+        return False  # the session changes all the time: the model gets the conflict
     if transaction.needs_place:
         found = tuple(name for name, _ in transaction.resource_context.in_place)
     elif transaction.event is not None and isinstance(error, MergeConflict):
@@ -161,28 +145,28 @@ async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
 def wait_before_retry(
     transaction: Transaction, result: ToolResult[Any], error: BaseException
 ) -> float | None:
-    """Return the seconds until the tool's policy wants another attempt; None for never."""
+    """Return the seconds to wait before the tool's policy retries; None for no retry."""
     tool, failure = transaction.tool, result.failure
     if tool is None or tool.retry is None or failure is None or not transaction.ran:
         return None
     if raises_through(error) or transaction.settled or transaction.succeeded:
         return None
     if isinstance(error, Refusal):
-        return None  # it would be refused again
+        return None  # the retry would be refused, too
     if transaction.ledger is not None and not transaction.compensated:
-        return None  # nobody knows whether it took effect
+        return None  # it may have taken effect
     if not tool.retry.retries(failure, transaction.attempts - 1):
         return None
     wait = tool.retry.backoff.delay(transaction.attempts)
     deadline = transaction.context.deadline
     if deadline is not None and deadline.remaining() <= wait:
-        return None  # it would be over before the next attempt begins
+        return None  # the deadline comes before the next attempt
     _logger.info("tool %s failed (%s); retried in %.3g s", tool.name, failure.code, wait)
     return wait
 
 
 async def pause(transaction: Transaction) -> None:
-    """Wait for the next attempt; whoever cancels the caller's signal need not wait for it."""
+    """Wait before the next attempt; cancelling the caller's signal ends the wait."""
     clock, signal = transaction.clock, transaction.context.signal
     until = clock.monotonic() + transaction.wait
     while (left := until - clock.monotonic()) > 0:
