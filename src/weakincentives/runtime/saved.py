@@ -144,12 +144,12 @@ class SavedSession:
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
             session = Session.from_snapshot(data.snapshot(types), **options)
             saved = cls(path, session, data.about, fd, data.size)
-            saved._seals = data.seals
+            saved._seals, incomplete = data.seals, data.incomplete
             for _, slice_type, values in session.snapshot_here().slices():
                 name = type_name(slice_type)
                 saved._names[name] = slice_type
                 # An incomplete slice has other places here than in the file: write it anew.
-                saved._saved[slice_type] = Slice.of(()) if name in data.incomplete else values
+                saved._saved[slice_type] = Slice.of(()) if name in incomplete else values
         saved._listen()
         return saved
 
@@ -330,7 +330,7 @@ class SavedSession:
         self._size += len(data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SavedSessionData:
     """The content of a session's file as JSON data, whether or not the session is in use."""
 
@@ -339,17 +339,15 @@ class SavedSessionData:
     began: float
     """When it was created, in unix seconds."""
     about: Mapping[str, object]
-    state: Mapping[str, list[Any]]
+    state: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     """Frozen values by the name of their slice, as ``weakincentives.serde.freeze`` writes them."""
-    log: Mapping[str, list[Any]]
-    at: float
+    log: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+    at: float = 0.0
     """When it was last saved."""
-    size: int
+    size: int = 0
     """The length of the complete lines."""
     seals: Seals
     """The seals of its saves."""
-    incomplete: frozenset[str] = field(default_factory=frozenset[str])
-    """The slices with values that could not be saved."""
     damage: str = ""
     """What is wrong with the rest of the file, if only a part of it could be read."""
 
@@ -367,49 +365,73 @@ class SavedSessionData:
         if not end:
             raise SnapshotError(f"{path} contains no session: nothing was saved in it")
         first, *lines = complete.split(b"\n")
+        text = Seals(_HEAD).unsealed(first)
+        if text is None:
+            raise SnapshotError(
+                f"{path} does not carry your seal: it is not the file of a session, an earlier"
+                " version of wink or someone else wrote it, or it is damaged. If it is yours,"
+                " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
+            )
         try:
-            text = Seals(_HEAD).unsealed(first)
-            if text is None:
-                raise SnapshotError(
-                    f"{path} does not carry your seal: it is not the file of a session, an earlier"
-                    " version of wink or someone else wrote it, or it is damaged. If it is yours,"
-                    " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
-                )
-            head = _head(json.loads(text))
-            seals, found = _seals_after(text), _Saves(head["began"])
-            size, damage = len(first) + 1, ""
+            data = _from_head(json.loads(text), _seals_after(text))
+            data.size = len(first) + 1
             for number, sealed in enumerate(lines, 2):
-                text = seals.unsealed(sealed, size)
+                text = data.seals.unsealed(sealed, data.size)
                 if text is None:
-                    damage = f"line {number} of {path} is damaged or not ours"
+                    data.damage = f"line {number} of {path} is damaged or not ours"
                     break
-                found.add(_parsed(text))
-                size += len(sealed) + 1
-            if damage and not partly:
-                raise SnapshotError(
-                    f"{damage}, so the session cannot be resumed: calls on record could run twice."
-                    " `wink log` shows what precedes the damage"
-                )
+                data.add(_parsed(text))
+                data.size += len(sealed) + 1
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        return cls(
-            **head,
-            state=found.state,
-            log=found.log,
-            incomplete=found.incomplete(),
-            at=found.at,
-            size=size,
-            seals=seals,
-            damage=damage,
-        )
+        if data.damage and not partly:
+            raise SnapshotError(
+                f"{data.damage}, so the session cannot be resumed: calls on record could run twice."
+                " `wink log` shows what precedes the damage"
+            )
+        return data
+
+    def add(self, line: Any) -> None:
+        """Apply one save."""
+        self.at = float(line["at"])
+        for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
+            for name, (kept, items) in changes.items():
+                values = slices.setdefault(name, [])
+                if kept > len(values):
+                    raise ValueError(f"values are missing in the slice of {name}")
+                values[kept:] = items
+
+    @property
+    def incomplete(self) -> frozenset[str]:
+        """The slices with values that could not be saved."""
+        slices = {**self.state, **self.log}
+        return frozenset(name for name, values in slices.items() if any(map(_is_unsaved, values)))
 
     def snapshot(self, types: Iterable[type] = ()) -> Snapshot:
         """Return the session's state; its types must be known here."""
-        for name in self.incomplete:
+        incomplete = self.incomplete
+        for name in incomplete:
             _logger.warning("the slice of %s was not saved completely", name.rpartition(":")[2])
-        state = {name: each for name, each in self.state.items() if name not in self.incomplete}
-        log = {name: [v for v in each if not _is_unsaved(v)] for name, each in self.log.items()}
+        state = {name: each for name, each in self.state.items() if name not in incomplete}
+        log = {
+            name: [v for v in each if not _is_unsaved(v)] if name in incomplete else each
+            for name, each in self.log.items()
+        }
         return Snapshot.from_items(state, log, self.at, types=types)
+
+
+def _from_head(line: Any, seals: Seals) -> SavedSessionData:
+    if line["wink_session"] != VERSION:
+        raise ValueError(f"unknown version {line['wink_session']!r}")
+    began = float(line["began"])
+    return SavedSessionData(
+        session_id=line["id"],
+        tags=thaw(line["tags"]),
+        began=began,
+        about=thaw(line["about"]),
+        at=began,
+        seals=seals,
+    )
 
 
 def _parsed(text: bytes) -> Any:
@@ -432,59 +454,25 @@ def _readable(data: bytes) -> Generator[bytes]:
 
     If the first seal is valid, the others must be: only without the key are all invalid.
     """
-    found = _Saves(0.0)
     lines = data.split(b"\n")[:-1]
     head = Seals(_HEAD).unsealed(lines[0]) if lines else None
-    seals, place = None if head is None else _seals_after(head), 0
+    seals, place = _seals_after(head or b""), 0
+    found: SavedSessionData | None = None
     for line in lines:
         text = line if line.startswith(b"{") else line[SEAL_SIZE + 1 :]
-        if place and seals is not None and seals.unsealed(line, place) is None:
+        if place and head is not None and seals.unsealed(line, place) is None:
             return
         try:
             values = json.loads(text)
-            if place:
-                found.add(values)
-            else:
+            if found is None:
                 values["wink_session"] = VERSION
-                _head(values)
+                found = _from_head(values, seals)
+            else:
+                found.add(values)
         except _UNREADABLE:
             return
         place += len(line) + 1
         yield json.dumps(values).encode()
-
-
-def _head(line: Any) -> dict[str, Any]:
-    if line["wink_session"] != VERSION:
-        raise ValueError(f"unknown version {line['wink_session']!r}")
-    return {
-        "session_id": line["id"],
-        "tags": thaw(line["tags"]),
-        "began": float(line["began"]),
-        "about": thaw(line["about"]),
-    }
-
-
-class _Saves:
-    """The sum of a file's saves, as JSON data."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-        self.state: dict[str, list[Any]] = {}
-        self.log: dict[str, list[Any]] = {}
-
-    def add(self, line: Any) -> None:
-        self.at = float(line["at"])
-        for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
-            for name, (kept, items) in changes.items():
-                values = slices.setdefault(name, [])
-                if kept > len(values):
-                    raise ValueError(f"values are missing in the slice of {name}")
-                values[kept:] = items
-
-    def incomplete(self) -> frozenset[str]:
-        """Return the slices with values that could not be saved."""
-        slices = {**self.state, **self.log}
-        return frozenset(name for name, values in slices.items() if any(map(_is_unsaved, values)))
 
 
 def _is_unsaved(value: Any) -> bool:
