@@ -1,11 +1,10 @@
-"""Things a tool asks for by type: made when needed, shared or fresh, closed in the end.
+"""Dependency injection: tools request resources by type.
 
-``Binding`` says how an instance is made and how long it lives; a ``ResourceRegistry`` holds the
-bindings. An opened registry is a ``ResourceContext``: it makes instances when they are first asked
-for, tells those who watch, and closes them in reverse order. A ``ToolScope`` does the same for what
-lives for one tool call.
+A ``Binding`` says how an instance is built and how long it lives; a ``ResourceRegistry`` is a set
+of bindings. An open registry is a ``ResourceContext``: it builds instances on first use and closes
+them in reverse order. A ``ToolScope`` does the same for the resources of one tool call.
 """
-# The classes of the second half are one mechanism and share its parts:
+# The classes of the second half are one mechanism:
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -50,20 +49,20 @@ __all__ = [
 T = TypeVar("T")
 V = TypeVar("V")
 Chain: TypeAlias = tuple[type[Any], ...]
-"""The types being made, outermost first: each is needed by the one before it."""
+"""The types being built, outermost first: each is needed by the one before it."""
 _Participants: TypeAlias = tuple[tuple[str, Participant], ...]
 
 _log = logging.getLogger("weakincentives.resources")
 
 
 class Closeable(Protocol):
-    """A resource that needs cleaning up: closed when what it was made for ends."""
+    """A resource that is closed at the end of its scope."""
 
     def close(self) -> None: ...
 
 
 class PostConstruct(Protocol):
-    """A resource that needs a second step: called once, before anyone gets the instance."""
+    """A resource with a second construction step: called once, before anything uses it."""
 
     def post_construct(self) -> None: ...
 
@@ -72,19 +71,19 @@ class Snapshotable(Protocol):
     """A resource that takes part in transactions."""
 
     def snapshot(self) -> object:
-        """Return a token for the state as it is now."""
+        """Return a token for the present state."""
         ...
 
     def restore(self, token: Any, /) -> None:
-        """Put back the state that ``token`` stands for."""
+        """Restore the state of a token."""
         ...
 
 
 class Resolver(Protocol):
-    """Gives instances by type: a context, a tool call's scope, or what a provider gets."""
+    """Returns instances by type: a context, a tool call's scope, or a provider's argument."""
 
     def get(self, kind: type[T]) -> T:
-        """Return the instance for ``kind``, making it if need be."""
+        """Return the instance for ``kind``, building it if necessary."""
         ...
 
     def find(self, kind: type[T]) -> T | None:
@@ -100,13 +99,13 @@ class Scope(Enum):
     TOOL_CALL = "tool_call"
     """One per tool call."""
     PROTOTYPE = "prototype"
-    """A fresh one each time it is asked for."""
+    """A new one for each request."""
 
 
 # No slots: with them, frozen and generic, `Binding[Config](...)` is a TypeError on Python 3.11.
 @dataclass(frozen=True)
 class Binding(Generic[T]):
-    """How the instance for a type is made, and how long it lives.
+    """How the instance for a type is built, and how long it lives.
 
     >>> Binding(list, lambda r: [1, 2], scope=Scope.PROTOTYPE).scope
     <Scope.PROTOTYPE: 'prototype'>
@@ -114,7 +113,7 @@ class Binding(Generic[T]):
 
     type: builtins.type[T]
     provider: Callable[[Resolver], T]
-    """Called when the type is first asked for, with a resolver for what it needs itself."""
+    """Called on the first request for the type, with a resolver for its own dependencies."""
     scope: Scope = Scope.SINGLETON
 
     def __post_init__(self) -> None:
@@ -122,8 +121,8 @@ class Binding(Generic[T]):
         name = self.type.__name__
         if not callable(self.provider):
             raise ResourceError(
-                f"The provider of {name} must be callable, like `lambda r: {name}()`, "
-                f"got {self.provider!r}; for a ready-made instance use Binding.instance"
+                f"The provider of {name} must be callable, got {self.provider!r}; "
+                "for an existing instance use Binding.instance"
             )
         if inspect.iscoroutinefunction(self.provider):
             raise ResourceError(f"The provider of {name} is async; providers are plain functions")
@@ -132,7 +131,7 @@ class Binding(Generic[T]):
 
     @staticmethod
     def instance(kind: builtins.type[V], value: V, /) -> Binding[V]:
-        """Bind what was made already. Whoever made it closes it."""
+        """Bind an existing instance. Its owner closes it."""
         _check_key(kind)
         _check_value(kind, value)
         return Binding(kind, Ready(value))
@@ -140,7 +139,7 @@ class Binding(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The provider of an instance that was made elsewhere."""
+    """The provider of an existing instance."""
 
     value: Any
 
@@ -154,11 +153,10 @@ class ResourceRegistry:
     __slots__ = ("_bindings",)
 
     def __init__(self, bindings: Mapping[type[Any], Binding[Any]]) -> None:
-        """Take bindings by type; ``of`` and ``build`` are the friendlier ways in."""
         for kind, binding in bindings.items():
             _check_key(kind)
             _check_binding(binding)
-        # A binding under another key than its own type is the one for that key.
+        # The key wins over the binding's own type.
         self._bindings = MappingProxyType(
             {
                 kind: binding if binding.type is kind else replace(binding, type=kind)
@@ -168,7 +166,7 @@ class ResourceRegistry:
 
     @classmethod
     def of(cls, *bindings: Binding[Any]) -> ResourceRegistry:
-        """Make a registry of bindings; each type may come once."""
+        """Return a registry of bindings, at most one per type."""
         by_type: dict[type[Any], Binding[Any]] = {}
         for binding in bindings:
             _check_binding(binding)
@@ -179,33 +177,31 @@ class ResourceRegistry:
 
     @classmethod
     def build(cls, resources: Mapping[type[Any], Any] | ResourceRegistry) -> ResourceRegistry:
-        """Make a registry of ``{type: instance or Binding}``; a registry comes back as it is."""
+        """Return a registry of ``{type: instance or Binding}``; a registry is returned as it is."""
         if isinstance(resources, ResourceRegistry):
             return resources
         if not isinstance(resources, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ResourceError(
                 f"Resources come as {{type: instance or Binding}}, got {type(resources).__name__}"
             )
-        bindings: dict[type[Any], Binding[Any]] = {}
-        for kind, value in resources.items():
-            is_binding = isinstance(value, Binding)
-            bindings[kind] = value if is_binding else Binding.instance(kind, value)
-        return cls(bindings)
+        return cls(
+            {
+                kind: value if isinstance(value, Binding) else Binding.instance(kind, value)
+                for kind, value in resources.items()
+            }
+        )
 
     @property
     def bindings(self) -> Mapping[type[Any], Binding[Any]]:
         return self._bindings
 
     def merge(self, other: ResourceRegistry | Mapping[type[Any], Any]) -> ResourceRegistry:
-        """Return both together; where both bind a type, ``other`` wins."""
+        """Return the bindings of both; for a type that both bind, ``other`` wins."""
         merged = ResourceRegistry.build(other)
         return ResourceRegistry({**self._bindings, **merged.bindings})
 
     def open(self) -> ResourceContext:
-        """Return a context that makes instances when they are asked for, and closes them.
-
-        Use it in a ``with`` block, or call its ``close`` yourself.
-        """
+        """Return a context. Use it in a ``with`` block, or call its ``close``."""
         return ResourceContext(self)
 
     def __contains__(self, kind: object) -> bool:
@@ -220,43 +216,39 @@ class ResourceRegistry:
 
 def _check_key(kind: object) -> None:
     if not isinstance(kind, type):
-        raise ResourceError(f"Resources are bound and found by type; {kind!r} is not a class")
+        raise ResourceError(f"Resources are bound by type; {kind!r} is not a class")
 
 
 def _check_binding(binding: object) -> None:
     if not isinstance(binding, Binding):
         raise ResourceError(
-            f"Expected a Binding, got {binding!r}; "
-            "for a ready-made instance use Binding.instance(type, value)"
+            f"Expected a Binding, got {binding!r}; for an instance use Binding.instance"
         )
 
 
 def _check_value(kind: type, value: object) -> None:
-    """Refuse what is surely not the instance that was meant."""
+    """Refuse a value that is probably not the intended instance."""
     name = kind.__name__
-    if value is None:
-        raise ResourceError(f"{name} is bound to None; leave it out and use find(), or bind one")
-    if isinstance(value, type) and kind in value.__mro__:
-        raise ResourceError(
-            f"{name} is bound to the class {value.__name__}; pass an instance, "
-            f"or Binding({name}, lambda r: {value.__name__}(...))"
-        )
+    is_class = isinstance(value, type) and kind in value.__mro__
     takes_functions = any("__call__" in vars(base) for base in kind.__mro__)
-    if isinstance(value, FunctionType) and not takes_functions and kind is not FunctionType:
+    is_function = isinstance(value, FunctionType) and not takes_functions
+    if value is None or is_class or (is_function and kind is not FunctionType):
+        found = (
+            value if value is None else "a function" if is_function else f"the class {_name(value)}"
+        )
         raise ResourceError(
-            f"{name} is bound to a function; if that makes the instance, "
-            f"write Binding({name}, {value.__name__})"
+            f"{name} is bound to {found}; bind an instance, or Binding({name}, provider)"
         )
 
 
 class Watcher(Protocol):
-    """Hears of each new instance that takes part in transactions; a snapshot, for example.
+    """Notified of each new instance that takes part in transactions; a snapshot, for example.
 
     It is held weakly: with ``slots``, give it a ``__weakref__`` slot.
     """
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Called right after ``post_construct``, before anyone else gets the instance."""
+        """Called right after ``post_construct``, before the instance is used."""
         ...
 
 
@@ -264,22 +256,21 @@ class _Lifetime:
     """Instances that live and end together, in a context or in one tool call."""
 
     _context: ResourceContext
-    # The rest has its defaults on the class: most tool calls build nothing, and a scope that
-    # builds nothing should cost next to nothing.
+    # Defaults on the class: most tool calls build nothing, and such a scope should cost little.
     _closed: bool = False
     _instances: Mapping[type[Any], Any] = MappingProxyType({})
     """Replaced, never changed: it is read without the lock."""
     _participants: _Participants = ()
     _to_close: dict[int, Any] | None = None
-    """By identity, in order of construction; None until something is about to be made."""
+    """By identity, in order of construction; None until something is about to be built."""
     _watcher: Watcher | None = None
     _watchers: WeakValueDictionary[int, Watcher] | None = None
-    """By identity: two snapshots may well be equal."""
+    """By identity: two snapshots may be equal."""
 
     def get(self, kind: type[T]) -> T:
-        """Return the instance for ``kind``, making it if need be."""
+        """Return the instance for ``kind``, building it if necessary."""
         if not self._closed:
-            instance = self._there(kind)
+            instance = self._existing(kind)
             if instance is not None:
                 return instance
         return self._resolve(kind, (), self._watcher)
@@ -287,33 +278,30 @@ class _Lifetime:
     def find(self, kind: type[T]) -> T | None:
         """Return the instance for ``kind``, or None when nothing is bound for it.
 
-        Raises like ``get`` when something is bound but cannot be had.
+        Raises like ``get`` when the bound instance cannot be built.
         """
         return self.get(kind) if kind in self._context._bindings else None
 
-    def _there(self, kind: type[T]) -> T | None:
-        """Return what has been made, without a lock: this is asked in every tool call."""
+    def _existing(self, kind: type[T]) -> T | None:
+        """Return an instance without a lock: every tool call does this."""
         instance = self._context._instances.get(kind)
         return self._instances.get(kind) if instance is None else instance
 
     @property
     def participants(self) -> _Participants:
-        """The live instances that take part in transactions, each once, with a name to show.
+        """The live instances that take part in transactions, each once, with its name.
 
-        Prototypes are not among them: only those who watch hear of a prototype.
+        Prototypes are not among them: only watchers are notified of a prototype.
         """
         return self._participants
 
     @property
     def snapshotables(self) -> tuple[tuple[str, Snapshotable], ...]:
-        """The ``participants`` as the instances that were made."""
+        """The ``participants`` as the instances that were built."""
         return tuple((name, each.exposed) for name, each in self.participants)
 
     def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
-        """Tell ``watcher`` of each instance built from now on; return the ``snapshotables`` of now.
-
-        Nothing is built between the two, so nothing is missed.
-        """
+        """Notify ``watcher`` of each instance built from now on; return the present ones."""
         with self._context._lock:
             if self._watchers is None:
                 self._watchers = WeakValueDictionary()
@@ -321,26 +309,27 @@ class _Lifetime:
             return self.snapshotables
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close what was made here, the newest first. Closing again does nothing.
+        """Close what was built here, newest first. Closing again does nothing.
 
-        When ``error`` is under way, closing does not hide it: what else fails is logged and noted
-        on it. Otherwise the first failure is raised, once everything has been closed.
+        With an ``error`` in flight, failures to close are logged and noted on it. Otherwise the
+        first failure is raised, once everything has been closed.
         """
         self._closed = True
-        self._watcher = None  # it mostly holds this in turn: no cycle is left for the collector
-        # Whoever makes something sets _to_close first and looks at _closed later, so it is safe
-        # to look without the lock: one of the two sees the other.
+        self._watcher = None  # it usually refers back to this: leave no cycle to the collector
+        # A build sets _to_close before it checks _closed, so no lock is needed here: one of the
+        # two sees the other.
         if self._to_close is None:
             return
         with self._context._lock:
             to_close, self._to_close = self._to_close, {}
-            self._instances, self._participants = {}, ()
+            self._instances = {}
+            self._set_participants(())
         _close_all(reversed(to_close.values()), error)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
-    # How an instance comes about, in call order.
+    # How an instance is built, in call order
 
     def _resolve(self, kind: type[T], chain: Chain, watcher: Watcher | None) -> T:
         context = self._context
@@ -351,17 +340,22 @@ class _Lifetime:
         if kind in chain:
             raise CircularDependency(f"Providers need each other: {_arrows(*chain, kind)}")
         if binding.scope is Scope.PROTOTYPE:
-            return self._make(binding, chain, watcher)
+            return self._build(binding, chain, watcher)
         if binding.scope is Scope.SINGLETON:
-            return context._get_or_make(binding, chain, watcher)
+            return context._get_or_build(binding, chain, watcher)
         if self is context:
-            raise UnboundResource(_needs_tool_call(kind, chain, context._bindings))
-        return self._get_or_make(binding, chain, watcher)
+            name, needed = _name(kind), f" ({_arrows(*chain, kind)})" if chain else ""
+            raise UnboundResource(
+                f"{name} lives for one tool call: a singleton would outlive {name}, and there is "
+                f"none outside a tool call{needed}. Request it in a handler, or bind what needs it "
+                "with Scope.TOOL_CALL too."
+            )
+        return self._get_or_build(binding, chain, watcher)
 
-    def _get_or_make(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
-        """Return the one instance of this lifetime, made by the thread that asks first.
+    def _get_or_build(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
+        """Return the one instance of this lifetime, built by the thread that asks first.
 
-        The lock is never held while a provider runs: others build other things meanwhile.
+        The lock is not held while a provider runs: other threads can build other resources.
         """
         context, kind, me = self._context, binding.type, threading.get_ident()
         place = (self, kind)
@@ -380,13 +374,13 @@ class _Lifetime:
             else:
                 return self._instances[kind]
         try:
-            return self._make(binding, chain, watcher)
+            return self._build(binding, chain, watcher)
         finally:
             with context._lock:
                 del context._builders[place]
                 context._changed.notify_all()
 
-    def _make(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
+    def _build(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
         with self._context._lock:
             if self._to_close is None:
                 self._to_close = {}
@@ -397,9 +391,9 @@ class _Lifetime:
             instance = binding.provider(resolver)
         if instance is None:
             raise ProviderFailed(f"{_arrows(*chain)}: its provider returned None")
-        # A provider that hands on what it got (`lambda r: r.get(Other)`) made nothing: the
-        # instance has been set up, and will be closed, where it was made.
-        is_new = not resolver.gave(instance)
+        # An alias (`lambda r: r.get(Other)`) builds nothing: the other binding sets the instance
+        # up and closes it.
+        is_new = not resolver.returned(instance)
         try:
             post_construct = _method(instance, "post_construct")
             if is_new and post_construct is not None:
@@ -416,41 +410,30 @@ class _Lifetime:
     def _publish(
         self, binding: Binding[T], instance: T, watcher: Watcher | None, is_new: bool
     ) -> None:
-        """Tell those who watch; then, and only then, others can get the instance."""
-        told: dict[int, Watcher] = {}
-        while True:
-            unheard: list[Watcher] = []
-            with self._context._lock:
-                self._refuse_when_closed(binding.type)
-                if is_new and participant_for(instance) and not self._knows(instance):
-                    unheard = [each for each in self._audience(watcher) if id(each) not in told]
-                if not unheard:
-                    self._keep(binding, instance, is_new)
-                    return
-            # Outside the lock, since a snapshot may take its time; so look again afterwards.
-            for each in unheard:
-                told[id(each)] = each
-                each.built(binding.type.__name__, cast(Snapshotable, instance))
+        """Notify watchers, then let others get the instance.
 
-    def _audience(self, watcher: Watcher | None) -> Iterable[Watcher]:
-        audience = {} if self._watchers is None else dict(self._watchers)
-        if watcher is not None:
-            audience[id(watcher)] = watcher
-        return audience.values()
+        With the lock held: a watcher that is added meanwhile finds it among the present ones.
+        """
+        with self._context._lock:
+            self._refuse_when_closed(binding.type)
+            name, participant = binding.type.__name__, participant_for(instance)
+            is_known = any(known.exposed is instance for _, known in self.participants)
+            if participant is not None and not is_known:
+                audience = dict(self._watchers or {}) if is_new else {}
+                if is_new and watcher is not None:
+                    audience[id(watcher)] = watcher
+                for each in audience.values():
+                    each.built(name, cast(Snapshotable, instance))
+                if binding.scope is not Scope.PROTOTYPE:
+                    self._set_participants((*self._participants, (name, participant)))
+            if is_new and _method(instance, "close") is not None:
+                assert self._to_close is not None
+                self._to_close.setdefault(id(instance), instance)
+            if binding.scope is not Scope.PROTOTYPE:
+                self._instances = {**self._instances, binding.type: instance}
 
-    def _knows(self, instance: object) -> bool:
-        return any(known.exposed is instance for _, known in self.participants)
-
-    def _keep(self, binding: Binding[Any], instance: object, is_new: bool) -> None:
-        if is_new and _method(instance, "close") is not None:
-            assert self._to_close is not None
-            self._to_close.setdefault(id(instance), instance)
-        if binding.scope is Scope.PROTOTYPE:
-            return
-        participant = participant_for(instance)
-        if participant is not None and not self._knows(instance):
-            self._participants = (*self._participants, (binding.type.__name__, participant))
-        self._instances = {**self._instances, binding.type: instance}
+    def _set_participants(self, participants: _Participants) -> None:
+        self._participants = participants
 
     def _refuse_when_closed(self, kind: type[Any]) -> None:
         if self._context._closed:
@@ -463,11 +446,15 @@ class _Lifetime:
 
 
 class ResourceContext(_Lifetime):
-    """The opened registry: makes what is asked for, and closes it in the end.
+    """An open registry: builds instances on request and closes them at the end.
 
-    Safe to share between threads. It can be used in one ``with`` block, or without one until
-    ``close`` is called.
+    Thread-safe. Use it in one ``with`` block, or without one until ``close`` is called.
     """
+
+    in_place: _Participants = ()
+    """The ``participants`` that cannot fork, so that calls change them in place."""
+    gates: tuple[Gate, ...] = ()
+    """The gates of resources that only one call at a time can use, whatever its session."""
 
     def __init__(self, registry: ResourceRegistry) -> None:
         self.registry = registry
@@ -475,46 +462,30 @@ class ResourceContext(_Lifetime):
         self._bindings = registry.bindings
         self._entered = False
         self._to_close = {}
-        for binding in registry.bindings.values():
-            if isinstance(binding.provider, Ready):
-                self._keep(binding, binding.provider.value, is_new=False)
-
-        # The participants, and what calls need to know of them: found once for many calls.
-        self._sorted: tuple[_Participants, _Participants, tuple[Gate, ...]] = ((), (), ())
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Which thread makes what, and what a thread waits for.
+        # Which thread builds what, and what a thread waits for.
         self._builders: dict[tuple[_Lifetime, type[Any]], int] = {}
         self._waiting: dict[int, tuple[_Lifetime, type[Any]]] = {}
+        for binding in registry.bindings.values():
+            if isinstance(binding.provider, Ready):
+                self._publish(binding, binding.provider.value, None, is_new=False)
 
-    @property
-    def in_place(self) -> _Participants:
-        """Those of the ``participants`` that cannot fork, so that calls change them in place."""
-        return self._by_kind()[1]
-
-    @property
-    def gates(self) -> tuple[Gate, ...]:
-        """The locks of resources that one call at a time can work on, whatever its session."""
-        return self._by_kind()[2]
-
-    def _by_kind(self) -> tuple[_Participants, _Participants, tuple[Gate, ...]]:
-        participants = self._participants
-        if self._sorted[0] is not participants:
-            in_place = tuple(each for each in participants if each[1].in_place)
-            found = (participant.gate for _, participant in participants)
-            # In one order everywhere, so that no two calls wait for each other.
-            gates = sorted((gate for gate in found if gate is not None), key=id)
-            self._sorted = (participants, in_place, tuple(gates))
-        return self._sorted
+    def _set_participants(self, participants: _Participants) -> None:
+        self._participants = participants
+        self.in_place = tuple(each for each in participants if each[1].in_place)
+        gates = (participant.gate for _, participant in participants)
+        # In one order everywhere, so that no two calls wait for each other.
+        self.gates = tuple(sorted((gate for gate in gates if gate is not None), key=id))
 
     def built(self, kind: type[T]) -> T | None:
-        """Return the singleton for ``kind`` if it has been made, without making anything."""
+        """Return the singleton for ``kind`` if it exists, without building anything."""
         return self._instances.get(kind)
 
     def tool_scope(self, watcher: Watcher | None = None) -> ToolScope:
-        """Return what one tool call asks for its resources; use it in a ``with`` block.
+        """Return the scope of one tool call; use it in a ``with`` block.
 
-        ``watcher`` hears of all that is built through the scope, singletons too.
+        ``watcher`` is notified of everything built through the scope, including singletons.
         """
         return ToolScope(self, watcher)
 
@@ -526,7 +497,7 @@ class ResourceContext(_Lifetime):
         return self
 
     def _refuse_deadlock(self, place: tuple[_Lifetime, type[Any]], chain: Chain) -> None:
-        """Raise when ``place`` is being made by a thread that, in the end, waits for this one."""
+        """Raise if the thread that builds ``place`` waits for this one, directly or not."""
         me = threading.get_ident()
         path: Chain = ()
         step: tuple[_Lifetime, type[Any]] | None = place
@@ -548,11 +519,11 @@ class ToolScope(_Lifetime):
 
     @property
     def participants(self) -> _Participants:
-        """The context's live instances that take part in transactions, then the call's own."""
+        """The participants of the context, then those of the call."""
         return (*self._context._participants, *self._participants)
 
     def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
-        """Like the context's ``watch``, for what is built in this call or in the context."""
+        """Like the context's ``watch``, for instances of this call and of the context."""
         with self._context._lock:
             self._context.watch(watcher)
             return super().watch(watcher)
@@ -564,43 +535,43 @@ class ToolScope(_Lifetime):
 
 
 class _Resolver:
-    """What a provider is called with: it knows the chain, and what it has given out."""
+    """A provider's argument: knows the chain, and what it has returned."""
 
-    __slots__ = ("_chain", "_given", "_lifetime", "_watcher")
+    __slots__ = ("_chain", "_lifetime", "_returned", "_watcher")
 
     def __init__(self, lifetime: _Lifetime, chain: Chain, watcher: Watcher | None) -> None:
         self._lifetime = lifetime
         self._chain = chain
         self._watcher = watcher
-        self._given: list[object] = []
+        self._returned: list[object] = []
 
     def get(self, kind: type[T]) -> T:
         if not self._chain:
             return self._lifetime.get(kind)
-        instance = self._lifetime._there(kind)
+        instance = self._lifetime._existing(kind)
         if instance is None:
             instance = self._lifetime._resolve(kind, self._chain, self._watcher)
-        self._given.append(instance)
+        self._returned.append(instance)
         return instance
 
     def find(self, kind: type[T]) -> T | None:
         return self.get(kind) if kind in self._lifetime._context._bindings else None
 
-    def gave(self, instance: object) -> bool:
-        return any(given is instance for given in self._given)
+    def returned(self, instance: object) -> bool:
+        return any(each is instance for each in self._returned)
 
     def finish(self) -> None:
-        """The instance is made: who kept the resolver asks in nobody's name from here on."""
+        """The instance is built: later requests through this resolver belong to no chain."""
         self._chain = ()
-        self._given.clear()
+        self._returned.clear()
 
 
 _NO_BINDINGS = ResourceRegistry.of()
 
 
 def as_resolver(resources: object) -> Resolver:
-    """Open a ResourceRegistry or a plain mapping; return what is open already as it is."""
-    if hasattr(resources, "find"):  # first, because it is the case on every call
+    """Open a ResourceRegistry or a mapping; return an open context as it is."""
+    if hasattr(resources, "find"):  # first, because every call comes here
         return cast("Resolver", resources)
     if resources is None:
         return _NO_BINDINGS.open()
@@ -613,7 +584,7 @@ def as_resolver(resources: object) -> Resolver:
 
 
 def _method(instance: object, name: str) -> Any:
-    """Return the bound method, or None; a class bound as a resource has no methods to call."""
+    """Return the bound method, or None; a class bound as a resource has none."""
     if isinstance(instance, type):
         return None
     method = getattr(instance, name, None)
@@ -621,12 +592,12 @@ def _method(instance: object, name: str) -> Any:
 
 
 def _close_all(instances: Iterable[Any], error: BaseException | None) -> None:
-    """Close each of them, whatever happens, and raise what went wrong unless it is ``error``."""
+    """Close every instance, then raise the first failure unless an ``error`` is in flight."""
     failures: list[tuple[str, BaseException]] = []
     for instance in instances:
         try:
             instance.close()
-        except BaseException as failure:  # the others must be closed all the same
+        except BaseException as failure:  # the others must still be closed
             failures.append((type(instance).__name__, failure))
     if not failures:
         return
@@ -644,21 +615,17 @@ def _close_all(instances: Iterable[Any], error: BaseException | None) -> None:
 
 @contextmanager
 def _named(chain: Chain, culprit: str) -> Generator[None]:
-    """Turn what a provider raises into a ProviderFailed that prints the chain."""
+    """Turn an exception into a ProviderFailed that prints the chain."""
     try:
         yield
     except (ResourceError, PromptEvaluationError, VisibilityExpansionRequired):
-        # A dependency failed and its error names the whole chain, or the run is to stop here.
-        raise
+        raise  # it names the whole chain already, or the run is to stop here
     except Exception as error:
         if isinstance(error, Suspended):
             raise
         raise ProviderFailed(
             f"{_arrows(*chain)}: {culprit} raised {type(error).__name__}: {error}"
         ) from error
-
-
-# Wording.
 
 
 def _name(kind: object) -> str:
@@ -673,27 +640,7 @@ def _unbound(kind: object, chain: Chain, bindings: Mapping[type[Any], Any]) -> s
     name = _name(kind)
     needed = f" (needed by {_arrows(*chain, kind)})" if chain else ""
     bound = ", ".join(sorted(_name(each) for each in bindings)) or "nothing"
-    namesakes = [each for each in bindings if _name(each) == name]
-    hint = (
-        f"What is bound is another {name}: {namesakes[0].__module__}.{namesakes[0].__qualname__}"
-        if namesakes
-        else f"Bind it with resources={{{name}: ...}} or Binding({name}, lambda r: ...)"
-    )
-    return f"{name} is not bound{needed}. Bound here: {bound}. {hint}."
-
-
-def _needs_tool_call(kind: type[Any], chain: Chain, bindings: Mapping[type[Any], Any]) -> str:
-    name = _name(kind)
-    keepers = [each for each in chain if bindings[each].scope is Scope.SINGLETON]
-    if not keepers:
-        asked = f" ({_arrows(*chain, kind)})" if chain else ""
-        return (
-            f"{name} lives for one tool call, and this is outside a tool call{asked}. "
-            "Ask for it through context.resources in a handler, or inside `with ctx.tool_scope()`."
-        )
-    keeper = _name(keepers[-1])
     return (
-        f"{keeper} is a singleton and would outlive {name}, which lives for one tool call "
-        f"({_arrows(*chain, kind)}). Bind {keeper} with Scope.TOOL_CALL too, "
-        f"or ask for {name} in the handler."
+        f"{name} is not bound{needed}. Bound here: {bound}. "
+        f"Bind it with resources={{{name}: ...}} or Binding({name}, lambda r: ...)."
     )

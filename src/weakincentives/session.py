@@ -326,66 +326,79 @@ class Snapshot:
         """Read what ``to_json`` wrote. Pass the slice types that no imported module defines."""
         import json
 
-        try:
-            document: Any = json.loads(text)
-        except (RecursionError, TypeError, ValueError) as error:
-            raise SnapshotError(f"not a snapshot: {error!r}") from error
-        return cls.from_data(document, types=types)
-
-    @classmethod
-    def from_data(cls, document: Any, *, types: Iterable[type] = ()) -> Snapshot:
-        """Read what ``to_json`` wrote, once it is JSON data."""
-        from importlib import import_module
-
         from weakincentives.serde import thaw
 
-        for name in _KEPT_BY_US:
-            import_module(name)
-        known = tuple(types)
         try:
+            document: Any = json.loads(text)
             if document["wink_snapshot"] != 1:
                 raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
-            slices: list[dict[type, Slice[Any]]] = []
-            for kind in ("state", "log"):
-                thawed = ((name, thaw(items, types=known)) for name, items in document[kind])
-                slices.append(
-                    {_slice_type(name, values, known): Slice.of(values) for name, values in thawed}
-                )
-            tag, taken_at = str(thaw(document["tag"])), float(document["taken_at"])
-            return cls(*slices, tag=tag, taken_at=taken_at)
+            slices = ({n: v["items"] for n, v in document[kind]} for kind in ("state", "log"))
+            snapshot = cls.from_items(*slices, float(document["taken_at"]), types=types)
+            snapshot.tag = str(thaw(document["tag"]))
+            for _, _, values in snapshot.slices():
+                values.all()  # decoded now: the text may come from anywhere
+            return snapshot
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
 
+    @classmethod
+    def from_items(
+        cls,
+        state: Mapping[str, list[Any]],
+        log: Mapping[str, list[Any]],
+        taken_at: float,
+        *,
+        types: Iterable[type] = (),
+    ) -> Snapshot:
+        """Return a snapshot of frozen values by the name of their slice; most are thawed later."""
+        from importlib import import_module
 
-_KEPT_BY_US = (
+        for name in _OWN_MODULES:
+            import_module(name)
+        known = tuple(types)
+        slices = (
+            dict(_decoded(name, items, known) for name, items in each.items() if items)
+            for each in (state, log)
+        )
+        return cls(*slices, taken_at=taken_at)
+
+
+_OWN_MODULES = (
     "weakincentives.prompt.feedback",
     "weakincentives.prompt.policies",
     "weakincentives.prompt.section",
     "weakincentives.runtime.conversation",
     "weakincentives.runtime.ledger",
 )
-"""Modules whose types any session may hold: a process that reads one may not have used them yet."""
+"""Modules whose types any session may hold, imported before a session is read."""
 
 
 def type_name(cls: type) -> str:
-    """Return what a class is called in a snapshot."""
+    """Return the name of a class in a snapshot."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _slice_type(name: str, values: Any, known: tuple[type, ...]) -> type:
-    """Return the type of the slice that held these values: theirs, or one they derive from."""
-    from weakincentives.serde.exact import current_name
+def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type, Slice[Any]]:
+    """Return the slice of frozen values, with its type: theirs, or one they derive from."""
+    from weakincentives.serde.exact import current_name, thaw
 
-    name = current_name(name)
-    for cls in (*known, *type(values[0]).__mro__):
+    name, found = current_name(name), None
+    newest = thaw(items[-1], types=known)
+    for cls in (*known, *type(newest).__mro__):
         if type_name(cls) == name:
+            found = cls
             break
     else:
         raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
-    for value in values:
-        if not isinstance(value, cls):
-            raise SnapshotError(f"the slice of {cls.__name__} holds a {type(value).__name__}")
-    return cls
+
+    def decode(items: list[Any]) -> tuple[Any, ...]:
+        values = tuple(thaw(items, types=known))
+        for value in values:
+            if not isinstance(value, found):
+                raise SnapshotError(f"the slice of {found.__name__} holds a {type(value).__name__}")
+        return values
+
+    return found, Slice.decoded(items, decode)
 
 
 class SliceAccessor(Generic[T]):

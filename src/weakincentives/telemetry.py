@@ -1,14 +1,14 @@
 """OpenTelemetry: a span for every run, model turn and tool call, by the GenAI conventions.
 
-Off until ``instrument`` is called, and then on for the whole process. What users, models and
-tools wrote stays out of the spans unless it is asked for.
+Off until ``instrument`` is called, then on for the whole process. Text of users, models and tools
+is left out of the spans unless ``content=True``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives import events
@@ -20,9 +20,8 @@ from weakincentives.serde import dump
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, SpanKind, Tracer, TracerProvider
+    from opentelemetry.trace import Span, Tracer, TracerProvider
 
-    from weakincentives.call import ToolCall
     from weakincentives.prompt.tool import ToolContext
     from weakincentives.runtime.transactions import Transaction
 
@@ -36,7 +35,7 @@ _FINISH_REASONS = {
     "max_tokens": "length",
     "refusal": "content_filter",
 }
-"""Our stop reasons in the words of the conventions."""
+"""Our stop reasons in the terms of the conventions."""
 _ROLES = {"user": "user", "model": "assistant", "tool": "tool"}
 
 
@@ -45,11 +44,11 @@ def instrument(
 ) -> Callable[[], None]:
     """Trace runs, turns and tool calls from now on; returns how to stop.
 
-    Calling it again replaces what was set up before.
+    Calling it again replaces the earlier setup.
 
     Args:
-        tracer_provider: Where spans go; OpenTelemetry's global one by default.
-        content: Put prompts, messages, arguments and results into the spans as well.
+        tracer_provider: Where spans go; OpenTelemetry's global provider by default.
+        content: Include prompts, messages, arguments and results.
     """
     try:
         from opentelemetry.trace import get_tracer
@@ -68,13 +67,13 @@ def instrument(
 
 
 class Telemetry:
-    """Puts a span around what it is given to run."""
+    """Runs things inside spans."""
 
     def __init__(self, tracer: Tracer, *, content: bool) -> None:
         self._tracer = tracer
         self._content = content
-        # What surrounds the handler of each call under way: threads that it starts do not inherit
-        # it, and calls they make belong there all the same.
+        # The context inside each call in progress. Threads that its handler starts do not inherit
+        # it, but the calls they make belong below it.
         self._inside: dict[str, Context] = {}
 
     async def run(
@@ -86,30 +85,33 @@ class Telemetry:
         """Run a prompt to its end."""
         prompt, ids = context.prompt, context.run_context
         assert prompt is not None
+        assert ids is not None
         agent = prompt.template.name
         attributes = {
-            **_of_the_model(context),
+            **_model_attributes(context),
             "gen_ai.agent.name": agent,
-            "gen_ai.agent.id": "" if ids is None else ids.agent_id,
-            "wink.run.id": "" if ids is None else ids.run_id,
-            "wink.loop.id": "" if ids is None else ids.loop_id,
+            "gen_ai.agent.id": ids.agent_id,
+            "wink.run.id": ids.run_id,
+            "wink.loop.id": ids.loop_id,
             "wink.prompt.ns": prompt.ns,
             "wink.prompt.key": prompt.key,
         }
         with self._span("invoke_agent", agent, attributes) as span:
+            response: PromptResponse[Any] | None = None
             try:
                 response = await run(*args)
+                span.set_attribute("gen_ai.response.finish_reasons", _finish_reasons(response))
+                return response
             except BaseException as error:
-                self._note_error(span, error)
-                _note_response(span, getattr(error, "response", None))
+                response = getattr(error, "response", None)
                 raise
-            _note_response(span, response)
-            finish_reason = _finish_reason(response.stop_reason)
-            span.set_attribute("gen_ai.response.finish_reasons", (finish_reason,))
-            return response
+            finally:
+                if response is not None:
+                    counts = {"wink.turns": response.turns, "wink.calls": response.calls}
+                    _note(span, {**_usage(response.usage), **counts})
 
     def trace_id(self) -> str:
-        """Return the id of the trace that is recorded here, or nothing."""
+        """Return the id of the current trace, or an empty string."""
         from opentelemetry.trace import get_current_span
 
         found = get_current_span().get_span_context()
@@ -121,41 +123,33 @@ class Telemetry:
         ask: Callable[[ModelRequest], Coroutine[Any, Any, ModelTurn]],
         request: ModelRequest,
     ) -> ModelTurn:
-        """Ask the model for one turn, as often as it takes."""
-        from opentelemetry.trace import SpanKind
-
-        model = _of_the_model(context)
+        """Ask the model for one turn, retries included."""
+        model = _model_attributes(context)
         attributes = {
             **model,
             "gen_ai.output.type": "text" if request.output_type is None else "json",
             "wink.attempts": 1,
         }
-        name = model["gen_ai.request.model"]
-        with self._span("chat", name, attributes, kind=SpanKind.CLIENT) as span:
-            if self._content and span.is_recording():
+        with self._span("chat", model["gen_ai.request.model"], attributes) as span:
+            shows_content = self._content and span.is_recording()
+            if shows_content:
                 _note(span, _request_content(request))
-            try:
-                turn = await ask(request)
-            except BaseException as error:
-                self._note_error(span, error)
-                raise
-            finish_reason = _finish_reason(turn.stop_reason)
-            _note(
-                span,
-                {
-                    "gen_ai.response.model": turn.model,
-                    "gen_ai.response.finish_reasons": (finish_reason,),
-                    **_usage(turn.usage),
-                },
-            )
-            if self._content and span.is_recording():
+            turn = await ask(request)
+            finish_reasons = _finish_reasons(turn)
+            found = {
+                "gen_ai.response.model": turn.model,
+                "gen_ai.response.finish_reasons": finish_reasons,
+                **_usage(turn.usage),
+            }
+            _note(span, found)
+            if shows_content:
                 said = Message(role="model", text=turn.text, tool_calls=turn.tool_calls)
-                message = {**_message(said), "finish_reason": finish_reason}
+                message = {**_message(said), "finish_reason": finish_reasons[0]}
                 _note(span, {"gen_ai.output.messages": _as_json([message])})
             return turn
 
     def asked_again(self, attempts: int, error: ProviderError, wait: float) -> None:
-        """Note in the span of the turn under way that the provider failed and is asked again."""
+        """Note a retry of the provider in the span of the current turn."""
         from opentelemetry.trace import get_current_span
 
         span = get_current_span()
@@ -167,7 +161,7 @@ class Telemetry:
         run: Callable[[Transaction], Coroutine[Any, Any, T]],
         transaction: Transaction,
     ) -> T:
-        """Run one call; what it came to is read from its record."""
+        """Run one call; its outcome is read from its record."""
         from opentelemetry.context import get_current
 
         call = transaction.call
@@ -181,52 +175,60 @@ class Telemetry:
             "gen_ai.conversation.id": transaction.base.session_id,
             "wink.reach": None if tool is None else tool.reach,
         }
+
+        def note_record(span: Span) -> None:
+            # Newest first: the records of nested calls come before its own.
+            for record in reversed(transaction.recorded):
+                if isinstance(record, ToolInvoked) and record.call_id == call.id:
+                    self._note_record(span, record, bool(offer and offer.policies))
+                    return
+
         around = self._around(transaction.parent)
-        with self._span("execute_tool", str(call.name), attributes, context=around) as span:
+        with self._span("execute_tool", str(call.name), attributes, around, note_record):
             self._inside[call.id] = get_current()
             try:
                 return await run(transaction)
-            except BaseException as error:
-                self._note_error(span, error)
-                raise
             finally:
                 self._inside.pop(call.id, None)
-                record = _record_of(call, transaction.recorded)
-                if record is not None and span.is_recording():
-                    self._note_record(span, record, bool(offer and offer.policies))
 
     def _around(self, parent: Transaction | None) -> Context | None:
-        """Return what a call belongs to where that cannot be seen: in a thread of a handler."""
+        """Return the context of the outer call, for a call from a thread of its handler."""
         from opentelemetry.trace import INVALID_SPAN, get_current_span
 
         if parent is None or get_current_span() is not INVALID_SPAN:
             return None
         return self._inside.get(parent.call.id)
 
+    @contextmanager
     def _span(
         self,
         operation: str,
         what: str,
         attributes: Mapping[str, Any],
-        *,
-        kind: SpanKind | None = None,
         context: Context | None = None,
-    ) -> AbstractContextManager[Span]:
+        at_end: Callable[[Span], None] | None = None,
+    ) -> Generator[Span]:
+        """Open a span; an exception is noted in it by its type."""
         from opentelemetry.trace import SpanKind
 
-        return self._tracer.start_as_current_span(
+        with self._tracer.start_as_current_span(
             f"{operation} {what}".rstrip(),
             context,
-            kind or SpanKind.INTERNAL,
+            SpanKind.CLIENT if operation == "chat" else SpanKind.INTERNAL,
             _present({"gen_ai.operation.name": operation, **attributes}),
-            # Messages of exceptions repeat what was written: they are content.
+            # Messages of exceptions are content.
             record_exception=False,
             set_status_on_exception=False,
-        )
-
-    def _note_error(self, span: Span, error: BaseException) -> None:
-        if not isinstance(error, VisibilityExpansionRequired):
-            self._note_failure(span, type(error).__name__, error)
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                if not isinstance(error, VisibilityExpansionRequired):
+                    self._note_failure(span, type(error).__name__, error)
+                raise
+            finally:
+                if at_end is not None:
+                    at_end(span)
 
     def _note_failure(self, span: Span, kind: str, why: object) -> None:
         from opentelemetry.trace import StatusCode
@@ -235,45 +237,36 @@ class Telemetry:
         span.set_status(StatusCode.ERROR, str(why) if self._content else None)
 
     def _note_record(self, span: Span, record: ToolInvoked, has_policies: bool) -> None:
+        if not span.is_recording():
+            return
         result, metadata = record.result, record.result.metadata
-        _note(
-            span,
-            {
-                "wink.outcome": _outcome(record),
-                "wink.attempts": metadata.attempts,
-                "wink.undone": metadata.undone,
-                "wink.not_undone": metadata.not_undone,
-                "wink.degraded": metadata.degraded,
-                "wink.taken": record.attempts,
-                "wink.conflicts": record.conflicts,
-                "wink.policy.notes": record.notes,
-            },
-        )
+        ended = "rolled_back" if record.ran else "refused"
+        found: dict[str, Any] = {
+            "wink.outcome": "committed" if record.success else ended,
+            "wink.attempts": metadata.attempts,
+            "wink.undone": metadata.undone,
+            "wink.not_undone": metadata.not_undone,
+            "wink.degraded": metadata.degraded,
+            "wink.taken": record.attempts,
+            "wink.conflicts": record.conflicts,
+            "wink.policy.notes": record.notes,
+        }
         if record.denied_by:
-            _note(
-                span,
-                {
-                    "wink.policy.decision": "denied",
-                    "wink.policy.name": record.denied_by,
-                    "wink.policy.reason": result.message,
-                },
-            )
+            found["wink.policy.decision"] = "denied"
+            found["wink.policy.name"] = record.denied_by
+            found["wink.policy.reason"] = result.message
         elif record.ran and has_policies:
-            _note(span, {"wink.policy.decision": "allowed"})
+            found["wink.policy.decision"] = "allowed"
+        if self._content:
+            found["gen_ai.tool.call.arguments"] = _as_json(record.params)
+            found["gen_ai.tool.call.result"] = result.render()
+        _note(span, found)
         failure = result.failure
         if failure is not None and failure.code != "VISIBILITY_EXPANSION":
             self._note_failure(span, failure.code, result.message)
-        if self._content:
-            _note(
-                span,
-                {
-                    "gen_ai.tool.call.arguments": _as_json(record.params),
-                    "gen_ai.tool.call.result": result.render(),
-                },
-            )
 
 
-def _of_the_model(context: ToolContext) -> dict[str, str]:
+def _model_attributes(context: ToolContext) -> dict[str, str]:
     adapter = context.adapter
     return {
         "gen_ai.provider.name": getattr(adapter, "name", ""),
@@ -282,39 +275,13 @@ def _of_the_model(context: ToolContext) -> dict[str, str]:
     }
 
 
-def _record_of(call: ToolCall, recorded: Sequence[object]) -> ToolInvoked | None:
-    # The last: those of calls that are nested in it stand before its own.
-    for record in reversed(recorded):
-        if isinstance(record, ToolInvoked) and record.call_id == call.id:
-            return record
-    return None
-
-
-def _outcome(record: ToolInvoked) -> str:
-    if record.success:
-        return "committed"
-    return "rolled_back" if record.ran else "refused"
-
-
-def _finish_reason(stop_reason: str) -> str:
-    return _FINISH_REASONS.get(stop_reason, stop_reason)
-
-
-def _note_response(span: Span, response: PromptResponse[Any] | None) -> None:
-    if response is not None:
-        _note(
-            span,
-            {
-                **_usage(response.usage),
-                "wink.turns": response.turns,
-                "wink.calls": response.calls,
-            },
-        )
+def _finish_reasons(answer: ModelTurn | PromptResponse[Any]) -> tuple[str]:
+    return (_FINISH_REASONS.get(answer.stop_reason, answer.stop_reason),)
 
 
 def _usage(usage: TokenUsage) -> dict[str, int]:
     if usage == NO_TOKENS:
-        return {}  # nobody counted
+        return {}  # not counted
     return {
         "gen_ai.usage.input_tokens": usage.input_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,
@@ -329,7 +296,7 @@ def _present(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value not in (None, "", ())}
 
 
-# Content, in the form that the conventions give it
+# Content, in the format of the conventions
 
 
 def _request_content(request: ModelRequest) -> dict[str, str]:

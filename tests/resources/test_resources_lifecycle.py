@@ -236,13 +236,6 @@ def test_unbound_resource_says_what_is_bound_and_what_to_do():
         ctx.get("Config")  # type: ignore[arg-type]
 
 
-def test_unbound_resource_points_out_a_namesake():
-    namesake = type("Config", (), {})
-
-    with pytest.raises(UnboundResource, match=rf"another Config: {__name__}\.Config"):
-        ResourceRegistry.of(make(Config, lambda r: Config())).open().get(namesake)
-
-
 # Failures.
 
 
@@ -887,19 +880,3 @@ def test_watcher_that_cannot_take_its_snapshot_stops_the_construction():
 
     assert closed == ["broken"]
     assert ctx.snapshotables == ()
-
-
-def test_watcher_that_comes_while_others_are_told_is_told_too():
-    late = Heard()
-
-    class Inviting(Heard):
-        def built(self, name: str, instance: Snapshotable) -> None:
-            super().built(name, instance)
-            ctx.watch(late)
-
-    early = Inviting()
-    ctx = ResourceRegistry.of(make(Counter, lambda r: Counter())).open()
-    ctx.watch(early)
-    ctx.get(Counter)
-
-    assert early.names == late.names == ["Counter"]

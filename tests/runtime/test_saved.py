@@ -142,7 +142,7 @@ def test_what_is_not_the_file_of_a_session_is_refused(tmp_path: Path):
 def test_one_at_a_time_keeps_a_session_in_a_file(tmp_path: Path):
     first = SavedSession.create(tmp_path / "a.jsonl", Session())
 
-    with pytest.raises(SessionInUse, match=r"a\.jsonl is under way in another process"):
+    with pytest.raises(SessionInUse, match=r"a\.jsonl is in use by another process"):
         SavedSession.open(tmp_path / "a.jsonl")
 
     first.close()
@@ -462,7 +462,7 @@ def test_a_damaged_file_is_not_gone_on_with_and_no_call_on_record_runs_twice(
             assert records == whole[: len(records)]
             assert bool(shown.damage) is not is_short
             if shown.damage:
-                with pytest.raises(SnapshotError, match="nothing goes on from it"):
+                with pytest.raises(SnapshotError, match="cannot be resumed"):
                     _run_with_effects(where, resume=True)
         assert reached == list(before)
 

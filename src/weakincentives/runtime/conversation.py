@@ -1,7 +1,6 @@
-"""What passes between a model and the runtime: messages, turns, the answer of a run, and events.
+"""Messages, turns, answers and events: the types between a model and the runtime.
 
-A conversation is kept in the session, in the LOG slice of ``Message``: a run that was broken off
-can be taken up again from there.
+A conversation is in the session's LOG slice of ``Message``, from which an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -27,84 +26,84 @@ else:
     OutT = TypeVar("OutT")
 
 StopReason: TypeAlias = Literal["end_turn", "tool_use", "max_tokens", "refusal"]
-"""Why the model stopped: it is done, it wants tools run, it was cut off, it does not want to."""
+"""Why the model stopped: it is done, requests tools, was cut off, or refuses."""
 
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation. The rendered prompt stands before the first."""
+    """One message of a conversation. The rendered prompt precedes the first."""
 
     role: Literal["user", "model", "tool"]
     text: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """What a model's message wants run."""
+    """The calls that a model's message requests."""
     call_id: str = ""
     """The call that a tool's message answers."""
     wire: Any = None
-    """What the provider wants back with its own message, as JSON; only its adapter reads it."""
+    """Provider-specific JSON to send back with its message; only the adapter reads it."""
     is_first: bool = False
-    """Whether a conversation begins here."""
+    """Whether it begins a conversation."""
     conversation: str = ""
-    """An id that its messages share: a session may hold several at once."""
+    """The id of the conversation: a session may hold several."""
     depth: int = 0
     """How many calls the conversation is nested in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """What an adapter puts into its provider's format, for one turn."""
+    """One turn's request, which an adapter converts to its provider's format."""
 
     prompt: RenderedPrompt
-    """The text, and the tools that are offered now."""
+    """The text and the tools."""
     messages: Sequence[Message]
     output_type: Any = None
     """The type of the final answer; None for plain text."""
     timeout: float | None = None
     """Seconds until the run's deadline."""
     on_text: Callable[[str], None] | None = None
-    """Takes text as it comes; None when nobody listens, and streaming would bring nothing."""
+    """Receives text as it is streamed; None if there is no listener."""
     session: Session | None = None
-    """Where the run keeps its state, for adapters that look on; None for one made by hand."""
+    """The session of the run, for adapters that need it; None outside a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTurn:
-    """What a model said in one turn."""
+    """The model's answer to one request."""
 
     text: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "end_turn"
     usage: TokenUsage = NO_TOKENS
     model: str = ""
-    """Which model answered, as the provider names it."""
+    """The provider's name of the model that answered."""
     wire: Any = None
 
 
 # No slots: with them, frozen and generic, `PromptResponse[Out](...)` is a TypeError on Python 3.11.
 @dataclass(frozen=True, kw_only=True)
 class PromptResponse(Generic[OutT]):
-    """What a run, or one step of it, came to."""
+    """The result of a run, or of one step."""
 
     text: str = ""
     output: OutT | None = None
-    """The answer as the prompt's output type; None where it has none."""
+    """The answer as the prompt's output type, if it has one."""
     usage: TokenUsage = NO_TOKENS
-    """All tokens of the run, those of requests that were made again included."""
+    """All tokens of the run, including retries."""
     stop_reason: StopReason = "end_turn"
     tool_calls: tuple[ToolCall, ...] = ()
-    """After a step: what the model wants run."""
+    """After a step: the calls that the model requests."""
     turns: int = 0
     calls: int = 0
-    """How many tool calls were made, refused ones included."""
+    """How many tool calls were made, including refused ones."""
 
 
-# What a run tells while it goes on
+# Events of a run
 
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The model is asked; the first turn is 1."""
+    """A request is sent to the model; the first turn is 1."""
 
     number: int
     request: ModelRequest
@@ -112,18 +111,18 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of the model's text, as it comes."""
+    """A piece of the model's text, as it is streamed."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Retrying:
-    """The provider failed and is asked again; text that came of this turn does not count."""
+    """The provider failed and is retried; text of this turn so far is void."""
 
     error: ProviderError
     wait: float
-    """Seconds until then."""
+    """Seconds until the retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +135,14 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """A call of the turn is handed to the pipeline."""
+    """A call of the turn enters the pipeline."""
 
     call: ToolCall
 
 
 @dataclass(frozen=True, slots=True)
 class ToolEnded:
-    """A call has come to its end, one way or another."""
+    """A call has ended, in any way."""
 
     call: ToolCall
     result: ToolResult[Any]
@@ -151,7 +150,7 @@ class ToolEnded:
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """The model stopped and was told to go on, for this reason."""
+    """The model stopped too early and was sent back with this reason."""
 
     reason: str
 
@@ -159,4 +158,4 @@ class SentBack:
 RunEvent: TypeAlias = (
     TurnStarted | TextDelta | Retrying | TurnEnded | ToolStarted | ToolEnded | SentBack
 )
-"""What a listener of a run hears."""
+"""An event of a run."""

@@ -1,7 +1,7 @@
-"""One run: the model is asked, the calls of its turn go through the pipeline, until it is done.
+"""One run: ask the model, run the calls of its turn through the pipeline, until it is done.
 
-The loop is written once, as a coroutine. From sync code it is stepped by hand in the caller's
-thread: only the model is waited for on an event loop, and handlers run where they were called.
+The loop is written once, as a coroutine. Sync code steps it in the caller's thread: only the
+request to the model uses an event loop, and handlers run in the caller's thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from weakincentives import events
 from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker
@@ -54,26 +54,29 @@ from weakincentives.session import Session
 from weakincentives.slices import Slice
 from weakincentives.tool_result import ToolError, ToolResult
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
 T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
 BEGIN = "Begin."
-"""The user's first words where none are given: the prompt says what to do."""
+"""The user's first message by default: the prompt says what to do."""
 
 _MAX_SENT_BACK = 3
-"""How often in a row a model that does nothing more is told that it is not done."""
+"""How often in a row a model that stops too early is sent back."""
 
 
 class Model(Protocol):
-    """What a run needs of an adapter."""
+    """The part of an adapter that a run uses."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def needs_loop(self) -> bool:
-        """Whether ``complete`` waits for something."""
+        """Whether ``complete`` needs an event loop."""
         ...
 
     @property
@@ -86,25 +89,25 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The limits of a run, and who has a say in it. Limits hold whatever the model does."""
+    """The limits of a run, and its feedback and completion checks."""
 
     max_turns: int | None = 100
     max_tool_calls: int | None = None
     time_limit: float | None = None
-    """Seconds; a deadline that is given with the run comes before it."""
+    """Seconds; a deadline passed with the run takes precedence."""
     budget: Budget | None = None
-    """Tokens; a budget that is given with the run comes before it."""
+    """Tokens; a budget passed with the run takes precedence."""
     feedback: Sequence[FeedbackProvider] = ()
     completion: TaskCompletionChecker | None = None
-    """Asked when the model stops: while the task is not done, it is sent back with the reason."""
+    """Checked when the model stops: it is sent back with the reason until the task is done."""
     retry: RetryPolicy = field(default=RetryPolicies.STANDARD)
     """For requests to the provider; tools have their own."""
     output_retries: int = 2
-    """How often in a row an answer that does not fit the output type is sent back."""
+    """How often in a row an answer that does not match the output type is sent back."""
     max_concurrency: int | None = None
-    """How many calls of one turn run at the same time."""
+    """How many calls of one turn run concurrently."""
     tool_config: Mapping[str, object] = field(default_factory=dict[str, object])
-    """What tools find in ``context.config``."""
+    """For tools, as ``context.config``."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -117,18 +120,21 @@ class RunConfig:
             raise ValueError(f"output_retries must not be negative, got {self.output_retries}")
 
 
+_DEFAULTS = RunConfig()
+
+
 class RunOptions(TypedDict, total=False):
-    """What can be given with a run."""
+    """The options of a run."""
 
     config: RunConfig
     deadline: Deadline | None
-    """When the run must end; raises DeadlineExceededError."""
+    """When the run must have ended; raises DeadlineExceededError."""
     budget: Budget | BudgetTracker | None
-    """The tokens that it may use; raises BudgetExceededError."""
+    """The tokens it may use; raises BudgetExceededError."""
     on_event: Callable[[RunEvent], object] | None
-    """Told what happens while it happens: text, turns, calls."""
+    """Called with text, turns and calls as they happen."""
     run_context: RunContext | None
-    """Ids of the run, for tools and records; those that are left out are made."""
+    """Ids of the run, for tools and records; missing ones are generated."""
     heartbeat: Heartbeat | None
     """Beats with every turn and call."""
 
@@ -137,48 +143,38 @@ class Run:
     """A conversation of one model with one session, from its first turn to its end."""
 
     def __init__(
-        self,
-        model: Model,
-        prompt: Prompt[Any],
-        session: Session,
-        *,
-        config: RunConfig = RunConfig(),  # noqa: B008  # frozen
-        deadline: Deadline | None = None,
-        budget: Budget | BudgetTracker | None = None,
-        on_event: Callable[[RunEvent], object] | None = None,
-        run_context: RunContext | None = None,
-        heartbeat: Heartbeat | None = None,
+        self, model: Model, prompt: Prompt[Any], session: Session, **options: Unpack[RunOptions]
     ) -> None:
         self._model = model
         self._prompt = prompt
         self._session = session
-        self._config = config
-        self._on_event = on_event
+        self._config = config = options.get("config", _DEFAULTS)
+        self._on_event = options.get("on_event")
         self._clock = session.clock
+        deadline, budget = options.get("deadline"), options.get("budget") or config.budget
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
-        budget = config.budget if budget is None else budget
-        tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
         run_id = uuid.uuid4().hex
-        ids = run_context or RunContext(run_id=run_id)
+        ids = options.get("run_context") or RunContext(run_id=run_id)
         self._trace_is_given = bool(ids.trace_id)
         self._context = ToolContext(
             session=session,
             prompt=prompt,
             adapter=model,
             deadline=deadline,
-            budget_tracker=tracker,
+            budget_tracker=BudgetTracker(budget) if isinstance(budget, Budget) else budget,
             run_context=ids.filled(
                 run_id=run_id,
                 loop_id=ids.run_id or run_id,
                 agent_id=prompt.template.name,
                 trace_id=run_id,
             ),
-            heartbeat=heartbeat,
+            heartbeat=options.get("heartbeat"),
             config=config.tool_config,
         )
+        self._output_type: Any = prompt.template.output_type
         if self._output_type is not None:
-            output_schema(self._output_type)  # a type that cannot be answered with is refused now
+            output_schema(self._output_type)  # refuse an unsupported type now
         self._rendered: RenderedPrompt | None = None
         self._messages: list[Message] = []
         self._conversation = ""
@@ -186,19 +182,16 @@ class Run:
         self._usage = NO_TOKENS
         self._turns = 0
         self._calls = 0
-        self._unfit = 0
-        """How many answers in a row did not fit the output type."""
-        self._idle = 0
-        """How often in a row the model stopped before it was done, and did nothing in between."""
-        self._under_way: dict[str, ToolCall] = {}
-        """The calls that are being answered, by id."""
+        self._mismatches = 0
+        """How many answers in a row did not match the output type."""
+        self._early_stops = 0
+        """How often in a row the model stopped before the task was done."""
+        self._in_progress: dict[str, ToolCall] = {}
         self._ids: set[str] = set()
-        """Of all calls that the session's messages ask for, those of other runs included."""
-        self._noted = 0
-        """How many messages were looked at for that."""
+        """The ids of all calls in the session's messages, including those of other runs."""
+        self._scanned = 0
+        """How many messages have been scanned for ids."""
         self._blocks = False
-
-    # Ways in
 
     def evaluate(self, message: str | None = None, *, resume: bool = False) -> PromptResponse[Any]:
         """Run to the end, in the caller's thread."""
@@ -216,20 +209,32 @@ class Run:
     ) -> PromptResponse[Any]:
         """Take one turn, in the caller's thread."""
         self._blocks = True
-        return step_by_hand(self._step, tool_results, message)
+        return step_by_hand(self.astep, tool_results, message)
 
     async def astep(
         self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
     ) -> PromptResponse[Any]:
         """Take one turn, on the caller's event loop."""
-        return await self._step(tool_results, message)
+        if tool_results is None:
+            self._add_message(role="user", text=message or BEGIN, is_first=True)
+        else:
+            self._load_conversation()
+            self._add_results(tool_results)
+            self._add_user_message(message)
+        try:
+            turn = await self._turn()
+        finally:
+            await self._wait_for(self._model.end_run, self._model.needs_loop)
+        output = None
+        if not turn.tool_calls and self._output_type is not None:
+            output = parse_structured_output(turn.text, self._output_type)
+        return self._response(turn.text, turn, output)
 
     # The loop
 
     def _traced(
         self, message: str | None, resume: bool
     ) -> Coroutine[Any, Any, PromptResponse[Any]]:
-        """Return the run, in a span where telemetry is on."""
         telemetry = events.telemetry
         if telemetry is None:
             return self._run(message, resume)
@@ -243,12 +248,17 @@ class Run:
             self._context = self._context.having(run_context=replace(ids, trace_id=found))
         stop_listening = self._listen()
         try:
-            await self._begin(message, resume)
+            if resume:
+                self._load_conversation()
+                await self._answer_open_calls()
+                self._add_user_message(message)
+            else:
+                self._add_message(role="user", text=message or BEGIN, is_first=True)
             while True:
                 turn = await self._turn()
                 if turn.tool_calls:
                     await self._answer(turn.tool_calls)
-                    self._idle = self._unfit = 0
+                    self._early_stops = self._mismatches = 0
                     continue
                 response = self._finished(turn)
                 if response is not None:
@@ -263,43 +273,8 @@ class Run:
             stop_listening()
             try:
                 self._record(started, reason)
-            finally:  # whatever a reducer makes of the record, no program may be left behind
+            finally:  # even if a reducer fails on the record, no program may be left running
                 await self._wait_for(self._model.end_run, self._model.needs_loop)
-
-    async def _step(
-        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
-    ) -> PromptResponse[Any]:
-        if tool_results is None:
-            self._say(role="user", text=message or BEGIN, is_first=True)
-        else:
-            self._take_up()
-            self._take_results(tool_results)
-            self._go_on(message)
-        try:
-            turn = await self._turn()
-        finally:
-            await self._wait_for(self._model.end_run, self._model.needs_loop)
-        output = None
-        if not turn.tool_calls and self._output_type is not None:
-            output = parse_structured_output(turn.text, self._output_type)
-        return self._response(turn.text, turn, output)
-
-    @property
-    def _output_type(self) -> Any:
-        return self._prompt.template.output_type
-
-    def _response(
-        self, text: str, turn: ModelTurn | None = None, output: object = None
-    ) -> PromptResponse[Any]:
-        return PromptResponse(
-            text=text,
-            output=output,
-            usage=self._usage,
-            stop_reason="end_turn" if turn is None else turn.stop_reason,
-            tool_calls=() if turn is None else turn.tool_calls,
-            turns=self._turns,
-            calls=self._calls,
-        )
 
     def _record(self, started: float, reason: str) -> None:
         event = PromptExecuted(
@@ -314,9 +289,51 @@ class Run:
         self._session.dispatch(event)
         self._session.dispatcher.publish(event)
 
+    def _response(
+        self, text: str, turn: ModelTurn | None = None, output: object = None
+    ) -> PromptResponse[Any]:
+        return PromptResponse(
+            text=text,
+            output=output,
+            usage=self._usage,
+            stop_reason="end_turn" if turn is None else turn.stop_reason,
+            tool_calls=() if turn is None else turn.tool_calls,
+            turns=self._turns,
+            calls=self._calls,
+        )
+
+    def _finished(self, turn: ModelTurn) -> PromptResponse[Any] | None:
+        """Return the answer, or None if the model was sent back."""
+        if turn.stop_reason == "refusal":
+            return self._response(turn.text, turn)  # sent back, it would refuse again
+        checker = self._config.completion
+        if checker is not None:
+            found = check_completion(checker, self._context)
+            if not found.done:
+                self._early_stops += 1
+                if self._early_stops > _MAX_SENT_BACK:
+                    raise TaskNotCompleted(f"The model stopped before it was done: {found.reason}")
+                self._send_back(f"The task is not done yet. {found.reason}")
+                return None
+        if self._output_type is None:
+            return self._response(turn.text, turn)
+        try:
+            output = parse_structured_output(turn.text, self._output_type)
+        except OutputParseError as error:
+            self._mismatches += 1
+            if self._mismatches > self._config.output_retries:
+                raise
+            self._send_back(str(error))
+            return None
+        return self._response(turn.text, turn, output)
+
+    def _send_back(self, reason: str) -> None:
+        self._add_message(role="user", text=reason)
+        self._emit(SentBack, reason)
+
     # The conversation
 
-    def _say(self, **fields: Any) -> None:
+    def _add_message(self, **fields: Any) -> None:
         if fields.get("is_first"):
             self._conversation = uuid.uuid4().hex
         message = Message(**fields, conversation=self._conversation, depth=self._depth)
@@ -324,21 +341,13 @@ class Run:
         self._session.dispatch(message)
         self._session.dispatcher.publish(message)
 
-    async def _begin(self, message: str | None, resume: bool) -> None:
-        if not resume:
-            self._say(role="user", text=message or BEGIN, is_first=True)
-            return
-        self._take_up()
-        await self._answer_open_calls()
-        self._go_on(message)
-
-    def _go_on(self, message: str | None) -> None:
-        """Say the user's words; some must be said where the model spoke last."""
+    def _add_user_message(self, message: str | None) -> None:
+        """Add the user's message; one is required after a message of the model."""
         if message is not None or self._messages[-1].role == "model":
-            self._say(role="user", text=message or "Go on.")
+            self._add_message(role="user", text=message or "Go on.")
 
-    def _take_up(self) -> None:
-        """Go on from the last conversation; those of runs nested in a call are its own."""
+    def _load_conversation(self) -> None:
+        """Load the session's last conversation at this depth of nested calls."""
         found: list[Message] = []
         for message in self._session[Message].newest_first():
             if message.depth != self._depth:
@@ -355,7 +364,7 @@ class Run:
         self._conversation = found[0].conversation
 
     def _open_calls(self) -> list[ToolCall]:
-        """Return the calls of the last turn that nobody has answered."""
+        """Return the calls of the last turn that have no answer."""
         answered: set[str] = set()
         for message in reversed(self._messages):
             if message.role == "model":
@@ -364,18 +373,18 @@ class Run:
         return []
 
     async def _answer_open_calls(self) -> None:
-        """Answer what was open when the run broke off; what is on record is not run again."""
+        """Answer the open calls of an interrupted run; calls on record are not re-run."""
         calls = self._open_calls()
         on_record = self._on_record(calls)
         for call in calls:
             if call.id in on_record:
-                self._take_answer(call, on_record[call.id])
+                self._add_answer(call, on_record[call.id])
         left = [call for call in calls if call.id not in on_record]
         if left:
             self._render()
             await self._answer(left)
 
-    def _take_results(self, results: Sequence[ToolResult[Any]]) -> None:
+    def _add_results(self, results: Sequence[ToolResult[Any]]) -> None:
         by_id = {result.call_id: result for result in results if result.call_id}
         in_order = iter([result for result in results if not result.call_id])
         answers: list[tuple[ToolCall, ToolResult[Any]]] = []
@@ -386,63 +395,58 @@ class Run:
             answers.append((call, result))
         if by_id or next(in_order, None) is not None:
             raise ValueError("a result answers none of the calls of the last turn")
-        for call, result in answers:  # all or none: a mistake can be put right
-            self._take_answer(call, result)
+        for call, result in answers:  # only once all of them match
+            self._add_answer(call, result)
 
-    def _take_answer(
+    def _add_answer(
         self, call: ToolCall, result: ToolResult[Any], feedback: Sequence[Feedback] = ()
     ) -> None:
         parts = [result.render(), *(each.text for each in feedback)]
         text = "\n\n".join(part for part in parts if part)
-        self._say(role="tool", call_id=call.id, text=text)
+        self._add_message(role="tool", call_id=call.id, text=text)
 
     # The model's turn
 
     async def _turn(self) -> ModelTurn:
-        self._check_limits()
-        request = self._request()
+        allowed = self._config.max_turns
+        if allowed is not None and self._turns >= allowed:
+            raise TurnLimitExceeded(f"The model had {allowed} turns, all that the run allows")
+        deadline, tracker = self._context.deadline, self._context.budget_tracker
+        if deadline is not None:
+            deadline.check()
+        if tracker is not None:
+            tracker.check()
+        self._context.beat()
+        self._render()
+        rendered = self._context.rendered_prompt
+        assert rendered is not None
+        request = ModelRequest(
+            prompt=rendered,
+            messages=self._messages,
+            output_type=self._output_type,
+            timeout=None if deadline is None else deadline.remaining(),
+            on_text=None if self._on_event is None else self._emit_text,
+            session=self._session,
+        )
         self._turns += 1
-        self._tell(TurnStarted, self._turns, request)
+        self._emit(TurnStarted, self._turns, request)
         telemetry = events.telemetry
         answer = await (
             self._ask(request)
             if telemetry is None
             else telemetry.turn(self._context, self._ask, request)
         )
-        turn = self._with_ids_of_its_own(answer)
+        turn = self._with_unique_ids(answer)
         self._usage = self._usage + turn.usage
-        self._say(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
-        self._tell(TurnEnded, self._turns, turn)
-        tracker = self._context.budget_tracker
+        self._add_message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
+        self._emit(TurnEnded, self._turns, turn)
         if tracker is not None:
             tracker.record(turn.usage)
             tracker.check()
         return turn
 
-    def _check_limits(self) -> None:
-        allowed = self._config.max_turns
-        if allowed is not None and self._turns >= allowed:
-            raise TurnLimitExceeded(f"The model had {allowed} turns, all that the run allows")
-        self._check_deadline()
-        if self._context.budget_tracker is not None:
-            self._context.budget_tracker.check()
-        self._context.beat()
-
-    def _request(self) -> ModelRequest:
-        self._render()
-        deadline, rendered = self._context.deadline, self._context.rendered_prompt
-        assert rendered is not None
-        return ModelRequest(
-            prompt=rendered,
-            messages=self._messages,
-            output_type=self._output_type,
-            timeout=None if deadline is None else deadline.remaining(),
-            on_text=None if self._on_event is None else self._tell_text,
-            session=self._session,
-        )
-
     def _render(self) -> None:
-        """Render for what the session holds now: sections may have come, gone, or changed."""
+        """Render the prompt for the session's present state."""
         rendered = self._prompt.render(self._session)
         if rendered is self._rendered:
             return
@@ -455,7 +459,7 @@ class Run:
 
     async def _ask(self, request: ModelRequest) -> ModelTurn:
         """Ask until the provider answers, as often as the retry policy allows."""
-        policy, attempt = self._config.retry, 0
+        policy, attempt, deadline = self._config.retry, 0, self._context.deadline
         while True:
             try:
                 return await self._wait_for(lambda: self._complete(request), self._model.needs_loop)
@@ -465,13 +469,17 @@ class Run:
                     raise
                 attempt += 1
                 wait = max(policy.backoff.delay(attempt), error.retry_after or 0.0)
-                self._check_wait(wait, error)
-                _logger.warning("asking %s again in %.1f s: %s", self._model.name, wait, error)
-                self._tell(Retrying, error, wait)
+                if deadline is not None and wait >= deadline.remaining():
+                    raise DeadlineExceededError(
+                        f"The next try would be in {wait:.1f} s, after the deadline: {error}"
+                    ) from error
+                _logger.warning("retrying %s in %.1f s: %s", self._model.name, wait, error)
+                self._emit(Retrying, error, wait)
                 if events.telemetry is not None:
                     events.telemetry.asked_again(attempt + 1, error, wait)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
-            self._check_deadline()
+            if deadline is not None:
+                deadline.check()
 
     async def _complete(self, request: ModelRequest) -> ModelTurn:
         deadline = self._context.deadline
@@ -488,29 +496,18 @@ class Run:
                 raise
             raise DeadlineExceededError("The deadline passed before the model answered") from error
 
-    def _check_wait(self, wait: float, error: ProviderError) -> None:
-        deadline = self._context.deadline
-        if deadline is not None and wait >= deadline.remaining():
-            raise DeadlineExceededError(
-                f"The next try would be in {wait:.1f} s, after the deadline: {error}"
-            ) from error
+    def _with_unique_ids(self, turn: ModelTurn) -> ModelTurn:
+        """Return the turn with call ids that are unique in the session.
 
-    def _check_deadline(self) -> None:
-        if self._context.deadline is not None:
-            self._context.deadline.check()
-
-    def _with_ids_of_its_own(self, turn: ModelTurn) -> ModelTurn:
-        """Return the turn with ids that no other call of the session has.
-
-        Some servers count from zero in every turn, and an id is what keeps a call that reaches
-        outside from being made twice.
+        Some servers count from zero in every turn, and the id of a call that reaches outside keeps
+        it from being made twice.
         """
         if not turn.tool_calls:
             return turn
-        said = self._session.read_slice(Message)
-        for message in islice(said.newest_first(), len(said) - self._noted):
+        messages = self._session.read_slice(Message)
+        for message in islice(messages.newest_first(), len(messages) - self._scanned):
             self._ids.update(call.id for call in message.tool_calls)
-        self._noted = len(said)
+        self._scanned = len(messages)
         calls: list[ToolCall] = []
         for call in turn.tool_calls:
             if not call.id or call.id in self._ids:
@@ -519,21 +516,21 @@ class Run:
             calls.append(call)
         return replace(turn, tool_calls=tuple(calls), stop_reason="tool_use")
 
-    # The answer to its calls
+    # The answers to its calls
 
     async def _answer(self, calls: Sequence[ToolCall]) -> None:
         allowed = self._config.max_tool_calls
         room = len(calls) if allowed is None else allowed - self._calls
-        self._under_way = {call.id: call for call in calls[:room]}
+        self._in_progress = {call.id: call for call in calls[:room]}
         for call in calls[:room]:
-            self._tell(ToolStarted, call)
+            self._emit(ToolStarted, call)
         results = await self._execute(calls[:room])
         self._calls += len(results)
         feedback: tuple[Feedback, ...] = ()
         if self._config.feedback and results:
             feedback = collect_feedback(self._config.feedback, context=self._context)
         for place, (call, result) in enumerate(zip(calls, results, strict=False), 1):
-            self._take_answer(call, result, feedback if place == len(results) else ())
+            self._add_answer(call, result, feedback if place == len(results) else ())
         if len(calls) > room:
             raise CallLimitExceeded(
                 f"The model asked for more than {allowed} tool calls, all that the run allows"
@@ -541,23 +538,21 @@ class Run:
 
     async def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult[Any]]:
         results: list[ToolResult[Any]] = []
+        run = execute_tools if self._blocks else aexecute_tools
+        limit = self._config.max_concurrency
         while len(results) < len(calls):
             left = calls[len(results) :]
             try:
-                results += await self._run_tools(left)
+                answer = run(left, context=self._context, max_concurrency=limit)
+                results += answer if isinstance(answer, tuple) else await answer
             except VisibilityExpansionRequired as request:
-                results += self._opened(left, request)
+                results += self._expanded(left, request)
         return results
 
-    async def _run_tools(self, calls: Sequence[ToolCall]) -> Sequence[ToolResult[Any]]:
-        run = execute_tools if self._blocks else aexecute_tools
-        answer = run(calls, context=self._context, max_concurrency=self._config.max_concurrency)
-        return answer if isinstance(answer, tuple) else await answer
-
-    def _opened(
+    def _expanded(
         self, calls: Sequence[ToolCall], request: VisibilityExpansionRequired
     ) -> list[ToolResult[Any]]:
-        """Open the sections; return the answers up to the call that asked for it."""
+        """Expand the sections; return the answers up to the call that requested it."""
         on_record = self._on_record(calls)
         results = [on_record[call.id] for call in calls if call.id in on_record]
         expand(self._session, request)
@@ -567,7 +562,7 @@ class Run:
         return [*results[:-1], replace(answer, call_id=results[-1].call_id)]
 
     def _on_record(self, calls: Sequence[ToolCall]) -> dict[str, ToolResult[Any]]:
-        """Return the results of those calls that came to an end, by id."""
+        """Return the results of those calls that have ended, by id."""
 
         def newest(records: Slice[ToolInvoked]) -> tuple[ToolInvoked, ...]:
             wanted, found = {call.id for call in calls}, list[ToolInvoked]()
@@ -580,55 +575,24 @@ class Run:
             return tuple(found)
 
         records = self._session[ToolInvoked].select(newest)
-        # One that was suspended waits to be made again.
+        # A suspended call is to be made again.
         return {record.call_id: record.result for record in records if not record.suspended}
 
-    # The end
-
-    def _finished(self, turn: ModelTurn) -> PromptResponse[Any] | None:
-        """Return the answer, or None when the model was sent back."""
-        if turn.stop_reason == "refusal":
-            return self._response(turn.text, turn)  # it has said why: sent back, it says it again
-        checker = self._config.completion
-        if checker is not None:
-            found = check_completion(checker, self._context)
-            if not found.done:
-                self._idle += 1
-                if self._idle > _MAX_SENT_BACK:
-                    raise TaskNotCompleted(f"The model stopped before it was done: {found.reason}")
-                self._send_back(f"The task is not done yet. {found.reason}")
-                return None
-        if self._output_type is None:
-            return self._response(turn.text, turn)
-        try:
-            output = parse_structured_output(turn.text, self._output_type)
-        except OutputParseError as error:
-            self._unfit += 1
-            if self._unfit > self._config.output_retries:
-                raise
-            self._send_back(str(error))
-            return None
-        return self._response(turn.text, turn, output)
-
-    def _send_back(self, reason: str) -> None:
-        self._say(role="user", text=reason)
-        self._tell(SentBack, reason)
-
-    # Whoever listens, and waiting
+    # Events and waiting
 
     def _listen(self) -> Callable[[], None]:
-        """Pass on how calls end, as soon as each does."""
+        """Emit the end of each call when it happens."""
         if self._on_event is None:
-            return _nothing
+            return lambda: None
 
         def ended(record: ToolInvoked) -> None:
-            call = self._under_way.get(record.call_id)
+            call = self._in_progress.get(record.call_id)
             if call is not None:
-                self._tell(ToolEnded, call, record.result)
+                self._emit(ToolEnded, call, record.result)
 
         return self._session.dispatcher.subscribe(ToolInvoked, ended)
 
-    def _tell(self, event: Callable[..., RunEvent], *about: Any) -> None:
+    def _emit(self, event: Callable[..., RunEvent], *about: Any) -> None:
         if self._on_event is None:
             return
         try:
@@ -636,20 +600,16 @@ class Run:
         except Exception:
             _logger.exception("the listener of a run failed on %s", event)
 
-    def _tell_text(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
-            self._tell(TextDelta, text)
+            self._emit(TextDelta, text)
 
     async def _wait_for(
         self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool = True
     ) -> T:
-        """Wait for what needs an event loop: the caller's, or one in the background."""
+        """Await what needs an event loop: the caller's, or one in the background."""
         if not (self._blocks and needs_loop):
             return await start()
         from weakincentives.loops import run_blocking
 
         return run_blocking(start)
-
-
-def _nothing() -> None:
-    """Stop listening where nobody does."""

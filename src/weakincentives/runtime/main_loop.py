@@ -1,4 +1,4 @@
-"""The main loop: a request becomes a prompt and a session, resources are opened, a model runs."""
+"""The main loop: prepare a prompt and a session for each request, open resources, run the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _logger = get_logger(__name__)
 
 
 class Evaluator(Protocol):
-    """What the loop needs of an adapter."""
+    """The part of an adapter that the loop uses."""
 
     def evaluate(
         self, prompt: Prompt[OutT], session: Session, **options: Unpack[RunOptions]
@@ -46,25 +46,25 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainLoopConfig(RunConfig):
-    """What holds for every request: the limits of a run, and what tools can ask for."""
+    """Settings for every request: the limits of a run, and resources for tools."""
 
     resources: Resources | None = None
-    """Win over those of the prompt; those given with a request win over these."""
+    """Override those of the prompt; resources passed with a request override these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFinished:
-    """A request came to its end. Published on the loop's bus."""
+    """A request has ended. Published on the loop's bus."""
 
     request: Any
     session: Session | None
-    """None when it could not even be prepared."""
+    """None if ``prepare`` failed."""
     response: PromptResponse[Any] | None = None
     error: BaseException | None = None
 
 
 class MainLoop(ABC, Generic[RequestT, OutT]):
-    """Serves requests. A subclass says which prompt and session a request gets."""
+    """Serves requests. A subclass prepares the prompt and the session of each request."""
 
     def __init__(
         self,
@@ -75,13 +75,12 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
     ) -> None:
         self.adapter = adapter
         self.bus = Dispatcher() if bus is None else bus
-        """Hears what happens in the sessions of all requests."""
+        """Receives the events of the sessions of all requests."""
         self.config = MainLoopConfig() if config is None else config
         self.loop_id = new_id()
-        """What tools find in ``context.loop_id``."""
         self._requests: SimpleQueue[tuple[RequestT, _Future[OutT]] | None] = SimpleQueue()
         self._stopped = threading.Event()
-        self._lock = threading.RLock()  # a signal may come while this thread holds it
+        self._lock = threading.RLock()  # re-entrant for the signal handler
 
     @abstractmethod
     def prepare(self, request: RequestT) -> tuple[Prompt[OutT], Session]:
@@ -97,12 +96,12 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         """Serve one request and return the answer with the session.
 
         Resources are opened and closed around it. Options are those of ``adapter.evaluate``;
-        ``config`` among them replaces the loop's for this request.
+        a ``config`` replaces the loop's for this request.
         """
-        with self._served(request, resources) as served:
-            self._complete(options)
-            served.response = self.adapter.evaluate(served.prompt, served.session, **options)
-        return served.response, served.session
+        with self._serving(request, resources, options) as (prompt, session, finished):
+            response = self.adapter.evaluate(prompt, session, **options)
+            finished(response)
+        return response, session
 
     async def aexecute(
         self,
@@ -112,20 +111,42 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         **options: Unpack[RunOptions],
     ) -> tuple[PromptResponse[OutT], Session]:
         """Serve one request on the caller's event loop."""
-        with self._served(request, resources) as served:
-            self._complete(options)
-            served.response = await self.adapter.aevaluate(served.prompt, served.session, **options)
-        return served.response, served.session
+        with self._serving(request, resources, options) as (prompt, session, finished):
+            response = await self.adapter.aevaluate(prompt, session, **options)
+            finished(response)
+        return response, session
 
-    def _complete(self, options: RunOptions) -> None:
+    @contextmanager
+    def _serving(
+        self, request: RequestT, resources: Resources | None, options: RunOptions
+    ) -> Generator[tuple[Prompt[OutT], Session, Callable[[PromptResponse[OutT]], None]]]:
+        """Prepare a request, open its resources, and publish how it ended."""
         options.setdefault("config", self.config)
         ids = options.get("run_context") or RunContext()
         options["run_context"] = ids.filled(loop_id=self.loop_id)
+        session: Session | None = None
+        responses: list[PromptResponse[OutT]] = []
+        error: BaseException | None = None
+        try:
+            prompt, session = self.prepare(request)
+            for more in (self.config.resources, resources):
+                if more is not None:
+                    prompt = prompt.bind(resources=more)
+            with prompt.resources, _forwarded(session.dispatcher, self.bus):
+                yield prompt, session, responses.append
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            response = responses[0] if responses and error is None else None
+            self.bus.publish(
+                RequestFinished(request=request, session=session, response=response, error=error)
+            )
 
     # Requests from a queue
 
     def submit(self, request: RequestT) -> Future[tuple[PromptResponse[OutT], Session]]:
-        """Put a request into the queue of ``run``; the future has what ``execute`` returns."""
+        """Queue a request for ``run``; the future has the result of ``execute``."""
         future: _Future[OutT] = Future()
         with self._lock:
             if self._stopped.is_set():
@@ -134,11 +155,11 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
         return future
 
     def run(self) -> int:
-        """Serve requests from the queue until stopped; return how many were served.
+        """Serve queued requests until stopped; return how many were served.
 
-        A request that fails is logged and the next one is served. SIGTERM stops the loop: what is
-        under way is finished, what was not begun is cancelled. May run in several threads at once;
-        only the main thread hears signals.
+        A failing request is logged, and the next one is served. SIGTERM stops the loop: requests in
+        progress are finished, others are cancelled. May run in several threads at once; only the
+        main thread receives signals.
         """
         served = 0
         with _sigterm_calls(self.stop):
@@ -149,15 +170,15 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
                 elif future.set_running_or_notify_cancel():
                     self._settle(request, future)
                     served += 1
-        self._requests.put(None)  # for those who run in other threads
+        self._requests.put(None)  # for other threads
         return served
 
     def stop(self) -> None:
-        """Finish what is under way, cancel what was not begun, and let ``run`` return."""
+        """Finish requests in progress, cancel all others, and let ``run`` return."""
         with self._lock:
             self._stopped.set()
-            while not self._requests.empty():  # maybe nobody runs: whoever waits must not hang
-                with suppress(Empty):  # somebody does, and was faster
+            while not self._requests.empty():  # without a ``run``, nothing else would cancel them
+                with suppress(Empty):  # a ``run`` was faster
                     job = self._requests.get_nowait()
                     if job is not None:
                         job[1].cancel()
@@ -168,54 +189,17 @@ class MainLoop(ABC, Generic[RequestT, OutT]):
             future.set_result(self.execute(request))
         except BaseException as error:
             future.set_exception(error)
-            if not isinstance(error, Exception):  # an interrupt is for whoever runs the loop
+            if not isinstance(error, Exception):  # an interrupt ends the loop
                 raise
-            _logger.exception("a request failed; the loop goes on")
-
-    # What surrounds a run
-
-    @contextmanager
-    def _served(self, request: RequestT, resources: Resources | None) -> Generator[_Served[OutT]]:
-        served: _Served[OutT] | None = None
-        error: BaseException | None = None
-        try:
-            prompt, session = self.prepare(request)
-            for more in (self.config.resources, resources):
-                if more is not None:
-                    prompt = prompt.bind(resources=more)
-            served = _Served(prompt, session)
-            with prompt.resources, _passed_on(session.dispatcher, self.bus):
-                yield served
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self.bus.publish(
-                RequestFinished(
-                    request=request,
-                    session=None if served is None else served.session,
-                    response=None if served is None or error is not None else served.response,
-                    error=error,
-                )
-            )
+            _logger.exception("a request failed; the loop continues")
 
 
 _Future = Future["tuple[PromptResponse[OutT], Session]"]
 
 
-class _Served(Generic[OutT]):
-    """A request on its way."""
-
-    response: PromptResponse[OutT]
-
-    def __init__(self, prompt: Prompt[OutT], session: Session) -> None:
-        self.prompt = prompt
-        self.session = session
-
-
 @contextmanager
-def _passed_on(events: Dispatcher, bus: Dispatcher) -> Generator[None]:
-    """Let the loop's bus hear what a session's does; they may be the same."""
+def _forwarded(events: Dispatcher, bus: Dispatcher) -> Generator[None]:
+    """Forward a session's events to the loop's bus, unless they are the same."""
     if events is bus:
         yield
         return
@@ -228,7 +212,7 @@ def _passed_on(events: Dispatcher, bus: Dispatcher) -> Generator[None]:
 
 @contextmanager
 def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
-    """Let the first SIGTERM call a function; the next one does what it did before."""
+    """Call a function on the first SIGTERM; the next one has its previous effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -236,7 +220,7 @@ def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
 
     def heard(number: int, frame: object) -> None:
         signal.signal(signal.SIGTERM, before)
-        _logger.info("SIGTERM: finishing what is under way")
+        _logger.info("SIGTERM: finishing the requests in progress")
         stop()
 
     signal.signal(signal.SIGTERM, heard)
