@@ -170,10 +170,15 @@ class Tool(TypedConstructor, Generic[P, R]):
         if self.strict:
             self._check_contract()
         if self.input_schema is not None:
-            from weakincentives.prompt.raw_schema import plain_schema, raw_validator
+            from weakincentives.serde.bounded_schema import BoundedSchema
 
             self._set("input_schema", plain_schema(self.name, self.input_schema))
-            self._set("_validate", raw_validator(self.name, self.parameters))
+            try:
+                self._set("_validate", BoundedSchema(self.parameters).parse)
+            except ValueError as error:
+                raise ToolDefinitionError(
+                    f"the parameters of tool {self.name!r}: {error}"
+                ) from error
         elif not is_plain(self.params_type):
             self._check_params_type()
         self._check_parameter_descriptions()
@@ -437,6 +442,26 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<tool {self.title}>"
+
+
+def plain_schema(name: str, schema: object) -> dict[str, Any]:
+    """Return a copy of a tool's object schema, or refuse it."""
+    from weakincentives.serde.bounded_schema import bounded_copy
+
+    if not isinstance(schema, Mapping):
+        raise ToolDefinitionError(
+            f"the parameters of tool {name!r} must be a JSON schema as a dict, got {schema!r}"
+        )
+    try:
+        plain = bounded_copy(dump(cast("object", schema)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolDefinitionError(f"the parameters of tool {name!r}: {error}") from error
+    if plain.get("type") != "object":
+        raise ToolDefinitionError(
+            f"the parameters of tool {name!r} must be an object schema, "
+            f"got type {plain.get('type')!r}"
+        )
+    return plain
 
 
 def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
