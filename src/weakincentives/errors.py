@@ -1,11 +1,11 @@
 """Every exception the library raises, in one tree.
 
 WinkError
-├── ToolValidationError              the model must act: its values are not acceptable
-│   ├── CommandFailed                  a command that had to succeed did not
-│   ├── InvalidPattern                 not a pattern to search for (also a ValueError)
-│   ├── PageNotRead                    a web page could not be had
-│   └── FilesystemError                a path or file operation that cannot be done
+├── ToolValidationError              the model must act: its values are not accepted
+│   ├── CommandFailed                  a command that had to succeed failed
+│   ├── InvalidPattern                 a pattern cannot be searched for (also a ValueError)
+│   ├── PageNotRead                    a web page could not be read
+│   └── FilesystemError                a file operation is not possible
 │       ├── PathEscapesRoot              (also a PermissionError)
 │       ├── NoSuchFile                   (also a FileNotFoundError)
 │       ├── AlreadyExists                (also a FileExistsError)
@@ -19,48 +19,48 @@ WinkError
 │   ├── InvalidArguments
 │   ├── PolicyDenied
 │   ├── PreconditionFailed
-│   └── OutcomeOnRecord                it reaches outside, and was taken before
-├── ToolTimeout                      the handler took longer than its tool allows
+│   └── OutcomeOnRecord                it reaches outside, and is on record already
+├── ToolTimeout                      the handler exceeded the tool's timeout
 ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
 ├── ParseError                       data does not fit a type (also a ValueError)
 ├── ToolDefinitionError              the developer must act: a tool is declared wrongly
-├── ViewClosed                       a write through a call's view after that call ended
+├── ViewClosed                       a write through the view of a call that has ended
 ├── ReadOnlyView                     a write from a tool whose reach is "read"
-├── MergeConflict                    what a view read or wrote was changed by another
+├── MergeConflict                    a view's read or write set was changed by another call
 ├── WorkspaceLocked                  another process has the directory open
-├── StateUnavailable                 the operator must act: no private place for the user's state
-├── StoreRefused                     a store that this user did not write, or that is damaged
+├── StateUnavailable                 the operator must act: no private directory for state
+├── StoreRefused                     a store of another user, or a damaged one
 ├── HistoryDamaged                   the record of a committed call cannot be read
-│   └── ContentDamaged                 what was kept is not what it was (also an OSError)
-├── UndoRefused                      what would be undone was changed by others since
-├── SandboxUnavailable               the operator must act: nothing can shut a command in
-├── McpServerError                   an MCP server cannot be started or reached, or ended
+│   └── ContentDamaged                 stored content is damaged (also an OSError)
+├── UndoRefused                      paths to be undone have changed since
+├── SandboxUnavailable               the operator must act: no sandbox works here
+├── McpServerError                   an MCP server cannot be started or reached, or has ended
 ├── MissingExtra                     the operator must install something (also an ImportError)
 ├── PromptError
-│   ├── PromptValidationError          a template is wrong as it stands
+│   ├── PromptValidationError          a template is invalid
 │   ├── PromptRenderError              a template cannot be rendered with these parameters
 │   ├── OutputParseError               the model must act: its answer does not fit
 │   ├── PromptOverrideError            an override cannot be read, written or applied
-│   │   └── StaleOverride                what it replaces has changed since
-│   └── PromptEvaluationError          the run cannot go on; raised through every caller
+│   │   └── StaleOverride                the original text has changed
+│   └── PromptEvaluationError          the run cannot continue; raised through every caller
 │       ├── DeadlineExceededError
 │       ├── BudgetExceededError
 │       ├── TurnLimitExceeded
 │       ├── CallLimitExceeded
-│       ├── TaskNotCompleted             the model stops, and the task is not done
-│       ├── ReplayDiverged               a replayed run does not do what was recorded
-│       └── ProviderError                what serves the model failed
-│           ├── ProviderThrottled          it was asked too often
-│           ├── ProviderUnavailable        it cannot be reached, or broke off
+│       ├── TaskNotCompleted             the model stops before the task is done
+│       ├── ReplayDiverged               a replayed run differs from its recording
+│       └── ProviderError                the model's provider failed
+│           ├── ProviderThrottled          too many requests
+│           ├── ProviderUnavailable        it cannot be reached, or the connection broke
 │           ├── ProviderRejected           the operator must act: key, model name, request
-│           └── MalformedResponse          it answered with something else
-├── Suspended                        not a failure: the call waits for somebody, and is made again
+│           └── MalformedResponse          its answer does not match its interface
+├── Suspended                        not a failure: the call waits for someone outside, then resumes
 ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
 ├── SessionError
 │   ├── ReducerError                   a reducer raised; its event changed nothing
 │   ├── SessionInUse                   its file is open in another process
 │   ├── SnapshotError                  a snapshot cannot be written or read
-│   └── SnapshotExpired                an older snapshot was restored since
+│   └── SnapshotExpired                an older snapshot has been restored
 └── ResourceError
     ├── UnboundResource
     ├── CircularDependency
@@ -87,7 +87,7 @@ class ToolValidationError(WinkError):
 
 
 class CommandFailed(ToolValidationError):
-    """A command that had to succeed did not; ``result`` has what it said. Nothing was kept."""
+    """A command that had to succeed failed; ``result`` has its output. It was rolled back."""
 
     def __init__(self, message: str, result: object) -> None:
         super().__init__(message)
@@ -95,7 +95,7 @@ class CommandFailed(ToolValidationError):
 
 
 class PageNotRead(ToolValidationError):
-    """A web page could not be had; ``code`` says whether another try may help."""
+    """A web page could not be read; ``code`` says whether a retry may help."""
 
     def __init__(self, message: str, *, code: str = "SCRAPE_FAILED") -> None:
         super().__init__(message)
@@ -103,11 +103,11 @@ class PageNotRead(ToolValidationError):
 
 
 class InvalidPattern(ToolValidationError, ValueError):
-    """A regular expression that is wrong, or that might take too long."""
+    """A regular expression that is invalid, or that might take too long."""
 
 
 class FilesystemError(ToolValidationError):
-    """A file operation that cannot be done; worded for the model."""
+    """A file operation is not possible; worded for the model."""
 
 
 class PathEscapesRoot(FilesystemError, PermissionError):
@@ -149,8 +149,17 @@ class Refusal(WinkError):
     recoverable = True
     """Whether the same call may be admitted later, or with other arguments."""
 
-    def __init__(self, message: str, *, suggestions: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        policy: str = "",
+        suggestions: Sequence[str] = (),
+    ) -> None:
         super().__init__(message)
+        self.code = code or type(self).code
+        self.policy = policy
         self.suggestions = tuple(suggestions)
 
 
@@ -172,35 +181,27 @@ class PolicyDenied(Refusal):
 
     code = "POLICY_DENIED"
 
-    def __init__(self, message: str, *, policy: str = "", suggestions: Sequence[str] = ()) -> None:
-        super().__init__(message, suggestions=suggestions)
-        self.policy = policy
-
 
 class PreconditionFailed(Refusal):
-    """Something that must hold before the tool runs does not."""
+    """A precondition of the tool does not hold."""
 
     code = "PRECONDITION_FAILED"
 
 
 class OutcomeOnRecord(Refusal):
-    """A call that reaches outside is not run twice under one id; ``code`` says how it ended."""
-
-    def __init__(self, message: str, *, code: str, suggestions: Sequence[str] = ()) -> None:
-        super().__init__(message, suggestions=suggestions)
-        self.code = code
+    """A call that reaches outside does not run twice under one id; ``code`` says how it ended."""
 
 
 class ToolTimeout(WinkError):
-    """The handler took longer than its tool allows."""
+    """The handler exceeded the tool's timeout."""
 
 
 class Suspended(WinkError, metaclass=ABCMeta):
-    """Not a failure: the call cannot go on before somebody outside has acted, and is made again.
+    """Not a failure: the call waits until someone outside has acted, then resumes.
 
-    The call is rolled back and recorded as suspended, and the exception passes through to the
-    caller unchanged. Raise it yourself, or have it stand for the control-flow exceptions of a
-    framework: ``Suspended.register(GraphInterrupt)``.
+    The call is rolled back, recorded as suspended, and the exception passes through to the caller.
+    Raise it yourself, or register the control-flow exceptions of a framework:
+    ``Suspended.register(GraphInterrupt)``.
     """
 
 
@@ -233,11 +234,11 @@ class ViewClosed(WinkError, RuntimeError):
 
 
 class ReadOnlyView(WinkError, PermissionError):
-    """A tool whose reach is "read" tried to change something."""
+    """A tool whose reach is "read" tried to write."""
 
 
 class MergeConflict(WinkError):
-    """A view cannot be merged; ``paths`` names what changed under it."""
+    """A view cannot be merged; ``paths`` names the paths that others changed."""
 
     def __init__(self, message: str, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -245,11 +246,11 @@ class MergeConflict(WinkError):
 
 
 class SandboxUnavailable(WinkError):
-    """No sandbox works here; the message has the reason for each."""
+    """No sandbox works here; the message gives the reason for each."""
 
 
 class McpServerError(WinkError):
-    """An MCP server cannot be used; ``code`` says how it failed, as a tool's error code does."""
+    """An MCP server cannot be used; ``code`` says why, like the code of a tool's error."""
 
     def __init__(self, message: str, *, code: str = "SERVER_ERROR") -> None:
         super().__init__(message)
@@ -257,14 +258,14 @@ class McpServerError(WinkError):
 
 
 class MissingExtra(WinkError, ImportError):
-    """Something that is not part of the core is not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
         super().__init__(f"{package} is not installed: run `pip install 'wink-runtime[{extra}]'`")
 
 
 class WorkspaceLocked(WinkError):
-    """Another filesystem has the directory open; ``pid`` is the process, where it is known."""
+    """Another process has the directory open; ``pid`` is that process, if known."""
 
     def __init__(self, message: str, pid: int | None = None) -> None:
         super().__init__(message)
@@ -272,43 +273,42 @@ class WorkspaceLocked(WinkError):
 
 
 class StateUnavailable(WinkError):
-    """There is no private directory for the user's own state; the message says what to set."""
+    """There is no private directory for the user's state; the message says what to set."""
 
 
 class StoreRefused(WinkError):
-    """A store was not written by this user, or is damaged; nothing in it is acted upon."""
+    """A store is not owned by this user, or is damaged; nothing in it is used."""
 
 
 class HistoryDamaged(WinkError):
-    """What a committed call changed cannot be read: it is neither shown nor undone."""
+    """The record of a committed call cannot be read: it is neither shown nor undone."""
 
 
 class ContentDamaged(HistoryDamaged, OSError):
-    """A content that was kept is not what it was: it is neither shown nor put back."""
+    """Stored content is damaged: it is neither shown nor restored."""
 
     def __str__(self) -> str:
-        return f"{self.filename} is damaged: what was kept there is neither shown nor put back"
+        return f"{self.filename} is damaged: it is neither shown nor restored"
 
 
 class UndoRefused(WinkError):
-    """What calls changed cannot be taken back: it is not as they left it.
+    """The changes of calls cannot be undone: their paths have changed since.
 
-    ``paths`` has, for each path, the other calls that have changed it since; none of them where
-    somebody else has.
+    ``paths`` maps each path to the calls that changed it since; to none if someone else did.
     """
 
     def __init__(self, paths: Mapping[str, Sequence[str]]) -> None:
-        told = ", ".join(sorted(paths)[:5]) + (", ..." if len(paths) > 5 else "")
-        super().__init__(f"Changed since by others, so nothing was undone: {told}")
+        named = ", ".join(sorted(paths)[:5]) + (", ..." if len(paths) > 5 else "")
+        super().__init__(f"Nothing was undone: these paths have changed since: {named}")
         self.paths = paths
 
 
 class PromptError(WinkError):
-    """Base of everything that is wrong with a prompt."""
+    """Base of the errors of prompts."""
 
 
 class PromptValidationError(PromptError):
-    """The template is wrong as it stands: duplicate names, bad keys, bad examples."""
+    """The template is invalid: duplicate names, bad keys, bad examples."""
 
 
 class PromptRenderError(PromptError):
@@ -327,7 +327,7 @@ class PromptOverrideError(PromptError):
 
 
 class StaleOverride(PromptOverrideError):
-    """What an override replaces has changed since it was written."""
+    """The original text has changed since the override was written."""
 
 
 class OutputParseError(PromptError):
@@ -346,13 +346,13 @@ class OutputParseError(PromptError):
 
 
 class PromptEvaluationError(PromptError):
-    """The run cannot go on. Never turned into a result: raised through every caller.
+    """The run cannot continue. Never turned into a result: raised through every caller.
 
-    What was committed before stays. ``response`` has how far the run came, once it ends a run.
+    Earlier commits stay.
     """
 
     response: Any = None
-    """A ``PromptResponse``, or None."""
+    """The ``PromptResponse`` of the run so far, or None."""
 
 
 class DeadlineExceededError(PromptEvaluationError):
@@ -364,19 +364,19 @@ class BudgetExceededError(PromptEvaluationError):
 
 
 class TurnLimitExceeded(PromptEvaluationError):
-    """The model had all the turns that the run allows."""
+    """The model has used all turns of the run."""
 
 
 class CallLimitExceeded(PromptEvaluationError):
-    """The model asked for more tool calls than the run allows."""
+    """The model has used all tool calls of the run."""
 
 
 class TaskNotCompleted(PromptEvaluationError):
-    """The model stopped, was sent back with the reason, and stopped again without doing more."""
+    """The model was told why the task is not done, and stopped again without a call."""
 
 
 class ReplayDiverged(PromptEvaluationError):
-    """A run that is replayed strictly does not do what was recorded; ``divergence`` says where."""
+    """A strictly replayed run differs from its recording; ``divergence`` says where."""
 
     def __init__(self, divergence: Any) -> None:
         super().__init__(f"The run differs from its recording: {divergence}")
@@ -384,7 +384,7 @@ class ReplayDiverged(PromptEvaluationError):
 
 
 class ProviderError(PromptEvaluationError):
-    """What serves the model failed; ``code`` says how, as a tool's error code does."""
+    """The model's provider failed; ``code`` says how, like the code of a tool's error."""
 
     code = "PROVIDER_ERROR"
     recoverable = False
@@ -400,34 +400,34 @@ class ProviderError(PromptEvaluationError):
 
 
 class ProviderThrottled(ProviderError):
-    """The provider was asked too often; ``retry_after`` has what it says of waiting."""
+    """Too many requests; ``retry_after`` is the wait that the provider asks for."""
 
     code = "RATE_LIMIT"
     recoverable = True
 
 
 class ProviderUnavailable(ProviderError):
-    """The provider cannot be reached, failed, or broke off in the middle of its answer."""
+    """The provider cannot be reached, failed, or broke the connection."""
 
     code = "SERVER_ERROR"
     recoverable = True
 
 
 class ProviderRejected(ProviderError):
-    """The provider does not take the request: a wrong key, an unknown model, a bad schema."""
+    """The provider refuses the request: a wrong key, an unknown model, a bad schema."""
 
     code = "REJECTED"
 
 
 class MalformedResponse(ProviderError):
-    """The provider's answer is not what its interface promises."""
+    """The provider's answer does not match its interface."""
 
     code = "SERVER_ERROR"
     recoverable = True
 
 
 class VisibilityExpansionRequired(WinkError):
-    """A section was opened: render the prompt again and go on."""
+    """A section was opened: render the prompt again and continue."""
 
     def __init__(self, message: str = "", *, section_keys: Sequence[str] = ()) -> None:
         super().__init__(message or f"Open sections: {', '.join(section_keys)}")
@@ -435,31 +435,31 @@ class VisibilityExpansionRequired(WinkError):
 
 
 class SessionError(WinkError):
-    """Base of everything that is wrong with a session."""
+    """Base of the errors of sessions."""
 
 
 class ReducerError(SessionError):
-    """A reducer raised; the event was not applied to any slice."""
+    """A reducer raised; the event was applied to no slice."""
 
 
 class SessionInUse(SessionError):
-    """The file that a session is kept in is open elsewhere; one at a time may go on with it."""
+    """The session's file is open in another process."""
 
 
 class SnapshotError(SessionError):
-    """A snapshot cannot be written, read or used here."""
+    """A snapshot cannot be written or read."""
 
 
 class SnapshotExpired(SessionError):
-    """An older snapshot was restored since, or the call that took this one was not kept."""
+    """An older snapshot has been restored, or the call that took this one was rolled back."""
 
 
 class ResourceError(WinkError):
-    """Base of everything that is wrong with resources."""
+    """Base of the errors of resources."""
 
 
 class UnboundResource(ResourceError, LookupError):
-    """Nothing is bound for the type asked for."""
+    """Nothing is bound for the requested type."""
 
 
 class CircularDependency(ResourceError):

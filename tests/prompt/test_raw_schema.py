@@ -390,13 +390,14 @@ def test_the_schema_cannot_be_changed_from_outside():
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
-        ({"type": "string"}, "must be an object schema, got type 'string'"),
-        ({"properties": {}}, "must be an object schema, got type None"),
-        ([], "must be a JSON schema as a dict"),
+        ("text", "expected a JSON schema as a dict"),
+        ({"type": "string"}, "expected an object schema, got type 'string'"),
+        ({"properties": {}}, "expected an object schema, got type None"),
+        ([], "expected an object schema"),
         ({"type": "object", "properties": {"a": {"type": "text"}}}, r"at properties\.a\.type"),
         ({"type": "object", "required": "a"}, "not a valid JSON schema, at required"),
-        ({"type": "object", "default": object()}, "parameters of tool 'search'"),
-        ({"type": "object", "default": float("nan")}, "parameters of tool 'search'"),
+        ({"type": "object", "default": object()}, "tool 'search' must have a valid"),
+        ({"type": "object", "default": float("nan")}, "tool 'search' must have a valid"),
     ],
 )
 def test_a_schema_that_is_none_is_refused_where_the_tool_is_made(schema: Any, problem: str):
@@ -456,7 +457,7 @@ def test_whatever_comes_the_answer_is_a_result_and_valid_arguments_come_through(
 
 def test_a_tool_needs_a_schema():
     """The Protocol: "Tool must have parameters schema"."""
-    with pytest.raises(ToolDefinitionError, match="must have a parameters schema"):
+    with pytest.raises(ToolDefinitionError, match="must have a valid parameters schema"):
         raw(None)
 
 

@@ -116,13 +116,13 @@ def test_a_definition_error_is_a_type_error_and_a_value_error():
 
 @pytest.mark.parametrize("wrong", [str, dict, list[str], int | None, Any])
 def test_parameters_that_are_no_dataclass_are_refused(wrong: Any):
-    with pytest.raises(ToolDefinitionError, match=r"parameters type of tool 'search' must be"):
+    with pytest.raises(ToolDefinitionError, match=r"params_type must be"):
         declare(None, params=wrong)
 
 
 @pytest.mark.parametrize("wrong", [str, dict[str, int], tuple[Found, ...]])
 def test_a_result_that_is_no_dataclass_is_refused(wrong: Any):
-    with pytest.raises(ToolDefinitionError, match="result type of tool 'search' must be"):
+    with pytest.raises(ToolDefinitionError, match="result_type must be"):
         declare(None, result=wrong)
 
 
@@ -150,7 +150,7 @@ def test_parameters_that_cannot_come_from_json_are_refused():
     class Odd:
         lock: Mock
 
-    with pytest.raises(ToolDefinitionError, match=r"parameters of tool 'search'.*lock"):
+    with pytest.raises(ToolDefinitionError, match=r"tool 'search': its parameters.*Mock"):
         declare(None, params=Odd)
 
 
@@ -269,7 +269,7 @@ def test_types_that_are_left_out_come_from_the_handler():
 
 
 def test_types_that_nobody_gives_are_asked_for():
-    with pytest.raises(ToolDefinitionError, match=r"parameters type of tool 'search' is not known"):
+    with pytest.raises(ToolDefinitionError, match=r"params_type is not known"):
         Tool(name="search", description="Search.", handler=says_nothing)
 
 

@@ -360,7 +360,7 @@ def test_examples_give_their_input_as_a_dict():
 def test_an_example_that_does_not_fit_is_refused():
     example = ToolExample(description="Foo", input={"old": 1}, output=None)
 
-    with pytest.raises(ToolDefinitionError, match="input of example 'Foo' of tool 'swap'"):
+    with pytest.raises(ToolDefinitionError, match="tool 'swap': the input of example 'Foo'"):
 
         @tool(examples=[example])
         def swap(old: str) -> None:
@@ -385,7 +385,7 @@ def test_a_parameter_without_a_type_is_refused():
 
 
 def test_a_type_that_cannot_be_resolved_is_refused():
-    with pytest.raises(ToolDefinitionError, match=r"'text'.*NoSuchName.*cannot be resolved"):
+    with pytest.raises(ToolDefinitionError, match=r"'text' of @tool .* can be resolved"):
 
         @tool
         def unresolved(text: NoSuchName) -> None:  # noqa: F821
@@ -393,7 +393,7 @@ def test_a_type_that_cannot_be_resolved_is_refused():
 
 
 def test_a_type_that_has_no_json_form_is_refused():
-    with pytest.raises(ToolDefinitionError, match="parameters of tool 'odd'"):
+    with pytest.raises(ToolDefinitionError, match="tool 'odd': its parameters"):
 
         @tool
         def odd(shelf: Shelf) -> None:
@@ -428,7 +428,7 @@ def test_a_method_that_is_not_bound_is_refused_with_a_hint():
 
 
 def test_a_function_whose_name_no_provider_takes_is_refused():
-    with pytest.raises(ToolDefinitionError, match="'doIt' must match"):
+    with pytest.raises(ToolDefinitionError, match="'doIt': its name must match"):
 
         @tool
         def doIt() -> None:  # noqa: N802

@@ -240,7 +240,7 @@ def test_a_contract_that_cannot_work_is_refused_where_it_is_written(make: Any):
 
 
 def test_a_tool_takes_only_contracts():
-    with pytest.raises(ToolDefinitionError, match="preconditions of tool 'work' must be"):
+    with pytest.raises(ToolDefinitionError, match="tool 'work': preconditions must be"):
         make_tool("work", nothing, preconditions=[lambda: True])
     with pytest.raises(TypeError, match="at most two arguments"):
         CustomPrecondition(description="x", check=lambda a, b, c: True)

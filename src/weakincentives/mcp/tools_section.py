@@ -23,9 +23,8 @@ from weakincentives.logs import get_logger
 from weakincentives.mcp.connection import HttpServer, McpConnection, StdioServer, as_server
 from weakincentives.mcp.output import McpOutput, output_of
 from weakincentives.prompt.contracts import Effect, PermissionPrecondition
-from weakincentives.prompt.raw_schema import plain_schema
 from weakincentives.prompt.section import Section, SectionOptions
-from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
+from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes, plain_schema
 from weakincentives.resources import Binding, ResourceRegistry
 from weakincentives.retry import SERVER_ERROR, TIMEOUT, RetryPolicy
 from weakincentives.tool_result import ToolResult

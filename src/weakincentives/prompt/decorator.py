@@ -125,7 +125,8 @@ def _params_of(function: Callable[..., Any], title: str) -> type:
             )
         if name not in hints:
             raise ToolDefinitionError(
-                f"parameter {name!r} of @tool function {title!r} {_what_is_missing(parameter)}"
+                f"parameter {name!r} of @tool function {title!r} needs a type annotation that can "
+                "be resolved at module level; decorate a method as tool(instance.method)"
             )
         specs.append((name, *_field_of(parameter, hints[name], documented.get(name))))
     words = "".join(part.capitalize() for part in re.split(r"\W|_", title))
@@ -136,17 +137,6 @@ def _params_of(function: Callable[..., Any], title: str) -> type:
         made.__qualname__ = f"{function.__qualname__}.params_type"
     made.__doc__ = None
     return made
-
-
-def _what_is_missing(parameter: Parameter) -> str:
-    if parameter.annotation is not Parameter.empty:
-        return (
-            f"has the type {parameter.annotation!r}, which cannot be resolved; "
-            "define it at module level"
-        )
-    if parameter.name in ("self", "cls"):
-        return "is the instance; decorate the bound method: tool(instance.method)"
-    return "needs a type annotation"
 
 
 def _field_of(parameter: Parameter, hint: Any, text: str | None) -> tuple[Any, Any]:

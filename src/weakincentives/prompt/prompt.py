@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
@@ -285,7 +286,7 @@ class Prompt(Generic[OutT]):
         if added:
             bound._sections = (*self._sections, *added)
             bound._place_sections()
-        else:  # the same tree: what was kept of it serves both
+        else:  # the same tree, and so the same cache
             bound._resources = PromptResources(self._registry.merge(bound._bound))
         return bound
 
@@ -297,7 +298,7 @@ class Prompt(Generic[OutT]):
             registry = registry.merge(node.section.resources)
         self._registry = registry
         self._resources = PromptResources(registry.merge(self._bound))
-        self._kept = _Kept(self._nodes, self.template.policies)
+        self._cache = _Cache(self._nodes, self.template.policies)
 
     @property
     def ns(self) -> str:
@@ -330,9 +331,9 @@ class Prompt(Generic[OutT]):
         place for them.
         """
         shown = list(self._shown(self._nodes, "", session, chosen(session)))
-        kept = self._kept
-        text = "\n\n".join([kept.block(each, session, examples) for each in shown])
-        tools, offers = kept.offered(shown)
+        cache = self._cache
+        text = "\n\n".join([cache.block(each, session, examples) for each in shown])
+        tools, offers = cache.offered(shown)
         summarized = tuple([each.node.path for each in shown if not each.is_open])
         rendered = self._rendered
         # A run renders before every turn: what has not changed is the same object as before.
@@ -344,7 +345,7 @@ class Prompt(Generic[OutT]):
         ):
             tag = "" if self.overrides is None else self.overrides.tag
             rendered = self._rendered = RenderedPrompt(
-                text, tools, offers, summarized, tag, kept.listeners
+                text, tools, offers, summarized, tag, cache.listeners
             )
         if session is not None:
             session.offer(self, rendered)
@@ -357,7 +358,7 @@ class Prompt(Generic[OutT]):
             if f"{node.path}/".startswith(f"{path}/") or path.startswith(f"{node.path}/"):
                 choices[node.path] = SectionVisibility.FULL
         found = [
-            self._kept.block(each, session, False)
+            self._cache.block(each, session, False)
             for each in self._shown(self._nodes, "", session, choices)
             if f"{each.node.path}/".startswith(f"{path}/")
         ]
@@ -412,7 +413,7 @@ class Prompt(Generic[OutT]):
         return params
 
 
-# What is kept from one rendering to the next
+# What renderings share
 
 _SETTLED = (str, int, float, bool, bytes, type(None))
 
@@ -441,59 +442,52 @@ class _Shown(NamedTuple):
     is_open: bool
 
 
-_Tools = tuple[Tool[Any, Any], ...]
+class _Cache:
+    """What the renderings of one tree of sections share: texts, tools and offers.
 
-
-class _Kept:
-    """What a tree of sections keeps of its renderings.
-
-    Shared by prompts that differ in their parameters only, maybe in several threads: so what is
-    kept is looked at and replaced as a whole, never changed.
+    Prompts that differ only in their parameters use it, maybe in several threads: so entries are
+    replaced as a whole, never changed.
     """
 
-    def __init__(self, nodes: Sequence[_Node], ours: tuple[AttachedPolicy, ...]) -> None:
-        self._ours = ours
-        # Those of sections that are not enabled now hear, too: they may be later.
-        every = (*(p for node in walk(nodes) for p in node.section.policies), *ours)
+    def __init__(self, nodes: Sequence[_Node], policies: tuple[AttachedPolicy, ...]) -> None:
+        self._policies = policies
+        # Those of disabled sections listen, too: a section may be enabled later.
+        every = (*(p for node in walk(nodes) for p in node.section.policies), *policies)
         self.listeners = _each_once(p for p in every if p.on_result is not None)
-        self._blocks: dict[_Node, tuple[_Shown, bool, str]] = {}
-        """The text of a section, with all that it was made from."""
-        self._examples: dict[_Node, str] = {}
-        self._offers: dict[_Node | None, tuple[_Tools, tuple[Offer, ...]]] = {}
-        self._offered: tuple[object, _Tools, Mapping[str, Offer]] = (None, (), {})
+        self._texts: dict[_Node, tuple[_Shown, bool, str]] = {}
+        """By section, its text and what it was made from."""
+        self._offered: tuple[object, tuple[Tool[Any, Any], ...], Mapping[str, Offer]]
+        self._offered = (None, (), {})
 
-    def offered(self, shown: Sequence[_Shown]) -> tuple[_Tools, Mapping[str, Offer]]:
-        """Return the tools of all that is open, and those that open the rest."""
-        opened = [each.node for each in shown if each.is_open and each.node.section.tools]
-        places = [*opened] if all(each.is_open for each in shown) else [*opened, None]
+    def offered(
+        self, shown: Sequence[_Shown]
+    ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
+        """Return the tools of all open sections, and those that open the others."""
         # With the tools they have now: a section of a server's tools may get others.
-        sources = [(node, node and node.section.tools) for node in places]
+        places = [(each.node, each.node.section.tools) for each in shown if each.is_open]
+        if len(places) < len(shown):
+            places.append((None, disclosure_tools()))
         made_from, tools, offers = self._offered
-        if made_from != sources:
-            found = [(offer, node) for node in places for offer in self._offers_at(node)]
-            offers = {offer.tool.name: offer for offer, _ in found}
-            if len(offers) < len(found):
-                _refuse_duplicates((offer.tool, node) for offer, node in found)
-            tools = tuple([offer.tool for offer, _ in found])
-            self._offered = sources, tools, offers
+        if made_from != places:
+            _refuse_duplicates((tool, node) for node, tools in places for tool in tools)
+            offers = {
+                tool.name: Offer.of(tool, policies, self.listeners)
+                for node, tools in places
+                for policies in [self._policies_at(node)]
+                for tool in tools
+            }
+            tools = tuple(offer.tool for offer in offers.values())
+            self._offered = places, tools, offers
         return tools, offers
 
-    def _offers_at(self, place: _Node | None) -> tuple[Offer, ...]:
-        """Return the offers of a section, or of the tools that open sections."""
-        kept = self._offers.get(place)
-        if kept is None or (place is not None and kept[0] is not place.section.tools):
-            tools = disclosure_tools() if place is None else place.section.tools
-            own = () if place is None else place.section.policies
-            policies = _each_once((*own, *self._ours))
-            kept = tools, tuple(Offer.of(tool, policies, self.listeners) for tool in tools)
-            self._offers[place] = kept
-        return kept[1]
+    def _policies_at(self, node: _Node | None) -> tuple[AttachedPolicy, ...]:
+        return _each_once((*(node.section.policies if node else ()), *self._policies))
 
     def block(self, shown: _Shown, session: Session | None, with_examples: bool) -> str:
         """Return heading and text of a section."""
-        node, kept = shown.node, self._blocks.get(shown.node)
-        if kept is not None:
-            made_from, had_examples, text = kept
+        node, cached = shown.node, self._texts.get(shown.node)
+        if cached is not None:
+            made_from, had_examples, text = cached
             if (
                 made_from.params is shown.params
                 and made_from.number == shown.number
@@ -508,7 +502,7 @@ class _Kept:
             raise PromptRenderError(f"section {node.path}: {error}") from error
         text = "\n\n".join([part for part in parts if part])
         if shown.is_settled and node.section.depends_only_on_params:
-            self._blocks[node] = shown, with_examples, text
+            self._texts[node] = shown, with_examples, text
         return text
 
     def _parts(
@@ -518,16 +512,12 @@ class _Kept:
         if not shown.is_open:
             return node.section.summary_text(shown.params, session), how_to_open(node.path)
         body = node.section.body(shown.params, session)
-        if not with_examples:
-            return (body,)
-        examples = self._examples.get(node)
-        if examples is None:
-            examples = self._examples[node] = _examples_text(node.section.tools)
-        return body, examples
+        return (body, _examples_text(node.section.tools)) if with_examples else (body,)
 
 
-def _examples_text(tools: Iterable[Tool[Any, Any]]) -> str:
-    """Return the examples of tools as text; empty where there are none."""
+@lru_cache(maxsize=256)
+def _examples_text(tools: tuple[Tool[Any, Any], ...]) -> str:
+    """Return the examples of tools as text; empty if there are none."""
     lines: list[str] = []
     for tool in tools:
         for example in tool.examples:

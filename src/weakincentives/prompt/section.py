@@ -40,7 +40,7 @@ from weakincentives.errors import (
 )
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import attach
-from weakincentives.prompt.signatures import TypedConstructor, is_async, misfit, show
+from weakincentives.prompt.signatures import TypedConstructor, is_async, show
 from weakincentives.prompt.tool import Tool, ToolExample
 from weakincentives.resources import ResourceRegistry
 from weakincentives.serde import dump
@@ -314,52 +314,33 @@ def _filled(template: Template, params: Any) -> str:
     return template.substitute({name: getattr(params, name) for name in names})
 
 
-def _asked(label: str, what: str, function: object) -> Callable[[object, Session | None], object]:
-    """Adapt a function of ``params``, of ``session``, of both, or of nothing."""
+def _asked(label: str, what: str, function: Any) -> Callable[[object, Session | None], object]:
+    """Adapt a function of ``params``, of ``session``, of both, or of nothing.
+
+    It is called with those that it names; if it names neither, with both in this order, as far as
+    it has parameters without a default.
+    """
     if not callable(function) or is_async(function):
         raise PromptValidationError(
             f"section {label!r}: {what} takes a plain function, got {function!r}"
         )
-    by_place, by_name = _picks(function)
-    problem = misfit(function, *by_place, **by_name)
-    if problem is not None:
-        raise PromptValidationError(
-            f"section {label!r}: {what} is called with params and session: {problem}"
-        )
-
-    if not (by_place or by_name):
-        return lambda params, session: function()
-
-    def ask(params: object, session: Session | None) -> object:
-        given = {"params": params, "session": session}
-        args = [given[what] for what in by_place]
-        return function(*args, **{name: given[what] for name, what in by_name.items()})
-
-    return ask
-
-
-def _picks(function: Callable[..., object]) -> tuple[list[str], dict[str, str]]:
-    """Return which of ``params`` and ``session`` each parameter stands for, by place and by name.
-
-    A parameter with another name stands for the next of the two that no name asks for; one with a
-    default brings a value of its own, as in ``lambda limit=limit: ...``.
-    """
     parameters = inspect.signature(function).parameters.values()
-    left = [what for what in ("params", "session") if all(p.name != what for p in parameters)]
-    by_place: list[str] = []
-    by_name: dict[str, str] = {}
-    for parameter in parameters:
-        what = parameter.name
-        if what not in ("params", "session"):
-            is_own = parameter.default is not parameter.empty
-            if is_own or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                continue
-            what = left.pop(0) if left else ""
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            by_place.append(what)
-        elif what:
-            by_name[parameter.name] = what
-    return by_place, by_name
+    named = [p.name for p in parameters if p.name in ("params", "session")]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    others = [
+        p
+        for p in parameters
+        if p.name not in named and p.default is p.empty and p.kind not in variadic
+    ]
+    if named and not others:
+        return lambda params, session: function(
+            **{name: params if name == "params" else session for name in named}
+        )
+    if named or len(others) > 2:
+        raise PromptValidationError(
+            f"section {label!r}: {what} is called with params and session, got {function!r}"
+        )
+    return lambda params, session: function(*(params, session)[: len(others)])
 
 
 # The tools of a prompt that has summaries

@@ -85,7 +85,7 @@ class ToolExample(Generic[P, R]):
     def __post_init__(self) -> None:
         if not 1 <= len(self.description) <= _MAX_DESCRIPTION:
             raise ToolDefinitionError(
-                f"an example's description has 1 to {_MAX_DESCRIPTION} characters, "
+                f"an example's description must have 1 to {_MAX_DESCRIPTION} characters, "
                 f"got {len(self.description)}"
             )
 
@@ -149,15 +149,13 @@ class Tool(TypedConstructor, Generic[P, R]):
 
         Arguments that are left out get the schema's defaults.
         """
-        if schema is None:  # pyright: ignore[reportUnnecessaryComparison]  # callers may not check types
-            raise ToolDefinitionError(f"tool {name!r} must have a parameters schema")
         return Tool(
             name=name,
             description=description,
             handler=handler,
             params_type=dict,
             result_type=Any,
-            input_schema=schema,
+            input_schema=schema or {},
             strict=False,
             **options,
         )
@@ -170,10 +168,13 @@ class Tool(TypedConstructor, Generic[P, R]):
         if self.strict:
             self._check_contract()
         if self.input_schema is not None:
-            from weakincentives.prompt.raw_schema import plain_schema, raw_validator
+            from weakincentives.serde.bounded_schema import BoundedSchema
 
             self._set("input_schema", plain_schema(self.name, self.input_schema))
-            self._set("_validate", raw_validator(self.name, self.parameters))
+            try:
+                self._set("_validate", BoundedSchema(self.parameters).parse)
+            except ValueError as error:
+                raise self._wrong(f"its parameters: {error}") from error
         elif not is_plain(self.params_type):
             self._check_params_type()
         self._check_parameter_descriptions()
@@ -185,32 +186,31 @@ class Tool(TypedConstructor, Generic[P, R]):
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    # What is checked when it is declared
+    # Checks of the declaration
+
+    def _wrong(self, problem: str) -> ToolDefinitionError:
+        return ToolDefinitionError(f"tool {self.name!r}: {problem}")
 
     def _check_texts(self) -> None:
         name, text = cast("object", self.name), cast("object", self.description)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ToolDefinitionError(
-                f"tool name {name!r} must match ^[a-z0-9_-]{{1,64}}$: "
-                "lower-case letters, digits, '_' and '-'"
+            raise self._wrong(
+                "its name must match ^[a-z0-9_-]{1,64}$: lower-case letters, digits, '_' and '-'"
             )
         if not isinstance(text, str) or not text.strip():
-            raise ToolDefinitionError(f"tool {name!r} needs a description for the model")
+            raise self._wrong("it needs a description for the model")
         if self.strict and len(text) > _MAX_DESCRIPTION:
-            raise ToolDefinitionError(
-                f"the description of tool {name!r} has {len(text)} characters; "
-                f"{_MAX_DESCRIPTION} are allowed: put guidance into the section's template"
+            raise self._wrong(
+                f"its description has {len(text)} characters; {_MAX_DESCRIPTION} are allowed: "
+                "put guidance into the section's template"
             )
 
     def _check_options(self) -> None:
-        if self.reach is not None and self.reach not in get_args(Reach):
-            raise ToolDefinitionError(f"reach must be one of {get_args(Reach)}, got {self.reach!r}")
-        if self.writes not in get_args(Writes):
-            raise ToolDefinitionError(
-                f"writes must be one of {get_args(Writes)}, got {self.writes!r}"
-            )
+        for name, choices in (("reach", (None, *get_args(Reach))), ("writes", get_args(Writes))):
+            if getattr(self, name) not in choices:
+                raise self._wrong(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.timeout is not None and not self.timeout > 0:
-            raise ToolDefinitionError(f"timeout must be positive seconds, got {self.timeout!r}")
+            raise self._wrong(f"timeout must be positive seconds, got {self.timeout!r}")
         if self.preconditions or self.effects or self.retry is not None:
             self._check_protocol()
 
@@ -218,83 +218,84 @@ class Tool(TypedConstructor, Generic[P, R]):
         from weakincentives.prompt.contracts import Effect, Precondition
         from weakincentives.retry import RetryPolicy
 
-        for name, kind in (("preconditions", Precondition), ("effects", Effect)):
-            self._set(name, tuple(getattr(self, name)))
-            for each in getattr(self, name):
+        self._set("preconditions", tuple(self.preconditions))
+        self._set("effects", tuple(self.effects))
+        retries = () if self.retry is None else (self.retry,)
+        for name, kind, given in (
+            ("preconditions", Precondition, self.preconditions),
+            ("effects", Effect, self.effects),
+            ("retry", RetryPolicy, retries),
+        ):
+            for each in given:
                 if not isinstance(each, kind):
-                    raise ToolDefinitionError(
-                        f"the {name} of tool {self.name!r} must be {kind.__name__}s, got {each!r}"
-                    )
-        if self.retry is None:
-            return
-        if not isinstance(cast("object", self.retry), RetryPolicy):
-            raise ToolDefinitionError(f"retry takes a RetryPolicy, got {self.retry!r}")
-        if self.reach == "irreversible" and self.retry.max_retries:
-            raise ToolDefinitionError(
-                f"tool {self.name!r} is irreversible and cannot be retried: nobody knows whether "
-                "a failed try took effect"
+                    raise self._wrong(f"{name} must be a {kind.__name__}, got {each!r}")
+        if self.reach == "irreversible" and self.retry is not None and self.retry.max_retries:
+            raise self._wrong(
+                "it is irreversible and cannot be retried: a failed attempt may have taken effect"
             )
 
     def _check_handler(self, handler: Callable[..., Any]) -> None:
         if not callable(handler):
-            raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} is not callable: {handler!r}"
-            )
+            raise self._wrong(f"its handler is not callable: {handler!r}")
         problem = misfit(handler, object(), context=object())
         if problem is not None:
-            raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} must be callable as "
-                f"handler(params, *, context): {problem}"
+            raise self._wrong(
+                f"its handler must be callable as handler(params, *, context): {problem}"
             )
 
     def _check_contract(self) -> None:
-        """Complete the types from the handler, and hold both against each other."""
+        """Complete the types from the handler, and compare both."""
         takes, returns = UNKNOWN, UNKNOWN
         if self.handler is not None:
-            takes, returns = _declared_by(self.name, self.handler)
-        for role, name, hint in (
-            ("parameters", "params_type", takes),
-            ("result", "result_type", returns),
-        ):
+            takes, returns = self._declared_by(self.handler)
+        for name, hint in (("params_type", takes), ("result_type", returns)):
             declared = getattr(self, name)
             if declared is UNKNOWN:
                 declared = hint
             if declared is NoneType:
                 declared = None
             if declared is UNKNOWN:
-                raise ToolDefinitionError(
-                    f"the {role} type of tool {self.name!r} is not known: "
-                    "write Tool[Params, Result](...) or annotate the handler"
+                raise self._wrong(
+                    f"its {name} is not known: write Tool[Params, Result](...) or annotate the "
+                    "handler"
                 )
             if not (declared is None or _dataclass_of(declared)):
-                raise ToolDefinitionError(
-                    f"the {role} type of tool {self.name!r} must be a dataclass or None, "
-                    f"got {show(declared)}"
-                )
+                raise self._wrong(f"its {name} must be a dataclass or None, got {show(declared)}")
             self._set(name, declared)
         if not can_be(self.params_type, takes):
-            raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} takes {show(takes)}, "
-                f"but the tool's parameters are {show(self.params_type)}"
+            raise self._wrong(
+                f"its handler takes {show(takes)}, but the tool's parameters are "
+                f"{show(self.params_type)}"
             )
         # `ToolResult[R | None]` is no more than the value of a result says anyway.
         is_mute = returns is NoneType and self.result_type is not None
         if is_mute or not can_be(returns, Union[self.result_type, None]):  # noqa: UP007
-            raise ToolDefinitionError(
-                f"the handler of tool {self.name!r} returns ToolResult[{show(returns)}], "
-                f"but its contract is ToolResult[{show(self.result_type)}]"
+            raise self._wrong(
+                f"its handler returns ToolResult[{show(returns)}], but its contract is "
+                f"ToolResult[{show(self.result_type)}]"
             )
 
+    def _declared_by(self, handler: Callable[..., Any]) -> tuple[Any, Any]:
+        """Return P and R of ``handler(params: P, ...) -> ToolResult[R]``, UNKNOWN if left open."""
+        hints = hints_of(handler)
+        try:
+            first = next(iter(signature(handler).parameters), "")
+        except ValueError:  # a built-in without a signature
+            first = ""
+        returns = hints.get("return", UNKNOWN)
+        value = _value_of(returns)
+        if value is None:
+            raise self._wrong(f"its handler returns {show(returns)}; it must return a ToolResult")
+        return hints.get(first, UNKNOWN), value
+
     def _check_params_type(self) -> None:
-        """Refuse a type that no arguments could be read into."""
+        """Refuse a type that no arguments could be parsed into."""
         try:
             validator_for(self.params_type)
         except TypeError as error:
             # A name may be defined further down in its module: looked up when first needed.
             if not isinstance(error.__cause__, NameError):
-                raise ToolDefinitionError(
-                    f"the parameters of tool {self.name!r}: {error}"
-                ) from error
+                raise self._wrong(f"its parameters: {error}") from error
 
     def _check_parameter_descriptions(self) -> None:
         if not self.parameter_descriptions:
@@ -303,31 +304,31 @@ class Tool(TypedConstructor, Generic[P, R]):
         known = described_parameters(self.parameters)
         unknown = [name for name in self.parameter_descriptions if name not in known]
         if unknown:
-            raise ToolDefinitionError(
-                f"tool {self.name!r} has no parameters {', '.join(unknown)} to describe; "
+            raise self._wrong(
+                f"there are no parameters {', '.join(unknown)} to describe; "
                 f"it has {', '.join(known) or 'none'}"
             )
 
-    def _check_example(self, example: object) -> None:
+    def _check_example(self, example: Any) -> None:
         if not isinstance(example, ToolExample):
-            raise ToolDefinitionError(f"tool {self.name!r}: {example!r} is not a ToolExample")
+            raise self._wrong(f"{example!r} is not a ToolExample")
         shown = cast("ToolExample[Any, Any]", example)
-        where = f"example {shown.description!r} of tool {self.name!r}"
+        part = "input"
         try:
-            # The parameters of a decorated function have no class that anyone could name.
+            # The parameters of a decorated function have no class that a caller could name.
             _check_instance(shown.input, self.params_type, or_mapping=not self.strict)
             self.parse(dump(shown.input))
-        except (TypeError, InvalidArguments) as error:
-            raise ToolDefinitionError(f"the input of {where} is not valid: {error}") from error
-        try:
+            part = "output"
             _check_instance(shown.output, self.result_type)
             written = dump(shown.output)
             if _dataclass_of(self.result_type) and _has_json_form(self.result_type):
                 parse(self.result_type, written)
-        except (TypeError, ParseError) as error:
-            raise ToolDefinitionError(f"the output of {where} is not valid: {error}") from error
+        except (TypeError, InvalidArguments, ParseError) as error:
+            raise self._wrong(
+                f"the {part} of example {shown.description!r} is not valid: {error}"
+            ) from error
 
-    # What the model is told
+    # The definition for the model
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -360,7 +361,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             ]
         return described
 
-    # What the runtime needs
+    # For the runtime
 
     @cached_property
     def value_types(self) -> tuple[type, ...]:
@@ -407,7 +408,7 @@ class Tool(TypedConstructor, Generic[P, R]):
     def replace(self, **changes: Any) -> Tool[P, R]:
         """Return a copy with other fields."""
         if "name" in changes and self.title == self.name:
-            changes.setdefault("title", "")  # it was derived, and is again
+            changes.setdefault("title", "")  # derived from the name again
         return dataclass_replace(self, **changes)
 
     @property
@@ -439,6 +440,23 @@ class Tool(TypedConstructor, Generic[P, R]):
         return f"<tool {self.title}>"
 
 
+def plain_schema(name: str, schema: object) -> dict[str, Any]:
+    """Return a copy of a tool's object schema, or refuse it."""
+    from weakincentives.serde.bounded_schema import bounded_copy
+
+    try:
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"expected a JSON schema as a dict, got {schema!r}")
+        plain = bounded_copy(dump(cast("object", schema)))
+        if plain.get("type") != "object":
+            raise TypeError(f"expected an object schema, got type {plain.get('type')!r}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolDefinitionError(
+            f"tool {name!r} must have a valid parameters schema: {error}"
+        ) from error
+    return plain
+
+
 def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the parameters of an object schema that can carry a description."""
     properties = cast("dict[str, Any]", schema.get("properties") or {})
@@ -451,22 +469,6 @@ def _one_of(params: object, arguments: dict[str, object]) -> object:
     if arguments:
         raise TypeError("pass the parameters as one value or by name, not both")
     return params
-
-
-def _declared_by(name: str, handler: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return P and R of ``handler(params: P, ...) -> ToolResult[R]``, UNKNOWN where left open."""
-    hints = hints_of(handler)
-    try:
-        first = next(iter(signature(handler).parameters), "")
-    except ValueError:  # a built-in that does not say what it takes
-        first = ""
-    returns = hints.get("return", UNKNOWN)
-    value = _value_of(returns)
-    if value is None:
-        raise ToolDefinitionError(
-            f"the handler of tool {name!r} returns {show(returns)}; it must return a ToolResult"
-        )
-    return hints.get(first, UNKNOWN), value
 
 
 def _value_of(returns: Any) -> Any:

@@ -43,6 +43,15 @@ _TYPES = {
     "string": "string",
     "tuple": "array",
 }
+_JSON_TYPES: dict[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+    list: "array",
+    tuple: "array",
+}
 _FORMATS = {
     "bytes_invalid_encoding": "base64 text",
     "date": "an ISO 8601 date",
@@ -119,7 +128,7 @@ def _with_choices(node: Node) -> Node:
     """Report the choices in the error; keep ``true`` and ``1.0`` from passing as the choice 1."""
     members = node["expected"] if node["type"] == "literal" else node["members"]
     choices = [getattr(member, "value", member) for member in members]
-    kinds = {type(choice) for choice in choices}
+    kinds = set[type](map(type, choices))
 
     def check(value: object) -> object:
         if type(value) not in kinds:
@@ -281,9 +290,7 @@ def shown(value: object) -> str:
 
 
 def _json_type(value: object) -> str:
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
-    kinds |= {list: "array", tuple: "array"}
-    return kinds.get(type(value), type(value).__name__)
+    return _JSON_TYPES.get(type(value), type(value).__name__)
 
 
 def _rendered(value: object) -> str:
