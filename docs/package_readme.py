@@ -12,7 +12,7 @@ from typing import Any
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 README = Path(__file__).parents[1] / "README.md"
-READ_ON = "## Where to read on\n"
+READ_ON = "## Documentation\n"
 WHERE = """
 The pages named here are in the source distribution, in `docs/`:
 `pip download --no-deps --no-binary :all: wink-runtime`

@@ -182,7 +182,7 @@ WRONG: dict[type[ScriptedAdapter], set[str]] = {
     ForgetsToWait: {"throttled"},
     OffersEverythingOnce: {"progressive disclosure"},
     ForgetsWhatItCost: {"plain text", "budget exceeded"},
-    SaysItTwice: {"text as it comes"},
+    SaysItTwice: {"streamed text"},
     AlwaysEndsWell: {"cut off at the token limit", "refusal"},
     CannotBeCancelled: {"cancelled while the model is waited for"},
 }
@@ -204,7 +204,7 @@ def test_an_adapter_that_is_wrong_is_named_by_the_cases_that_are_about_it(
 
 def test_an_adapter_that_is_wrong_in_one_thing_passes_the_other_cases():
     assert set(_failing(ForgetsToWait)) == {"throttled"}
-    assert "asked again after 1 s" in _failing(ForgetsToWait)["throttled"]
+    assert "the retry came after 1 s" in _failing(ForgetsToWait)["throttled"]
 
 
 def test_a_case_that_a_format_cannot_express_is_skipped():

@@ -193,7 +193,7 @@ def test_pictures_and_table_of_performance_show_what_was_measured(drawing, resul
 
 def test_the_readme_compares_what_was_measured(drawing, results):
     """After a benchmark, write the new figures into the table of README.md."""
-    table = (ROOT / "README.md").read_text().split("## What it does that others don't")[1]
+    table = (ROOT / "README.md").read_text().split("## Comparison")[1]
     calls, further = drawing.direct_calls(results), drawing.further_calls(results)
     least, *_, most = (name for name in further if not name.startswith("WINK"))
     named = {name: calls[name] for name in calls if f"({name})" in table and name != least}

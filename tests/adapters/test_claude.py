@@ -473,7 +473,7 @@ def test_a_program_that_is_killed_in_a_tool_of_its_own_leaves_nothing_of_that_to
     try:
         if again:
             assert run.play(bash(command), DONE).text == "Done."
-            assert "ended before the tool did" in str(run.server.requests[-1]["messages"])
+            assert "exited before the tool ended" in str(run.server.requests[-1]["messages"])
         else:
             with pytest.raises(ProviderUnavailable):
                 run.play(bash(command), DONE, config=ONCE)

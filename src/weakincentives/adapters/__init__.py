@@ -1,4 +1,4 @@
-"""Clients of models. Each translates one provider's format; none executes a tool."""
+"""Clients for models. Each translates one provider's format; none executes a tool."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The contract of an adapter: one method that puts a request into a provider's format, and back.
+"""The contract of an adapter: one method that translates a request, and its answer.
 
-Adapters translate; they never execute. What happens between two turns is the same for all.
+Adapters never execute tools. What happens between two turns is the same for all of them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ OutT = TypeVar("OutT")
 
 
 class Adapter(ABC):
-    """Asks a model. A subclass gives ``complete``; the rest follows."""
+    """Asks a model. A subclass implements ``complete``."""
 
     name: str = "adapter"
-    """How records and telemetry name it."""
+    """The name in records and telemetry."""
     needs_loop: bool = True
-    """Whether ``complete`` waits for something; one that never does is run without a loop."""
+    """Whether ``complete`` waits for anything; otherwise it runs without an event loop."""
 
     provider_tools: Sequence[Tool[Any, Any]] = ()
-    """Tools that the provider runs itself, each with a handler that waits until it has."""
+    """Tools that the provider runs itself; each handler waits until the provider has."""
 
     def begin_run(self) -> Model:
-        """Return what is asked in one run: this adapter, unless a run has a state of its own."""
+        """Return the model for one run: this adapter, unless a run has its own state."""
         return self
 
-    async def end_run(self) -> None:  # noqa: B027  # most have nothing to end
-        """Told, of what ``begin_run`` returned, that the run is over."""
+    async def end_run(self) -> None:  # noqa: B027  # optional
+        """Release what ``begin_run`` acquired; called at the end of the run."""
 
     @abstractmethod
     async def complete(self, request: ModelRequest) -> ModelTurn:
         """Ask the model for one turn.
 
-        What the provider does wrong is raised as a ProviderError; only that is tried again.
+        Raise a failure of the provider as a ProviderError; only that is retried.
         """
 
     def evaluate(
@@ -61,12 +61,12 @@ class Adapter(ABC):
         """Run the prompt to its end and return the model's answer.
 
         Args:
-            prompt: What to do, and with which tools.
-            session: Where state, records and the conversation are kept.
-            message: The user's words beside the prompt.
-            resume: Go on with the session's last conversation. Calls that it left open are
-                answered first; those on record are not run again.
-            options: Limits, and who is told what; see ``RunOptions``.
+            prompt: The task and its tools.
+            session: Holds state, records and the conversation.
+            message: The user's message, in addition to the prompt.
+            resume: Continue the session's last conversation. Open calls are answered first;
+                recorded calls do not run again.
+            options: Limits and listeners; see ``RunOptions``.
         """
         return Run(self.begin_run(), prompt, session, **options).evaluate(message, resume=resume)
 
@@ -92,9 +92,9 @@ class Adapter(ABC):
         message: str | None = None,
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
-        """Take one turn of the model and return it; its calls are for you to run.
+        """Take one turn of the model and return it; you run its calls.
 
-        Without ``tool_results`` a conversation begins; with them the session's last one goes on.
+        Without ``tool_results`` a conversation begins; with them the last one continues.
         """
         return Run(self.begin_run(), prompt, session, **options).step(tool_results, message)
 

@@ -1,10 +1,9 @@
-"""Claude, through the Claude Agent SDK and the program that it carries.
+"""Claude, through the Claude Agent SDK and the program that it bundles.
 
-The program has a loop of its own. Here it is held on a leash: it asks the model, we take the turn,
-and it waits until the pipeline has answered. Our tools reach it as an MCP server in this process,
-so their answers are those of every other adapter. Its own tools (Write, Bash and so on) are calls
-like any other: the pipeline admits them, the program runs them, and the pipeline keeps or undoes
-what they changed.
+The program has its own loop; here it stops after each turn of the model until the pipeline has
+answered. Our tools reach it as an MCP server in this process, so their answers are the same as
+through every other adapter. Its own tools (Write, Bash and so on) are ordinary calls: the pipeline
+admits them, the program runs them, and the pipeline commits or rolls back their changes.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ _logger = get_logger(__name__)
 _SERVER = "wink"
 _PREFIX = f"mcp__{_SERVER}__"
 _LONG = 24 * 3600
-"""Seconds that a hook or a tool may take: our own limits end it before."""
+"""Seconds that a hook or a tool may take: our own limits are shorter."""
 _MUCH = 500_000
-"""Characters of an answer that the model gets whole: the most that the program allows."""
+"""Characters of an answer that the program does not shorten: its maximum."""
 _MARK = "WINK_CLAUDE_RUN"
-"""The variable by which the program and all that it starts are known."""
+"""The environment variable that identifies the program and its child processes."""
 _DYING = 60.0
-"""Seconds until a process that was killed must be gone; it takes milliseconds."""
+"""Seconds until a killed process must be gone; it takes milliseconds."""
 _READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "WebSearch"})
 """Native tools that change no file."""
 _AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
-"""Native tools that start an agent of the program's own, whose calls nobody would see."""
+"""Native tools that start a sub-agent, whose calls would bypass the pipeline."""
 _STOP_REASONS: dict[str | None, StopReason] = {
     "tool_use": "tool_use",
     "max_tokens": "max_tokens",
@@ -78,7 +77,7 @@ _STOP_REASONS: dict[str | None, StopReason] = {
 
 
 class ClaudeAgentSDKAdapter(Adapter):
-    """Asks Claude through the program of the Claude Agent SDK; one process for each run."""
+    """Asks Claude through the program of the Claude Agent SDK, one process per run."""
 
     name = "claude-agent-sdk"
 
@@ -94,22 +93,22 @@ class ClaudeAgentSDKAdapter(Adapter):
         env: Mapping[str, str] | None = None,
         cli_path: str | Path | None = None,
     ) -> None:
-        """Make an adapter; the key is taken from the environment, as the program does.
+        """Create an adapter; the program takes the key from the environment.
 
         Args:
-            model: As the provider names it; the program's own default where it is not given.
+            model: The provider's name for the model. Default: the program's own.
             native_tools: Tools of the program to offer, such as ``"Read"``, ``"Write"``,
                 ``"Edit"`` and ``"Bash"``. Each is a call through the pipeline, under its name in
-                lower case: policies of the prompt hold, and what a failed one changed in the
-                workspace is undone. Those that write need a HostFilesystem bound. None by default.
-            cwd: Where the program works: by default the workspace that is bound as Filesystem,
+                lower case: policies apply, and a failed call is rolled back. Tools that write
+                need a HostFilesystem. None by default.
+            cwd: The program's working directory. Default: the workspace bound as Filesystem,
                 or an empty directory.
-            permission_mode: Of the program; by default it asks nobody, since the pipeline decides.
-            max_budget_usd: What a run may cost, as the program reckons.
-            home: The program's home and settings: by default an empty directory for each run, so
-                that nothing of the user's own set-up has a say.
-            env: More variables for the program.
-            cli_path: Another program than the one that the SDK carries.
+            permission_mode: The program's; by default it never asks, since the pipeline decides.
+            max_budget_usd: The maximum cost of a run, as the program computes it.
+            home: The program's home and settings. Default: an empty directory for each run, so
+                that the user's own settings do not apply.
+            env: Extra environment variables for the program.
+            cli_path: Another program than the one that the SDK bundles.
         """
         if agents := sorted(_AGENTS.intersection(native_tools)):
             raise ValueError(
@@ -129,7 +128,7 @@ class ClaudeAgentSDKAdapter(Adapter):
         return _Program(self)
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
-        """Ask for one turn with a program that lives no longer than that."""
+        """Ask for one turn, with a program of its own."""
         program = _Program(self)
         try:
             return await program.complete(request)
@@ -138,7 +137,7 @@ class ClaudeAgentSDKAdapter(Adapter):
 
 
 class _Program:
-    """The program, for one run."""
+    """One run of the program."""
 
     name = ClaudeAgentSDKAdapter.name
     needs_loop = True
@@ -151,20 +150,18 @@ class _Program:
         self._loop: asyncio.AbstractEventLoop
         self._directory = ""
         self._root = ""
-        """The workspace: paths are told as seen from there."""
+        """The workspace; paths in calls are relative to it."""
         self._mark = uuid.uuid4().hex
         self._cleanup: list[Callable[[], object]] = []
         self._reader: asyncio.Task[None] | None = None
         self._turns: asyncio.Queue[ModelTurn | PromptEvaluationError] = asyncio.Queue()
         self._calls: dict[str, _Call] = {}
-        """By the program's own id of the tool use."""
+        """By the program's id of the tool use."""
         self._rendered: RenderedPrompt | None = None
         self._tools_changed: Callable[[], Any] | None = None
         self._words: asyncio.Queue[str | None] = asyncio.Queue()
-        """What the Stop hook waits for: why to go on, or None for the end."""
+        """What the Stop hook waits for: the reason to continue, or None to stop."""
         self._on_text: Callable[[str], None] | None = None
-
-    # What a run asks
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         self._on_text = request.on_text
@@ -174,12 +171,12 @@ class _Program:
             await self._go_on(request)
         turn = await self._turns.get()
         if isinstance(turn, PromptEvaluationError):
-            await self.end_run()  # asked again, a new program is told what was said so far
+            await self.end_run()  # a retry starts a new program with the conversation so far
             raise turn
         return turn
 
     async def end_run(self) -> None:
-        """Let the program end, and make sure that it has, with all that it started."""
+        """Stop the program and all processes that it started."""
         client, self._client = self._client, None
         reader, self._reader = self._reader, None
         if client is not None:
@@ -190,20 +187,20 @@ class _Program:
                 reader.cancel()
                 await asyncio.wait([reader])
             if client is not None:
-                with suppress(Exception):  # it was killed: how it complains does not matter
+                with suppress(Exception):  # it was killed
                     await client.disconnect()
         finally:
             while self._cleanup:
                 self._cleanup.pop()()
 
     def _break_off(self) -> None:
-        """Kill the program, then let go of everybody who waits for it."""
-        _kill_marked(self._mark)  # first: what a call did is undone now, and must stay undone
+        """Kill the program, then release everything that waits for it."""
+        _kill_marked(self._mark)  # first: it must not write after the rollback
         for call in self._calls.values():
             call.break_off()
         self._calls.clear()
 
-    # Starting it, and going on
+    # Starting and continuing
 
     async def _start(self, request: ModelRequest) -> None:
         try:
@@ -264,7 +261,7 @@ class _Program:
                 "HOME": home,
                 "CLAUDE_CONFIG_DIR": home,
                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "CLAUDE_CODE_MAX_RETRIES": "0",  # the run asks again, and minds its deadline
+                "CLAUDE_CODE_MAX_RETRIES": "0",  # the run retries: it knows the deadline
                 "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
                 "ENABLE_TOOL_SEARCH": "false",
                 "MCP_TOOL_TIMEOUT": str(_LONG * 1000),
@@ -282,7 +279,7 @@ class _Program:
         return place
 
     def _working_directory(self, request: ModelRequest) -> str:
-        """Return where the program works; tools that write only work where that can be undone."""
+        """Return the working directory; tools that write need one that can be rolled back."""
         prompt = None if request.session is None else request.session.prompt
         files = None if prompt is None else prompt.resources.find(Filesystem)
         root = files.root if isinstance(files, HostFilesystem) else None
@@ -291,16 +288,17 @@ class _Program:
         writing = [name for name in self._adapter.native_tools if name not in _READING]
         if writing and (root is None or place is None or not place.is_relative_to(root)):
             raise PromptEvaluationError(
-                f"What {writing[0]} changes in {place or 'a directory of its own'} could not be "
-                "undone: bind a HostFilesystem over the directory where the program works"
+                f"Changes that {writing[0]} makes in {place or 'a temporary directory'} could not "
+                "be rolled back: bind a HostFilesystem over the program's working directory"
             )
         directory = self._temporary("work") if place is None else str(place)
         self._root = str(root or directory)
         return directory
 
     async def _go_on(self, request: ModelRequest) -> None:
-        """Give the program what it waits for: the answers to its calls, or why to go on."""
-        news = _since_the_model_spoke(request.messages)
+        """Give the program the answers to its calls, or the reason to continue."""
+        since = takewhile(lambda message: message.role != "model", reversed(request.messages))
+        news = list(since)[::-1]
         changed = self._what_changed(request.prompt)
         words: list[str] = []
         for place, message in enumerate(news, 1):
@@ -315,7 +313,7 @@ class _Program:
             self._words.put_nowait("\n\n".join(words))
 
     def _what_changed(self, rendered: RenderedPrompt) -> str:
-        """Note what is offered now; return what the model must be told of it."""
+        """Remember the new prompt; return what to tell the model about it."""
         before, self._rendered = self._rendered, rendered
         assert before is not None
         if before.tools != rendered.tools and self._tools_changed is not None:
@@ -323,9 +321,9 @@ class _Program:
             self._cleanup.append(task.cancel)
         if before.text == rendered.text:
             return ""
-        return f"The instructions read now:\n\n{rendered.text}"
+        return f"The instructions have changed:\n\n{rendered.text}"
 
-    # What the program tells
+    # Messages from the program
 
     async def _read(self, client: ClaudeSDKClient) -> None:
         from claude_agent_sdk import AssistantMessage, ResultMessage, StreamEvent, UserMessage
@@ -346,16 +344,16 @@ class _Program:
                     if failure is None and message.is_error:
                         failure = _failed_result(message)
                     if failure is not None or turn.is_begun:
-                        why = "the provider broke off in the middle of its answer"
+                        why = "the provider ended its answer too early"
                         await self._turns.put(failure or ProviderUnavailable(why))
                     turn, failure = _TurnBuilder(), None
         except Exception as error:
             self._lost(f"the Claude program failed: {error}")
         else:
-            self._lost("the Claude program has ended")
+            self._lost("the Claude program has exited")
 
     def _lost(self, why: str) -> None:
-        """The program is gone, maybe while a tool of its own was under way."""
+        """Handle the end of the program, perhaps while a native tool was running."""
         self._break_off()
         self._turns.put_nowait(ProviderUnavailable(without_secrets(why)))
 
@@ -364,7 +362,7 @@ class _Program:
             self._on_text(text)
 
     def _take(self, turn: _TurnBuilder) -> None:
-        """Hand a turn to the run, with its calls under ids of our own."""
+        """Hand a turn to the run, with our own call ids."""
         calls: list[ToolCall] = []
         for use in turn.uses.values():
             call = self._call(use["id"])
@@ -372,7 +370,7 @@ class _Program:
             if name == use["name"]:
                 name, params = name.lower(), self._with_path(params)
             calls.append(ToolCall(name, params, call.call_id))
-        while not self._words.empty():  # a model that was cut off goes on without being told why
+        while not self._words.empty():  # a truncated model continues without a reason
             self._words.get_nowait()
         self._turns.put_nowait(
             ModelTurn(
@@ -385,14 +383,14 @@ class _Program:
         )
 
     def _with_path(self, params: object) -> object:
-        """Return a native tool's arguments with the path as policies know it: in the workspace."""
+        """Return a native tool's arguments with ``path`` relative to the workspace."""
         if not isinstance(params, dict):
             return params
         given = cast("dict[str, object]", params)
         place = given.get("file_path", given.get("notebook_path"))
         if not isinstance(place, str):
             return given
-        # As the program takes it: relative to where it works, through links, not always tidy.
+        # As the program resolves it: relative to its working directory, through symlinks.
         found = Path(os.path.realpath(os.path.join(self._directory, os.path.expanduser(place))))
         if found.is_relative_to(self._root):
             found = found.relative_to(self._root)
@@ -408,7 +406,7 @@ class _Program:
         return next((call for call in self._calls.values() if call.call_id == call_id), None)
 
     def _saw_results(self, content: object) -> None:
-        """A call that the program answered by itself has ended, too: it was no use of a hook."""
+        """End calls that the program answered by itself, without a hook."""
         from claude_agent_sdk import ToolResultBlock
 
         for block in _blocks(content):
@@ -420,7 +418,7 @@ class _Program:
     # Hooks
 
     async def _before_tool(self, told: Any, tool_use_id: str | None, _: object) -> Any:
-        """Admit a native tool when the pipeline does; ours are asked about in their call."""
+        """Admit a native call when the pipeline does; our own tools are admitted when called."""
         if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
         call = self._call(tool_use_id)
@@ -431,7 +429,7 @@ class _Program:
         return {"hookSpecificOutput": {"hookEventName": "PreToolUse", **decision}}
 
     async def _after_tool(self, told: Any, tool_use_id: str | None, _: object) -> Any:
-        """Wait until what a native tool changed is kept or undone; say what there is to add."""
+        """Wait until a native call is committed or rolled back; add to its answer."""
         if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
         event, call = told["hook_event_name"], self._call(tool_use_id)
@@ -444,7 +442,7 @@ class _Program:
         if not result.success and result.metadata.undone:
             said.append(f"It failed. Rolled back: {', '.join(result.metadata.undone)}.")
         if added := (await call.answer).removeprefix(result.render()).strip():
-            said.append(added)  # feedback, or the new instructions
+            said.append(added)  # feedback, or new instructions
         if not said:
             return {}
         more = {"hookEventName": event, "additionalContext": "\n\n".join(said)}
@@ -454,29 +452,29 @@ class _Program:
         reason = await self._words.get()
         return {} if reason is None else {"decision": "block", "reason": reason}
 
-    # Native tools, as the pipeline sees them
+    # Native tools in the pipeline
 
     def _native_tool(self, name: str) -> Tool[Any, Any]:
         async def wait(params: Any, *, context: ToolContext) -> ToolResult[Any]:
             for earlier in self._calls.values():
-                earlier.answer_with(None)  # the program may wait for it before it runs this one
+                earlier.answer_with(None)  # the program may need it before it runs this one
             call = self._by_our_id(context.call_id)
-            if call is None:  # of a run that broke off, or called by somebody else
-                return ToolResult.error("The Claude program does not wait for this call: ask again")
+            if call is None:  # of an interrupted run, or not called by the program
+                return ToolResult.error("The Claude program does not wait for this call: retry")
             path = str(params.get("path", ""))
             if name not in _READING and os.path.isabs(path):
                 return ToolResult.error(
-                    f"{path} is outside of the workspace, where nothing could be undone"
+                    f"{path} is outside of the workspace, where changes cannot be rolled back"
                 )
             try:
                 return await call.run_by_the_program()
             except asyncio.CancelledError:
-                _kill_marked(self._mark)  # before anything is undone: it must not write after that
+                _kill_marked(self._mark)  # it must not write after the rollback
                 raise
 
         return Tool.from_schema(
             name=name.lower(),
-            description=f"{name}, a tool of the Claude program.",
+            description=f"{name}, a native tool of the Claude program.",
             schema={"type": "object"},
             handler=wait,
             reach="read" if name in _READING else None,
@@ -485,14 +483,14 @@ class _Program:
         )
 
     def _ended(self, record: ToolInvoked) -> None:
-        """The pipeline is done with a call, maybe in another thread."""
+        """Pass on a call's end in the pipeline, perhaps from another thread."""
         self._loop.call_soon_threadsafe(self._settle, record)
 
     def _settle(self, record: ToolInvoked) -> None:
         if (call := self._by_our_id(record.call_id)) is not None:
             call.settle(record.result)
 
-    # Our tools, as the program sees them
+    # Our tools in the program
 
     def _server(self) -> Server:
         from mcp.server import Server
@@ -531,44 +529,44 @@ class _Call:
         loop = asyncio.get_running_loop()
         self.call_id = call_id
         self.answer: asyncio.Future[str] = loop.create_future()
-        """What our tool says; of a native tool, what there is to add stands at its end."""
+        """The answer of our tool; for a native tool, additions are at its end."""
         self.admitted: asyncio.Future[bool] = loop.create_future()
         """Whether a native tool may run."""
         self.ended: asyncio.Future[ToolResult[Any]] = loop.create_future()
         """How a native tool ended in the program."""
         self.result: asyncio.Future[ToolResult[Any] | None] = loop.create_future()
-        """What the pipeline made of it."""
+        """The pipeline's result."""
         self._rendered: str | None = None
 
     def settle(self, result: ToolResult[Any]) -> None:
-        """Take what the pipeline says; what it refused must not run."""
+        """Take the pipeline's result; a refused call must not run."""
         self._rendered = result.render()
         _give(self.admitted, False)
         _give(self.result, result)
 
     def answer_with(self, text: str | None) -> None:
-        """Let the tool say this, or else what the pipeline said, where it has spoken."""
+        """Answer with this text, or with the pipeline's result if there is one."""
         if text is None:
             text = self._rendered
         if text is not None:
             _give(self.answer, text)
 
     def end(self, *, success: bool, said: object) -> None:
-        """Note how the program's own run of a native tool ended; the first word counts."""
+        """Record how a native tool ended in the program; the first report counts."""
         if success:
             _give(self.ended, ToolResult.ok(said))
         else:
             _give(self.ended, ToolResult.error(said if isinstance(said, str) else repr(said)))
 
     def break_off(self) -> None:
-        """Let go of everybody who waits: the program is about to end."""
-        self.end(success=False, said="The Claude program ended before the tool did")
+        """Release everything that waits: the program is gone."""
+        self.end(success=False, said="The Claude program exited before the tool ended")
         _give(self.admitted, False)
         _give(self.answer, "The run is over")
         _give(self.result, None)
 
     async def run_by_the_program(self) -> ToolResult[Any]:
-        """Let the program run a native tool, and return how that ended."""
+        """Let the program run a native tool, and return its result."""
         _give(self.admitted, True)
         return await self.ended
 
@@ -582,19 +580,19 @@ def _give(future: asyncio.Future[Any], value: object) -> None:
 
 
 class _TurnBuilder:
-    """Puts a turn together from the events of its stream."""
+    """Builds a turn from the events of its stream."""
 
     def __init__(self) -> None:
         self.is_begun = False
         self.text = ""
         self.uses: dict[int, dict[str, Any]] = {}
-        """Tool uses by the place of their block; ``json`` has the arguments as far as they came."""
+        """Tool uses by the index of their block; ``json`` has the arguments so far."""
         self.stop_reason: str | None = None
         self.usage = TokenUsage()
         self.model = ""
 
     def add(self, event: Mapping[str, Any], heard: Callable[[str], None]) -> bool:
-        """Take one event; returns whether the turn is whole."""
+        """Add an event; return whether the turn is complete."""
         match event["type"]:
             case "message_start":
                 self.is_begun = True
@@ -616,7 +614,7 @@ class _TurnBuilder:
 
 
 def _arguments(text: str) -> object:
-    """Return the arguments; as text where they are not JSON: the pipeline refuses them."""
+    """Return the arguments; the pipeline refuses a text that is not JSON."""
     try:
         return json.loads(text or "{}")
     except ValueError:
@@ -631,7 +629,7 @@ def _usage(usage: Any, input_tokens: int) -> TokenUsage:
     )
 
 
-# What goes wrong
+# Failures
 
 
 def _failure(kind: str, text: str) -> ProviderError:
@@ -648,14 +646,16 @@ def _failed_result(message: Any) -> PromptEvaluationError:
 
 
 def _by_status(status: int | None, text: str) -> ProviderError:
+    kind = ProviderUnavailable
     if status == 429:
-        return ProviderThrottled(without_secrets(text))
-    is_ours = status is not None and 400 <= status < 500
-    return (ProviderRejected if is_ours else ProviderUnavailable)(without_secrets(text))
+        kind = ProviderThrottled
+    elif status is not None and 400 <= status < 500:
+        kind = ProviderRejected
+    return kind(without_secrets(text))
 
 
 def _text_of(content: object) -> str:
-    """Return the text of blocks, or of a text."""
+    """Return the text of blocks, which are objects or dicts."""
     if isinstance(content, str):
         return content
     return "".join(_block_text(block) for block in _blocks(content))
@@ -671,35 +671,27 @@ def _blocks(content: object) -> list[Any]:
     return cast("list[Any]", content) if isinstance(content, list) else []
 
 
-# Messages
-
-
-def _since_the_model_spoke(messages: Sequence[Message]) -> list[Message]:
-    news = takewhile(lambda message: message.role != "model", reversed(messages))
-    return list(news)[::-1]
-
-
 def _as_prompt(messages: Sequence[Message]) -> str:
-    """Return the words that the program begins with; all of a conversation that goes on."""
+    """Return the first message for the program; a resumed conversation goes into it as text."""
     if len(messages) == 1:
         return messages[0].text
-    lines = ["This conversation goes on. What was said so far:"]
+    lines = ["This conversation continues. So far:"]
     for message in messages:
         who = {"tool": "tool answered", "model": "you", "user": "user"}[message.role]
         wanted = [f"{c.name}({json.dumps(c.params, default=str)})" for c in message.tool_calls]
         called = f" [called {', '.join(wanted)}]" if wanted else ""
         lines.append(f"[{who}] {message.text}{called}")
-    return "\n\n".join([*lines, "Go on from there."])
+    return "\n\n".join([*lines, "Continue from there."])
 
 
 # The process
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill the program and all that it started and left behind; when this returns, none is left."""
+    """Kill the program and every process that it started; when this returns, none is left."""
     until = SYSTEM_CLOCK.monotonic() + _DYING
     pause = threading.Event()
-    # Looked for again: one may have started another just before it was killed.
+    # Repeated: a process may have started another just before it was killed.
     while (found := _marked(mark)) and SYSTEM_CLOCK.monotonic() < until:
         for process in found:
             with suppress(OSError):  # it is gone
@@ -708,7 +700,7 @@ def _kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the processes that have inherited the mark; none, where the system does not tell."""
+    """Return the processes that have inherited the mark; none without /proc."""
     wanted = f"{_MARK}={mark}".encode()
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*/environ"):

@@ -114,7 +114,7 @@ class Provider:
         if isinstance(error, openai.APIResponseValidationError):
             return self._malformed(text)
         if isinstance(error, openai.APIStatusError):
-            more = getattr(error, "litellm_response_headers", None) or {}
+            more: dict[str, Any] = getattr(error, "litellm_response_headers", None) or {}
             headers = {**error.response.headers, **more}
             return self._by_status(error.status_code, headers, error.code, text)
         if isinstance(error, openai.APIError):  # in a stream

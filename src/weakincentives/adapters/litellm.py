@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.openai import RETURNED_FIELDS, ChatAdapter, PerLoop
@@ -46,17 +46,14 @@ class LiteLLMAdapter(ChatAdapter):
         self._litellm = _litellm()
         if api_key is None:
             api_key = _placeholder_key(self._litellm, model, base_url)
-        settings: dict[str, Any] = vars(self._litellm)
+        settings = cast("dict[str, Any]", vars(self._litellm))
+        keys = {name: value for name, value in settings.items() if name.endswith("_key")}
         provider = Provider(
             "LiteLLM",
             model,
             api_key,
             "api_key=... or the provider's environment variable",
-            secrets=[
-                base_url,
-                options or {},
-                {k: settings[k] for k in settings if k.endswith("_key")},
-            ],
+            secrets=[base_url, options or {}, keys],
         )
         super().__init__(model, provider, strict=strict, output=output, options=options)
         # The run retries: it knows the deadline.

@@ -1,7 +1,7 @@
-"""Record a run and replay it: the same turns of the model, and where what they do first differs.
+"""Record a run and replay it: the model's same turns, and the first difference in what they do.
 
-A recording is a file of JSON lines. After each turn of the model stands what came of its calls:
-their answers, and what they changed in the session and in files. A replay compares that.
+A recording is a file of JSON lines: each turn of the model, then the results of its calls and
+their changes to session and files. A replay compares those.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
+from weakincentives.adapters.scripted import stream_text
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall, current_view
 from weakincentives.errors import (
@@ -45,20 +46,21 @@ from weakincentives.slices import EMPTY, Slice
 _logger = get_logger(__name__)
 
 Seen: TypeAlias = dict[str, str]
-"""What there was to see, by what it is about; what has not changed is left out."""
+"""Observations by subject: an answer, a slice, a file; without those that did not change."""
+OnCalls: TypeAlias = Callable[[Mapping[int, str], Seen], None]
 
 
 def record(adapter: Adapter, path: str | Path) -> Adapter:
     """Return an adapter that does the same and writes each turn to a new file, for ``replay``.
 
-    Each line is written whole and at once: what a run that was killed has left can be replayed.
-    One run at a time; several in a row go into one file.
+    Each line is written at once, so the recording of a killed run can be replayed. Several runs
+    may use one file, one after the other.
     """
     return _RecordingAdapter(adapter, _File(Path(path), adapter.name))
 
 
 def replay(path: str | Path, *, strict: bool = False) -> ReplayAdapter:
-    """Return an adapter that plays a recording and compares what comes of it.
+    """Return an adapter that plays a recording and compares the results.
 
     The first difference is logged and is the adapter's ``divergence``. With ``strict`` it ends
     the run with ReplayDiverged, before the next turn.
@@ -68,37 +70,33 @@ def replay(path: str | Path, *, strict: bool = False) -> ReplayAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a replayed run first did something else than the recorded one."""
+    """The first difference between a replayed run and its recording."""
 
     turn: int
     """The turn of the model; the first is 1."""
     call: int
     """The call of that turn, the first is 1; 0 when the request for the turn differs."""
     tool: str
-    """The tool that was called; several that ran together, when their answers do not tell."""
+    """The tool that was called; several for concurrent calls whose answers are the same."""
     recorded: Mapping[str, str]
-    """What differs, by what it is about: an answer, a slice, a file, the prompt, a tool."""
+    """What differs, by subject: an answer, a slice, a file, the prompt, a tool."""
     came: Mapping[str, str]
-    """The same, as it came now."""
+    """The same in the replayed run."""
 
     def __str__(self) -> str:
         where = f"turn {self.turn}"
         if self.call:
             where += f", call {self.call} ({self.tool})"
         pairs = ((name, self.recorded[name], self.came[name]) for name in self.recorded)
-        return f"{where}: " + "; ".join(f"{n} was {old!r}, and is {new!r}" for n, old, new in pairs)
-
-
-# Recording
+        return f"{where}: " + "; ".join(f"{n} was {old!r}, now {new!r}" for n, old, new in pairs)
 
 
 class _RecordingAdapter(Adapter):
-    """Passes on what another adapter answers, or one run of it, and writes it down."""
+    """Passes on the turns of another adapter, or of one run of it, and writes them down."""
 
     def __init__(self, asked: Model, file: _File) -> None:
         self.name = asked.name
-        self.model = getattr(asked, "model", None)
-        """What telemetry names."""
+        self.model = getattr(asked, "model", None)  # for telemetry
         self.needs_loop = asked.needs_loop
         self.provider_tools = asked.provider_tools
         self._asked = asked
@@ -111,43 +109,41 @@ class _RecordingAdapter(Adapter):
         await self._asked.end_run()
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
-        file = self._file
-        file.watch = _watching(file.watch, request, file.on_calls)
-        asked = file.watch.asked(request)
+        asked = self._file.asked(request)
         try:
             turn = await self._asked.complete(request)
         except ProviderError as error:
-            file.write({"asked": asked, "error": _error_to_json(error)})
+            self._file.write({"asked": asked, "error": _error_to_json(error)})
             raise
-        file.write({"asked": asked, "turn": asdict(turn)})
+        self._file.write({"asked": asked, "turn": asdict(turn)})
         return turn
 
 
 class _File:
-    """Where a recording is written to, and the run that it is about."""
+    """The file of a recording, and the run that is being recorded."""
 
     def __init__(self, path: Path, adapter: str) -> None:
         self._path = path
-        self.watch: _Watch | None = None
-        # Never over what is there, which may be another recording; and only the owner may read it.
+        self._watch: _Watch | None = None
         path.touch(mode=0o600, exist_ok=False)
         self.write({"wink_recording": 1, "adapter": adapter})
 
-    def on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
+    def asked(self, request: ModelRequest) -> Seen:
+        self._watch = _watching(self._watch, request, self._on_calls)
+        return self._watch.asked(request)
+
+    def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
         self.write({"calls": [*calls], "seen": seen})
 
     def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, default=dump) + "\n"
-        # Appended in one write: a kill can only cost the end of the last line.
+        # One write: a kill can only tear the last line.
         with self._path.open("ab", buffering=0) as file:
             file.write(data.encode("ascii"))
 
 
-# Replaying
-
-
 class ReplayAdapter(Adapter):
-    """Plays a recording; ``divergence`` is where the run first did something else."""
+    """Plays a recording; ``divergence`` is the first difference."""
 
     name = "replay"
     needs_loop = False
@@ -155,12 +151,11 @@ class ReplayAdapter(Adapter):
     def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._name = path.name
         self._lines = iter(_read(path))
-        self._next: dict[str, Any] | None = None
+        self._next: dict[str, Any] | None = next(self._lines, None)
         self._strict = strict
         self._watch: _Watch | None = None
         self._turn = 0
         self.divergence: Divergence | None = None
-        self._advance()
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         self._watch = _watching(self._watch, request, self._on_calls)
@@ -175,24 +170,22 @@ class ReplayAdapter(Adapter):
             raise ProviderRejected(
                 f"{self._name} ends after turn {self._turn}, and the model was asked for one more"
             )
-        self._advance()
+        self._next = next(self._lines, None)
         if "error" in line:
             raise _error_from_json(line["error"])
         self._turn += 1
         turn = _turn_from_json(line["turn"])
-        if request.on_text is not None:
-            for each in turn.text.splitlines(keepends=True):
-                request.on_text(each)
+        stream_text(request, turn)
         return turn
 
     def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
         line = self._next
         if line is None:
-            return  # the recording ends here: nothing is known of these calls
+            return  # nothing is recorded of these calls
         recorded: Seen = {"calls": "none"}
         if "calls" in line:
             recorded = line["seen"]
-            self._advance()
+            self._next = next(self._lines, None)
         answers = {number: f"answer {number}" for number in calls}
         differ = (n for n, name in answers.items() if recorded.get(name) != seen.get(name))
         number = next(differ, 0)
@@ -200,15 +193,15 @@ class ReplayAdapter(Adapter):
         self._compare(number or min(calls), tool, recorded, seen)
 
     def _skip_calls(self) -> None:
-        """Go on to the next turn; calls that were recorded and did not come are a difference."""
+        """Go to the next turn; a recorded call that was not made is a difference."""
         while self._next is not None and "calls" in self._next:
             calls = self._next["seen"]["calls"]
             self._compare(self._next["calls"][0], calls, {"calls": calls}, {"calls": "none"})
-            self._advance()
+            self._next = next(self._lines, None)
 
     def _compare(self, call: int, tool: str, recorded: Seen, came: Seen) -> None:
         if self.divergence is not None:
-            return  # what follows from the first difference is not of interest
+            return  # later differences mostly follow from the first
         names = [n for n in sorted({*recorded, *came}) if recorded.get(n) != came.get(n)]
         if names:
             pairs = {n: _around(recorded.get(n), came.get(n)) for n in names}
@@ -221,9 +214,6 @@ class ReplayAdapter(Adapter):
             )
             _logger.warning("the run differs from %s: %s", self._name, self.divergence)
 
-    def _advance(self) -> None:
-        self._next = next(self._lines, None)
-
 
 def _around(recorded: str | None, came: str | None) -> tuple[str, str]:
     """Return both texts, cut to where they differ."""
@@ -234,15 +224,11 @@ def _around(recorded: str | None, came: str | None) -> tuple[str, str]:
     return cut[0], cut[1]
 
 
-# What there is to see of a run
+# Observing a run
 
 
-def _watching(
-    watch: _Watch | None,
-    request: ModelRequest,
-    on_calls: Callable[[Mapping[int, str], Seen], None],
-) -> _Watch:
-    """Return what looks at the run of a request: as before, or anew for another run."""
+def _watching(watch: _Watch | None, request: ModelRequest, on_calls: OnCalls) -> _Watch:
+    """Return the watch of a request's run: the same as before, or a new one for another run."""
     if request.session is None:
         raise ValueError("to record or replay, a request needs the session of its run")
     if watch is not None and watch.session is request.session and watch.is_open:
@@ -253,11 +239,9 @@ def _watching(
 
 
 class _Watch:
-    """Looks at one run: what each request says anew, and what each call changes."""
+    """Observes one run: what is new in each request, and what each call changes."""
 
-    def __init__(
-        self, session: Session, on_calls: Callable[[Mapping[int, str], Seen], None]
-    ) -> None:
+    def __init__(self, session: Session, on_calls: OnCalls) -> None:
         self.session = session
         self.is_open = True
         self._on_calls = on_calls
@@ -278,18 +262,16 @@ class _Watch:
         self.is_open = False
         for stop in self._stops:
             stop()
-        self._files = self._before = None  # a snapshot keeps the history of a workspace from ending
+        self._files = self._before = None  # a snapshot keeps the history of a workspace alive
 
     def _ended(self, event: PromptExecuted) -> None:
-        # Others may share the bus, and a tool may run a model of its own.
+        # Other sessions may share the bus, and a tool may run a model of its own.
         is_its_own = self.session[PromptExecuted].latest() is event
         if is_its_own and current_view(self.session).depth == self._depth:
             self.close()
 
-    # A request
-
     def asked(self, request: ModelRequest) -> Seen:
-        """Return what a request says that the one before did not."""
+        """Return what is new in a request."""
         self._conversation = request.messages[-1].conversation
         new = takewhile(lambda message: message.role != "model", reversed(request.messages))
         said = [message.text for message in new if message.role == "user"][::-1]
@@ -307,13 +289,13 @@ class _Watch:
         self._tools = tools
         return seen
 
-    # Calls
-
     def _called(self, record: ToolInvoked) -> None:
-        """Look at what came of a call. Those that ran together are told when all have ended."""
-        numbers = _numbers(self.session, self._conversation)
+        """Report a call; concurrent calls are reported together, when all have ended."""
+        said = (m for m in self.session[Message].newest_first() if self._is_of_the_model(m))
+        turn = next(said, Message(role="model"))
+        numbers = {call.id: n for n, call in enumerate(turn.tool_calls, 1)}
         if record.call_id not in numbers:
-            return  # nested in another call, or of somebody who shares the bus
+            return  # nested in another call, or of another session on the bus
         records = self.session[ToolInvoked]
         ended, self._records = len(records) - self._records, len(records)
         new = [r for r in islice(records.newest_first(), ended) if r.call_id in numbers][::-1]
@@ -324,16 +306,17 @@ class _Watch:
         seen |= {f"answer {numbers[r.call_id]}": _steady_text(r.result.render()) for r in new}
         self._on_calls(calls, {**seen, **self._changes()})
 
-    # State
+    def _is_of_the_model(self, message: Message) -> bool:
+        return message.conversation == self._conversation and message.role == "model"
 
     def _changes(self) -> Seen:
-        """Return what has changed in slices and files since this was last asked."""
+        """Return the changes in slices and files since the last time."""
         before, self._state = self._state, self.session.snapshot().state
         now = self.session.clock.time()
         seen: Seen = {}
         for kind in {**before, **self._state}:
             if kind is CompletedTools:
-                continue  # what policies make of it shows in the answers of later calls
+                continue  # its effect on policies shows in the answers of later calls
             old, new = before.get(kind, EMPTY), self._state.get(kind, EMPTY)
             text = "" if old is new else _changed_values(old.all(), new.all(), now)
             if text:
@@ -346,15 +329,8 @@ class _Watch:
         return seen
 
 
-def _numbers(session: Session, conversation: str) -> dict[str, int]:
-    """Return the place in the model's last turn of each of its calls, by id."""
-    said = (m for m in session[Message].newest_first() if m.conversation == conversation)
-    turn = next((message for message in said if message.role == "model"), None)
-    return {} if turn is None else {call.id: n for n, call in enumerate(turn.tool_calls, 1)}
-
-
 class _Files(Filesystem, Protocol):
-    """A filesystem that can tell what has changed, as those of this library can."""
+    """A filesystem that reports changes, as those of this library do."""
 
     def changed_since(self, token: object) -> tuple[str, ...]: ...
 
@@ -363,7 +339,7 @@ def _files_of(session: Session) -> _Files | None:
     try:
         files = None if session.prompt is None else session.prompt.resources.find(Filesystem)
     except ResourceError:
-        return None  # the tools that need it will say so
+        return None  # the tools that need it will fail
     return cast("_Files", files) if hasattr(files, "changed_since") else None
 
 
@@ -377,11 +353,11 @@ def _content(files: Filesystem, path: str) -> str:
         return "gone"
     except FilesystemError as error:
         return type(error).__name__
-    return f"{len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()[:16]}"
+    return f"{len(data)} bytes, sha256 {_digest(data)}"
 
 
 def _changed_values(old: tuple[object, ...], new: tuple[object, ...], now: float) -> str:
-    """Return how many values there are and those that are new, by place; nothing if none is."""
+    """Return the number of values and the new ones, by position; nothing if none is new."""
     places = [n for n in range(len(new)) if n >= len(old) or not _equal(old[n], new[n])]
     if not places and len(old) == len(new):
         return ""
@@ -392,7 +368,7 @@ def _changed_values(old: tuple[object, ...], new: tuple[object, ...], now: float
 def _equal(old: object, new: object) -> bool:
     try:
         return old is new or bool(old == new)
-    except Exception:  # of somebody else's class
+    except Exception:  # of a user's class
         return False
 
 
@@ -403,10 +379,9 @@ def _value(value: object, now: float) -> str:
         return f"a {type(value).__qualname__}"
 
 
-# What differs every time and means nothing
+# Values that differ in every run: call ids, and the current time
 
 _CALL_ID = re.compile(r"\bcall_[0-9a-f]{12}_\d+\b")
-_DAY = 86_400
 
 
 def _steady_text(text: str) -> str:
@@ -414,7 +389,7 @@ def _steady_text(text: str) -> str:
 
 
 def _steady(data: object, now: float) -> object:
-    """Return frozen data without moments of this run, ids of calls, and names of modules."""
+    """Return frozen data without call ids, times of this run, and module names."""
     if isinstance(data, str):
         return _CALL_ID.sub("call_…", data)
     if isinstance(data, (int, float)):
@@ -435,8 +410,8 @@ def _steady(data: object, now: float) -> object:
 
 
 def _is_now(value: float, now: float) -> bool:
-    """Whether a number is a moment of this run; a clock that starts near zero is a test's own."""
-    return now > 1e9 and abs(value - now) < _DAY
+    """Whether a number is a time within a day of now; a clock that starts near 0 is a fake."""
+    return now > 1e9 and abs(value - now) < 86_400
 
 
 def _json(data: object) -> str:
@@ -444,25 +419,30 @@ def _json(data: object) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the text, or its beginning and digest where it is long."""
+    """Return the text, or the start and the digest of a long one."""
     if len(text) <= 2_000:
         return text
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    digest = _digest(text.encode("utf-8", "surrogatepass"))
     return f"{text[:200]}… ({len(text)} characters, sha256 {digest})"
 
 
-# Lines
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+# The file format
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    whole, _, _ = path.read_bytes().rpartition(b"\n")  # a line that a kill has torn is left out
+    whole, _, _ = path.read_bytes().rpartition(b"\n")  # without a torn last line
     try:
         head, *lines = [json.loads(line) for line in whole.split(b"\n")]
-        if head["wink_recording"] == 1:
-            return lines
+        version = head["wink_recording"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path.name} is not a recording: {error!r}") from error
-    raise ValueError(f"{path.name} is a recording that this version cannot read")
+    if version != 1:
+        raise ValueError(f"{path.name} is a recording that this version cannot read")
+    return lines
 
 
 def _turn_from_json(data: dict[str, Any]) -> ModelTurn:
@@ -471,19 +451,15 @@ def _turn_from_json(data: dict[str, Any]) -> ModelTurn:
     return ModelTurn(**data)
 
 
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        ProviderError, ProviderThrottled, ProviderUnavailable, ProviderRejected, MalformedResponse,
-    )
-}  # fmt: skip
+_ERRORS = (ProviderThrottled, ProviderUnavailable, ProviderRejected, MalformedResponse)
 
 
 def _error_to_json(error: ProviderError) -> dict[str, Any]:
-    kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _ERRORS)
+    kind = next((each for each in _ERRORS if isinstance(error, each)), ProviderError)
     about = {"code": error.code, "retry_after": error.retry_after}
-    return {"kind": kind, "message": str(error), **about}
+    return {"kind": kind.__name__, "message": str(error), **about}
 
 
 def _error_from_json(data: dict[str, Any]) -> ProviderError:
-    return _ERRORS[data.pop("kind")](data.pop("message"), **data)
+    kinds = {kind.__name__: kind for kind in (ProviderError, *_ERRORS)}
+    return kinds[data.pop("kind")](data.pop("message"), **data)

@@ -1,4 +1,4 @@
-"""A model that plays a script: the same turns every time, without a key or a network."""
+"""A model that plays a script: the same turns every time, no key, no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weakincentives.serde import parse
 
 _Played: TypeAlias = ModelTurn | ProviderError | str
 Turn: TypeAlias = _Played | Callable[[ModelRequest], _Played]
-"""A text, a turn with calls, an error to raise, or a function of the request that gives one."""
+"""A text, a turn with calls, an error to raise, or a function of the request that returns one."""
 
 Wanted: TypeAlias = ToolCall | tuple[str, Mapping[str, object]] | str
 
@@ -29,7 +29,7 @@ def says(text: str, **fields: Any) -> ModelTurn:
 
 
 def calls(*wanted: Wanted, text: str = "", **fields: Any) -> ModelTurn:
-    """Return a turn that asks for tool calls.
+    """Return a turn with tool calls.
 
     >>> calls(("read_file", {"path": "a.txt"}), "list_files").stop_reason
     'tool_use'
@@ -45,6 +45,13 @@ def _call(wanted: Wanted) -> ToolCall:
         return ToolCall(wanted)
     name, params = wanted
     return ToolCall(name, dict(params))
+
+
+def stream_text(request: ModelRequest, turn: ModelTurn) -> None:
+    """Pass the text of a turn to the request's listener, line by line."""
+    if request.on_text is not None:
+        for line in turn.text.splitlines(keepends=True):
+            request.on_text(line)
 
 
 class ScriptedAdapter(Adapter):
@@ -64,15 +71,15 @@ class ScriptedAdapter(Adapter):
         self._played = 0
         self._lock = threading.RLock()  # runs in several threads may share a script
         self.last_request: ModelRequest | None = None
-        """What the model was last asked."""
+        """The last request."""
 
     @classmethod
     def from_file(cls, path: str | Path, *, skip: int = 0) -> ScriptedAdapter:
         """Return an adapter that plays a file: a list of turns, in YAML or JSON.
 
-        A turn has ``say`` (a text), ``call`` (a list of ``{tool: parameters}``), or both;
-        ``usage`` with ``input_tokens`` and ``output_tokens`` may stand beside them. ``skip`` turns
-        are left out: those that a run had which is taken up.
+        A turn has ``say`` (a text), ``call`` (a list of ``{tool: parameters}``), or both, and
+        optionally ``usage`` with ``input_tokens`` and ``output_tokens``. ``skip`` leaves out the
+        turns that a resumed run has already taken.
         """
         return cls(_read(Path(path))[skip:])
 
@@ -82,9 +89,7 @@ class ScriptedAdapter(Adapter):
             raise turn
         if isinstance(turn, str):
             turn = says(turn)
-        if request.on_text is not None:
-            for line in turn.text.splitlines(keepends=True):
-                request.on_text(line)
+        stream_text(request, turn)
         return turn
 
     def _next(self, request: ModelRequest) -> _Played:

@@ -1,15 +1,14 @@
-"""What you need to test your own tools and adapters: contexts, files, a clock, and checkers.
+"""For tests of your own tools and adapters: contexts, files, a clock, and checkers.
 
 >>> from weakincentives.testing import make_context_with_files
 >>> context = make_context_with_files({"a.txt": "hello"})
 >>> context.filesystem.read("a.txt")
 'hello'
 
-Call a handler directly with such a context to test its logic. Call the ``Tool`` to test what a
-model would see: validation, rollback and the record in the session are then part of it. Let its
-handler tell a ``History`` what it reads and writes to test that calls which run at the same time
-come out as if they had run one after the other. Run ``adapter_cases`` over an adapter of your own
-to test that it keeps an agent's promises whatever its provider does.
+Call a handler with such a context to test its logic. Call the ``Tool`` to test what a model sees,
+with validation, rollback and the record in the session. Report reads and writes to a ``History`` to
+test that concurrent calls come out as if they had run one after the other. Run ``adapter_cases``
+over your own adapter to test that it keeps an agent's promises.
 """
 
 from typing import TYPE_CHECKING

@@ -1,15 +1,16 @@
 """What every adapter must do: the cases, and the trial that runs an adapter through each.
 
-A case lets the model answer with fixed turns and looks at what came of them: the response, the
-state, and what reached the model. Its docstring says what is promised.
+In a case the model answers with fixed turns; then the response, the state, and the requests that
+reached the provider are checked.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias
 from unittest import SkipTest
 
 from weakincentives.adapters.base import Adapter
@@ -24,6 +25,7 @@ from weakincentives.errors import (
     DeadlineExceededError,
     MalformedResponse,
     OutputParseError,
+    PromptEvaluationError,
     ProviderError,
     ProviderRejected,
     ProviderThrottled,
@@ -54,41 +56,38 @@ from weakincentives.runtime.conversation import (
 )
 from weakincentives.runtime.evaluation import RunConfig
 
-E = TypeVar("E", bound=BaseException)
-
 Played: TypeAlias = ModelTurn | ProviderError
-"""What the provider answers a request with: a turn of the model, or a failure."""
+"""The provider's answer to a request: a turn of the model, or a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One request as the provider got it, read back from its format."""
+    """One request as the provider received it, read back from its format."""
 
     system: str
-    """The text that stands before the messages."""
     messages: Sequence[Message]
-    """Their role, text, calls and call id are compared; ids that are empty are not."""
+    """Compared by role, text, calls and call id; empty ids are not compared."""
     tools: Sequence[str]
-    """The names of the functions that were offered."""
+    """The names of the offered functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An adapter, and what its provider was asked: then that is compared as well."""
+    """An adapter whose requests are compared as well."""
 
     adapter: Adapter
     asked: Callable[[], Sequence[Asked]]
-    """Returns every request so far, those that failed included."""
+    """Returns every request so far, failed ones included."""
 
 
 MakeAdapter: TypeAlias = Callable[[Sequence[Played]], Adapter | Served]
-"""Gives a fresh adapter whose provider answers its requests with these, in order.
+"""Returns a fresh adapter whose provider answers its requests with these, in order.
 
-What a failure stands for: ``ProviderThrottled`` is a refusal that says to wait ``retry_after``
-seconds; ``ProviderUnavailable`` a server error, or with ``code="NETWORK"`` an answer that is cut
-off in the middle, or with ``code="TIMEOUT"`` one that never comes; ``ProviderRejected`` a refusal
-that stays; ``MalformedResponse`` an answer that is not what the interface promises. One that the
-provider's format cannot express is skipped: raise ``unittest.SkipTest`` with the reason.
+``ProviderThrottled`` is a refusal that says to wait ``retry_after`` seconds;
+``ProviderUnavailable`` a server error, with ``code="NETWORK"`` an answer that breaks off, with
+``code="TIMEOUT"`` one that never arrives; ``ProviderRejected`` a permanent refusal;
+``MalformedResponse`` an answer that does not follow the format. To skip a failure that the
+provider's format cannot express, raise ``unittest.SkipTest`` with the reason.
 """
 
 
@@ -98,16 +97,16 @@ class AdapterCase:
 
     name: str
     text: str
-    """What it must do, in a sentence."""
+    """The requirement, in one sentence."""
     body: Callable[[_Trial], None]
 
     def __str__(self) -> str:
         return self.name
 
     def check(self, make_adapter: MakeAdapter, *, streaming: bool = False) -> None:
-        """Raise AssertionError, with the case and what is wrong, unless the adapter does it.
+        """Raise AssertionError, with the case and the reason, unless the adapter passes.
 
-        With ``streaming``, every run has a listener, so that text is asked for as it comes.
+        With ``streaming``, every run has a listener, so that text is streamed.
         """
         try:
             self.body(_Trial(make_adapter, streaming))
@@ -116,11 +115,8 @@ class AdapterCase:
         except AssertionError as error:
             raise AssertionError(f"{self.name}: {error}") from error
         except Exception as error:
-            why = f"it ended with {type(error).__name__}: {error}"
+            why = f"the run ended with {type(error).__name__}: {error}"
             raise AssertionError(f"{self.name}: {why}") from error
-
-
-# What a case works with
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class _Note:
 
 
 class _Trial:
-    """An adapter under test with a session, files and a clock; checks what every run must keep."""
+    """An adapter under test with a session, files and a clock."""
 
     def __init__(self, make_adapter: MakeAdapter, streaming: bool = False) -> None:
         self._make_adapter = make_adapter
@@ -140,23 +136,22 @@ class _Trial:
         self.session = Session(clock=self.clock)
         self.files = MemoryFilesystem({"a.txt": "old"}, clock=self.clock)
         self.response: PromptResponse[Any] | None = None
-        """How the last run ended."""
+        self.error: PromptEvaluationError | None = None
+        """What ended the last run, where it failed."""
         self._turns: Sequence[Played] = ()
-        self._asked: Callable[[], Sequence[Asked]] | None = None
+        self._requests: Callable[[], Sequence[Asked]] | None = None
         self._began = self.clock.time()
         self._before = 0
         """How many messages the session had when the adapter was made."""
 
     def again(self) -> _Trial:
-        """Return another trial of the same adapter, with nothing in it."""
-        other = _Trial(self._make_adapter)
-        other._options = self._options
-        return other
+        """Return a fresh trial of the same adapter."""
+        return _Trial(self._make_adapter, bool(self._options))
 
     def prompt(
         self, *tools: Tool[Any, Any], sections: Sequence[Section[Any]] = (), **options: Any
     ) -> Prompt[Any]:
-        """Return a prompt that offers these tools, over the files of the trial."""
+        """Return a prompt with these tools, over the trial's files."""
         section = MarkdownSection(title="Task", template="Do it.", tools=tools)
         template: PromptTemplate[Any] = PromptTemplate(
             sections=[section, *sections], resources={Filesystem: self.files}, **options
@@ -165,90 +160,93 @@ class _Trial:
 
     def adapter(self, *turns: Played) -> Adapter:
         """Return an adapter whose model answers with these; ``check`` is about the last one."""
-        made = self._make_adapter(turns)
+        made = self._make_adapter(deepcopy(turns))
         self._turns, self._before = turns, len(self.session[Message])
-        self._asked = made.asked if isinstance(made, Served) else None
+        self._requests = made.asked if isinstance(made, Served) else None
         return made.adapter if isinstance(made, Served) else made
 
     def evaluate(self, prompt: Prompt[Any], *turns: Played, **options: Any) -> None:
-        """Run to the end in the caller's thread, and check what every run must keep."""
+        """Run to the end in the caller's thread, and check what every run must guarantee."""
         options = {**self._options, **options}
         self.response = self.adapter(*turns).evaluate(prompt, self.session, **options)
         self.check()
 
     async def aevaluate(self, prompt: Prompt[Any], *turns: Played, **options: Any) -> None:
-        """Run to the end on the caller's event loop, and check what every run must keep."""
+        """Run to the end on the caller's event loop, and check the same."""
         options = {**self._options, **options}
         self.response = await self.adapter(*turns).aevaluate(prompt, self.session, **options)
         self.check()
 
     def step(self, adapter: Adapter, prompt: Prompt[Any], **options: Any) -> Sequence[ToolCall]:
-        """Take one turn of the model; returns its calls."""
+        """Take one turn of the model and return its calls."""
         self.response = adapter.step(prompt, self.session, **self._options, **options)
         return self.response.tool_calls
 
-    def fails(self, kind: type[E], prompt: Prompt[Any], *turns: Played, **options: Any) -> E:
-        """Run, and return the error of this kind that must end the run."""
+    def fails(
+        self,
+        kind: type[PromptEvaluationError],
+        prompt: Prompt[Any],
+        *turns: Played,
+        **options: Any,
+    ) -> None:
+        """Run, and check that the run ends with an error of this kind."""
         try:
             self.evaluate(prompt, *turns, **options)
         except kind as error:
+            self.error = error
             self.check()
-            return error
-        text = getattr(self.response, "text", "")
-        raise AssertionError(f"it must end with {kind.__name__}, and it answered {text!r}")
-
-    # What there is to look at
+        else:
+            text = getattr(self.response, "text", "")
+            _fail(f"the run must end with {kind.__name__}, but it answered {text!r}")
 
     @property
-    def asked(self) -> Sequence[Asked] | None:
-        """What the provider got; None where that is not known."""
-        return None if self._asked is None else self._asked()
-
-    @property
-    def notes(self) -> list[str]:
-        return [note.text for note in self.session[_Note]]
+    def requests(self) -> Sequence[Asked] | None:
+        """What the provider received; None where that is unknown."""
+        return None if self._requests is None else self._requests()
 
     @property
     def said(self) -> list[tuple[str, str]]:
-        """The conversation: who said what."""
+        """Role and text of each message."""
         return [(message.role, message.text) for message in self.session[Message]]
 
     @property
-    def roles(self) -> list[str]:
-        return [message.role for message in self.session[Message]]
-
-    @property
     def answers(self) -> list[str]:
-        """What the tools answered."""
+        """The results of the tools."""
         return [text for role, text in self.said if role == "tool"]
-
-    @property
-    def ran(self) -> list[bool]:
-        """Which of the calls on record were run."""
-        return [record.ran for record in self.session[ToolInvoked]]
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """The files."""
-        return {path: self.files.read(path) for path in sorted(self.files.glob("**/*"))}
 
     @property
     def waited(self) -> float:
         return self.clock.time() - self._began
 
     def expect(self, **expected: object) -> None:
-        """Compare what there is to look at, or fields of the response, by name."""
+        """Compare the state after a run, and fields of the response, by name."""
+        records = self.session[ToolInvoked].all()
+        spent = getattr(self.error, "response", None) or PromptResponse[Any]()
+        state: dict[str, object] = {
+            "notes": [note.text for note in self.session[_Note]],
+            "said": self.said,
+            "roles": [role for role, _ in self.said],
+            "answers": self.answers,
+            "ran": [record.ran for record in records],
+            "different_ids": len({record.call_id for record in records}),
+            "contents": {path: self.files.read(path) for path in sorted(self.files.glob("**/*"))},
+            "waited": self.waited,
+            "recoverable": getattr(self.error, "recoverable", None),
+            "usage_with_error": spent.usage,
+            "response": self.response,
+        }
         for name, value in expected.items():
-            _same(name, getattr(self if hasattr(self, name) else self.response, name), value)
+            seen = state[name] if name in state else getattr(self.response, name)
+            _same(name, seen, value)
 
-    # What every run must keep
+    # What every run must guarantee
 
     def check(self) -> None:
-        """Check that all calls are answered in order, as recorded, and that the provider saw it."""
+        """Check that all calls are answered in order, and that the provider saw it."""
         messages = self.session[Message].all()
         self._check_answers(messages)
-        if self._asked is not None:
-            self._check_asked(self._asked(), messages)
+        if self.requests is not None:
+            self._check_requests(self.requests, messages)
 
     def _check_answers(self, messages: Sequence[Message]) -> None:
         records = {record.call_id: record for record in self.session[ToolInvoked]}
@@ -261,32 +259,32 @@ class _Trial:
                 continue
             call = waiting.pop(0) if waiting else None
             if call is None or call.id != message.call_id:
-                _fail(f"an answer is out of place: {message.text!r}")
+                _fail(f"an answer is out of order: {message.text!r}")
             record = records.get(call.id)
             if record is None or record.tool_name != call.name:
-                _fail(f"the call {call.name!r} was answered and is not on record")
-            if call.name != "open_sections":  # answered by whoever opens them
+                _fail(f"the call {call.name!r} was answered but not recorded")
+            if call.name != "open_sections":  # answered by the run itself
                 _same(f"the answer of {call.name!r}", message.text, record.result.render())
 
-    def _check_asked(self, asked: Sequence[Asked], messages: Sequence[Message]) -> None:
+    def _check_requests(self, requests: Sequence[Asked], messages: Sequence[Message]) -> None:
         starts = [n for n, message in enumerate(messages) if message.is_first]
         answered = [n for n, m in enumerate(messages) if n >= self._before and m.role == "model"]
-        given = [isinstance(turn, ModelTurn) for turn in self._turns[: len(asked)]]
+        given = [isinstance(turn, ModelTurn) for turn in self._turns[: len(requests)]]
         _same("the number of turns that the provider gave", sum(given), len(answered))
-        for number, request in enumerate(asked):
+        for number, request in enumerate(requests):
             turns_before = sum(given[:number])
             end = answered[turns_before] if turns_before < len(answered) else len(messages)
             start = max(n for n in starts if n < end)
             _check_request(number + 1, request, messages[start:end])
         rendered = self.session[PromptRendered].all()
-        if asked and rendered:
-            for request, shown in ((asked[0], rendered[0]), (asked[-1], rendered[-1])):
-                _mentions("the prompt that the provider got", request.system, shown.text)
+        if requests and rendered:
+            for request, shown in ((requests[0], rendered[0]), (requests[-1], rendered[-1])):
+                _mentions("the system prompt in the request", request.system, shown.text)
                 _same("the offered tools", sorted(request.tools), sorted(shown.tool_names))
 
 
 def _check_request(number: int, request: Asked, messages: Sequence[Message]) -> None:
-    what = f"what the provider got with request {number}"
+    what = f"request {number}"
     seen, expected = map(_comparable, (request.messages, messages))
     _same(f"{what} (role, text, calls)", seen, expected)
     for got, message in zip(request.messages, messages, strict=True):
@@ -302,7 +300,7 @@ def _comparable(messages: Sequence[Message]) -> list[tuple[str, str, list[tuple[
 
 
 def _listen(event: RunEvent) -> None:
-    """Hear of everything, so that text is asked for as it comes."""
+    """Listen to everything, so that text is streamed."""
 
 
 def _same(what: str, seen: object, expected: object) -> None:
@@ -317,7 +315,7 @@ def _mentions(what: str, text: str, *words: str) -> None:
 
 
 def _fail(text: str) -> NoReturn:
-    raise AssertionError(text)  # not a statement that Python may leave out
+    raise AssertionError(text)  # unlike the statement, never optimized away
 
 
 # The cases
@@ -328,7 +326,7 @@ _CASES: list[AdapterCase] = []
 def adapter_cases() -> tuple[AdapterCase, ...]:
     """Return what every adapter must do; run ``case.check(make_adapter)`` with each.
 
-    ``make_adapter`` gets what the model shall answer with, turn by turn: see ``MakeAdapter``.
+    ``make_adapter`` gets the model's answers, turn by turn: see ``MakeAdapter``.
     """
     return tuple(_CASES)
 
@@ -359,12 +357,9 @@ _MILK, _EGGS = ("note", {"text": "milk"}), ("note", {"text": "eggs"})
 _SPENT = TokenUsage(input_tokens=40, output_tokens=20)
 
 
-def _cut_off() -> ProviderError:
-    return ProviderUnavailable("cut off", code="NETWORK")
-
-
-def _no_answer() -> ProviderError:
-    return ProviderUnavailable("no answer", code="TIMEOUT")
+_CUT_OFF = ProviderUnavailable("cut off", code="NETWORK")
+_NO_ANSWER = ProviderUnavailable("no answer", code="TIMEOUT")
+_MALFORMED = MalformedResponse("what is this")
 
 
 # The model speaks and calls
@@ -372,7 +367,7 @@ def _no_answer() -> ProviderError:
 
 @_case("plain text")
 def plain_text(trial: _Trial) -> None:
-    """An answer in words is the response, as it stands, with what it cost."""
+    """A text is the response, unchanged, with its usage."""
     text = 'Grüße, "world":\n\n\t1 < 2 & 你好 🙂\nbye'
 
     trial.evaluate(trial.prompt(), says(text, usage=_SPENT), message="Greet.")
@@ -383,7 +378,7 @@ def plain_text(trial: _Trial) -> None:
 
 @_case("one call")
 def one_call(trial: _Trial) -> None:
-    """A call is run once; its answer goes back, and words beside it are kept."""
+    """A call runs once; its answer goes back, with the text next to the call."""
     turns = calls(_MILK, text="Let me see.", usage=_SPENT), says("Done.", usage=_SPENT)
 
     trial.evaluate(trial.prompt(note), *turns)
@@ -395,7 +390,7 @@ def one_call(trial: _Trial) -> None:
 
 @_case("several calls in one turn")
 def several_calls(trial: _Trial) -> None:
-    """Calls of one turn run together, and are answered in their order."""
+    """The calls of one turn run concurrently, and are answered in order."""
     arrived: list[int] = []
     seen: list[int] = []
 
@@ -417,7 +412,7 @@ def several_calls(trial: _Trial) -> None:
 
 
 async def _comes_true(holds: Callable[[], bool]) -> bool:
-    """Give the other calls of the turn, which are on the same loop, every chance to go on."""
+    """Let the other calls of the turn, on the same loop, run until a condition holds."""
     for _ in range(10_000):
         if holds():
             return True
@@ -427,7 +422,7 @@ async def _comes_true(holds: Callable[[], bool]) -> bool:
 
 @_case("odd text in an answer")
 def odd_text(trial: _Trial) -> None:
-    """What a tool answers reaches the model byte for byte."""
+    """A tool's answer reaches the model byte for byte."""
     text = ' "a"\n\n\t\\n <b>&amp;</b> {"x": [1]} ```py\u2028é 你 🙂 '
 
     @tool
@@ -440,18 +435,18 @@ def odd_text(trial: _Trial) -> None:
     trial.expect(answers=[text])
 
 
-# The model is wrong
+# The model makes mistakes
 
 
 @_case("bad arguments")
 def bad_arguments(trial: _Trial) -> None:
-    """The model is told all that is wrong, nothing runs, and its next try counts."""
+    """The model is told every problem, nothing runs, and it may try again."""
     _goes_on_after(trial, ("note", {"txet": "milk"}), "txet", "text")
 
 
 @_case("arguments that are not JSON")
 def arguments_not_json(trial: _Trial) -> None:
-    """Arguments that cannot be read are the model's to mend: the run goes on."""
+    """The model is told, nothing runs, and it may try again."""
     _goes_on_after(trial, ToolCall("note", '{"text": "mil'), "JSON")
 
 
@@ -464,7 +459,7 @@ def _goes_on_after(trial: _Trial, wrong: Any, *told: str) -> None:
 
 @_case("unknown tool")
 def unknown_tool(trial: _Trial) -> None:
-    """A call of a tool that nobody offered is answered, and the run goes on."""
+    """A call of a tool that was not offered is answered, and the run continues."""
     trial.evaluate(trial.prompt(note), calls("no_such_tool"), says("I see."))
 
     trial.expect(text="I see.")
@@ -477,19 +472,19 @@ def denied(trial: _Trial) -> None:
 
     class NoSecrets:
         def check(self, tool_name: str, params: Any, context: ToolContext) -> str | None:
-            return "Secrets stay as they are" if params.path == "secret" else None
+            return "Secrets must not change" if params.path == "secret" else None
 
     wanted = [("write", {"path": path, "content": "x"}) for path in ("secret", "b.txt")]
 
     trial.evaluate(trial.prompt(write, policies=[NoSecrets()]), *map(calls, wanted), says("Done."))
 
-    trial.expect(answers=["Secrets stay as they are", "Wrote b.txt"])
+    trial.expect(answers=["Secrets must not change", "Wrote b.txt"])
     trial.expect(contents={"a.txt": "old", "b.txt": "x"})
 
 
 @_case("a handler fails")
 def handler_fails(trial: _Trial) -> None:
-    """What a failed call did to the session and to files is gone, and the model is told."""
+    """Session and files are rolled back, and the model is told."""
 
     @tool
     def spoil(*, context: ToolContext) -> str:
@@ -507,7 +502,7 @@ def handler_fails(trial: _Trial) -> None:
 
 @_case("the same call ids again")
 def ids_again(trial: _Trial) -> None:
-    """A provider that counts calls from zero in every turn loses none of them."""
+    """No call is lost when a provider numbers calls from zero in every turn."""
 
     def counted(*texts: str) -> ModelTurn:
         return calls(*(ToolCall("note", {"text": text}, "call_0") for text in texts))
@@ -515,15 +510,15 @@ def ids_again(trial: _Trial) -> None:
     trial.evaluate(trial.prompt(note), counted("a"), counted("b", "c"), says("Done."))
 
     trial.expect(notes=["a", "b", "c"], answers=["Noted: a", "Noted: b", "Noted: c"])
-    _same("how many ids there are", len({r.call_id for r in trial.session[ToolInvoked]}), 3)
+    trial.expect(different_ids=3)
 
 
-# How the model stops
+# The model stops
 
 
 @_case("cut off at the token limit")
 def max_tokens(trial: _Trial) -> None:
-    """An answer that is too long ends with what there is of it, and says so."""
+    """A truncated answer ends the run with its text, and says so."""
     trial.evaluate(trial.prompt(), says("Once upon a", stop_reason="max_tokens"))
 
     trial.expect(text="Once upon a", stop_reason="max_tokens")
@@ -531,7 +526,7 @@ def max_tokens(trial: _Trial) -> None:
 
 @_case("refusal")
 def refusal(trial: _Trial) -> None:
-    """A model that does not want to ends the run, and says so."""
+    """A refusal ends the run, and says so."""
     trial.evaluate(trial.prompt(), says("I will not.", stop_reason="refusal"))
 
     trial.expect(text="I will not.", stop_reason="refusal")
@@ -539,7 +534,7 @@ def refusal(trial: _Trial) -> None:
 
 @_case("empty answer")
 def empty_answer(trial: _Trial) -> None:
-    """A model that says nothing is done."""
+    """An empty answer ends the run."""
     trial.evaluate(trial.prompt(note), calls(_MILK), says(""))
 
     trial.expect(text="", stop_reason="end_turn", notes=["milk"])
@@ -559,7 +554,7 @@ _RIGHT, _WRONG = says('{"name": "Ulm", "people": 3}'), says('{"name": "Ulm", "pe
 
 @_case("structured output")
 def structured_output(trial: _Trial) -> None:
-    """The answer comes as the output type, tools before it or not."""
+    """The answer is returned as the output type, also after calls."""
     trial.evaluate(trial.prompt(note, output_type=City), calls(_MILK), _RIGHT)
 
     trial.expect(output=City("Ulm", 3), text=_RIGHT.text)
@@ -567,7 +562,7 @@ def structured_output(trial: _Trial) -> None:
 
 @_case("structured output, a list")
 def structured_list(trial: _Trial) -> None:
-    """A list comes as a list."""
+    """A list is returned as a list."""
     answer = says('{"items": [{"name": "Ulm", "people": 3}, {"name": "Bonn", "people": 4}]}')
 
     trial.evaluate(trial.prompt(output_type=list[City]), answer)
@@ -577,7 +572,7 @@ def structured_list(trial: _Trial) -> None:
 
 @_case("structured output, wrong at first")
 def structured_wrong_first(trial: _Trial) -> None:
-    """An answer that does not fit goes back with what is wrong; the next one counts."""
+    """An answer that does not fit is sent back with the problems; the next one counts."""
     trial.evaluate(trial.prompt(output_type=City), _WRONG, _RIGHT)
 
     trial.expect(output=City("Ulm", 3))
@@ -586,13 +581,13 @@ def structured_wrong_first(trial: _Trial) -> None:
 
 @_case("structured output, never right")
 def structured_never(trial: _Trial) -> None:
-    """The run ends with OutputParseError after the allowed tries; what was done stays."""
+    """The run ends with OutputParseError after the allowed retries; committed calls stay."""
     config = RunConfig(output_retries=1)
     prompt = trial.prompt(note, output_type=City)
 
-    error = trial.fails(OutputParseError, prompt, calls(_MILK), _WRONG, _WRONG, config=config)
+    trial.fails(OutputParseError, prompt, calls(_MILK), _WRONG, _WRONG, config=config)
 
-    _mentions("the error", str(error), "people")
+    _mentions("the error", str(trial.error), "people")
     trial.expect(notes=["milk"], roles=["user", "model", "tool", "model", "user", "model"])
 
 
@@ -601,7 +596,7 @@ def structured_never(trial: _Trial) -> None:
 
 @_case("provider error")
 def provider_error(trial: _Trial) -> None:
-    """A request that failed is made again; the conversation shows nothing of it."""
+    """A failed request is retried; the conversation shows nothing of it."""
     turns = calls(_MILK), ProviderUnavailable("overloaded"), says("Done.")
 
     trial.evaluate(trial.prompt(note), *turns)
@@ -612,46 +607,44 @@ def provider_error(trial: _Trial) -> None:
 
 @_case("throttled")
 def throttled(trial: _Trial) -> None:
-    """The wait that the provider asks for is kept."""
+    """The run waits as long as the provider asks."""
     trial.evaluate(trial.prompt(), ProviderThrottled("slow down", retry_after=42), says("Hello."))
 
     trial.expect(text="Hello.")
     if trial.waited < 42:
-        _fail(f"the provider said to wait 42 s, and it was asked again after {trial.waited:g} s")
+        _fail(f"the provider said to wait 42 s, but the retry came after {trial.waited:g} s")
 
 
 @_case("rejected")
 def rejected(trial: _Trial) -> None:
-    """A request that the provider does not take is not made again."""
+    """A rejected request is not retried."""
     turns = ProviderRejected("no such key"), says("Hello.")
 
-    error = trial.fails(ProviderRejected, trial.prompt(note), *turns)
+    trial.fails(ProviderRejected, trial.prompt(note), *turns)
 
-    _same("whether the error may pass", error.recoverable, False)
-    trial.expect(waited=0.0, said=[("user", "Begin.")])
+    trial.expect(recoverable=False, waited=0.0, said=[("user", "Begin.")])
 
 
 @_case("cut off in the middle")
 def cut_off(trial: _Trial) -> None:
-    """An answer whose end is missing is not taken for an answer: it is asked for again."""
-    trial.evaluate(trial.prompt(note), _cut_off(), calls(_MILK), says("Whole."))
+    """An incomplete answer is not accepted: the request is retried."""
+    trial.evaluate(trial.prompt(note), _CUT_OFF, calls(_MILK), says("Whole."))
 
     trial.expect(text="Whole.", notes=["milk"])
 
 
 @_case("malformed response")
 def malformed(trial: _Trial) -> None:
-    """What is not an answer is not taken for one: it is asked for again."""
-    trial.evaluate(trial.prompt(note), MalformedResponse("what is this"), calls(_MILK), says("Ok."))
+    """A malformed answer is not accepted: the request is retried."""
+    trial.evaluate(trial.prompt(note), _MALFORMED, calls(_MILK), says("Ok."))
 
     trial.expect(text="Ok.", notes=["milk"])
 
 
 @_case("never a whole response")
 def never_whole(trial: _Trial) -> None:
-    """A provider that fails every time ends the run with ProviderError; what was done stays."""
-    failures: list[ProviderError] = [MalformedResponse("what is this") for _ in range(2)]
-    failures += [_cut_off(), _cut_off()]
+    """A provider that always fails ends the run with ProviderError; committed calls stay."""
+    failures = _MALFORMED, _MALFORMED, _CUT_OFF, _CUT_OFF
 
     trial.fails(ProviderError, trial.prompt(note), calls(_MILK), *failures, says("Too late."))
 
@@ -664,7 +657,7 @@ def never_whole(trial: _Trial) -> None:
 def _hanging(begin: Callable[[], object]) -> Tool[Any, Any]:
     @tool
     async def hang(*, context: ToolContext) -> str:
-        """Change things, and never come back."""
+        """Change things, and never return."""
         begin()
         context.session.dispatch(_Note("half done"))
         context.filesystem.write("a.txt", "spoilt")
@@ -676,11 +669,11 @@ def _hanging(begin: Callable[[], object]) -> Tool[Any, Any]:
 
 @_case("deadline in a tool")
 def deadline_in_tool(trial: _Trial) -> None:
-    """A call that is under way at the deadline is rolled back; those before it stay."""
+    """The running call is rolled back at the deadline; committed calls stay."""
 
     @tool
     def pass_time(*, context: ToolContext) -> str:
-        """Let almost all of the time go by."""
+        """Let almost all of the time pass."""
         context.session.dispatch(_Note("almost"))
         trial.clock.advance(99.9)
         return "Almost over"
@@ -697,7 +690,7 @@ def deadline_in_tool(trial: _Trial) -> None:
 @_case("deadline while the model is waited for")
 def deadline_in_turn(trial: _Trial) -> None:
     """A model that does not answer in time ends the run."""
-    turns = _no_answer(), says("Too late.")
+    turns = _NO_ANSWER, says("Too late.")
     deadline = Deadline.after(0.3, clock=trial.clock)
 
     trial.fails(DeadlineExceededError, trial.prompt(), *turns, deadline=deadline)
@@ -707,19 +700,18 @@ def deadline_in_turn(trial: _Trial) -> None:
 
 @_case("budget exceeded")
 def budget_exceeded(trial: _Trial) -> None:
-    """The turn that passes the budget is the last, and its calls are not run."""
+    """The turn that exceeds the budget is the last, and its calls do not run."""
     turns = calls(_MILK, usage=_SPENT), calls(_EGGS, usage=_SPENT), says("Too late.")
     budget = Budget(max_total_tokens=100)
 
-    error = trial.fails(BudgetExceededError, trial.prompt(note), *turns, budget=budget)
+    trial.fails(BudgetExceededError, trial.prompt(note), *turns, budget=budget)
 
-    trial.expect(notes=["milk"])
-    _same("the usage", None if error.response is None else error.response.usage, _SPENT + _SPENT)
+    trial.expect(notes=["milk"], usage_with_error=_SPENT + _SPENT)
 
 
 @_case("too many turns")
 def too_many_turns(trial: _Trial) -> None:
-    """A model that never comes to an end is stopped; what was done stays."""
+    """The run ends at the limit; committed calls stay."""
     turns = calls(_MILK), calls(_EGGS), says("Too late.")
 
     trial.fails(TurnLimitExceeded, trial.prompt(note), *turns, config=RunConfig(max_turns=2))
@@ -729,7 +721,7 @@ def too_many_turns(trial: _Trial) -> None:
 
 @_case("too many calls")
 def too_many_calls(trial: _Trial) -> None:
-    """Calls over the limit are not run; those before stay."""
+    """Calls beyond the limit do not run; committed calls stay."""
     turns = calls(_MILK, _EGGS, ("note", {"text": "ham"})), says("Too late.")
 
     trial.fails(CallLimitExceeded, trial.prompt(note), *turns, config=RunConfig(max_tool_calls=2))
@@ -737,7 +729,7 @@ def too_many_calls(trial: _Trial) -> None:
     trial.expect(notes=["milk", "eggs"], answers=["Noted: milk", "Noted: eggs"])
 
 
-# The prompt changes under way
+# The prompt changes during the run
 
 
 @_case("progressive disclosure")
@@ -756,18 +748,18 @@ def progressive_disclosure(trial: _Trial) -> None:
     trial.evaluate(trial.prompt(write, sections=[more]), *turns)
 
     trial.expect(notes=["milk"])
-    if trial.asked is not None:
-        shown = [("fresh" in each.system, "note" in each.tools) for each in trial.asked]
+    if trial.requests is not None:
+        shown = [("fresh" in each.system, "note" in each.tools) for each in trial.requests]
         expected = [(False, False), (True, True), (True, True)]
-        _same("whether the section is shown, and its tool", shown, expected)
+        _same("whether the section and its tool are sent", shown, expected)
 
 
-# Broken off, and taken up again
+# Cancelled and resumed
 
 
 @_case("cancelled in a tool")
 def cancelled_in_tool(trial: _Trial) -> None:
-    """The call under way is rolled back, the session is whole, and the run can be taken up."""
+    """The running call is rolled back, the session is consistent, and the run can be resumed."""
     started = asyncio.Event()
     prompt = trial.prompt(note, _hanging(started.set))
 
@@ -782,7 +774,7 @@ def cancelled_in_tool(trial: _Trial) -> None:
 
 @_case("cancelled while the model is waited for")
 def cancelled_in_turn(trial: _Trial) -> None:
-    """The run ends at once, the session is whole, and the run can be taken up."""
+    """The run ends at once, the session is consistent, and the run can be resumed."""
     if not trial.adapter().needs_loop:
         raise SkipTest("this adapter never waits")
     asked, prompt = asyncio.Event(), trial.prompt(note)
@@ -791,7 +783,7 @@ def cancelled_in_turn(trial: _Trial) -> None:
         if isinstance(event, TurnStarted):
             asked.set()
 
-    run = trial.aevaluate(prompt, _no_answer(), says("Too late."), on_event=listen)
+    run = trial.aevaluate(prompt, _NO_ANSWER, says("Too late."), on_event=listen)
     asyncio.run(_cancelled(run, asked))
     trial.expect(said=[("user", "Begin.")])
 
@@ -801,7 +793,7 @@ def cancelled_in_turn(trial: _Trial) -> None:
 
 
 async def _cancelled(run: Coroutine[Any, Any, object], when: asyncio.Event) -> None:
-    """Cancel a run at a moment; it must end with CancelledError."""
+    """Cancel a run at an event; it must end with CancelledError."""
     task, moment = asyncio.ensure_future(run), asyncio.ensure_future(when.wait())
     await asyncio.wait([task, moment], return_when=asyncio.FIRST_COMPLETED)
     moment.cancel()
@@ -812,12 +804,12 @@ async def _cancelled(run: Coroutine[Any, Any, object], when: asyncio.Event) -> N
         await task
     except asyncio.CancelledError:
         return
-    _fail("a run that is cancelled must end with CancelledError")
+    _fail("a cancelled run must end with CancelledError")
 
 
-@_case("taken up again")
-def taken_up(trial: _Trial) -> None:
-    """A run that broke off goes on: a call on record is not run again, and is answered."""
+@_case("resumed")
+def resumed(trial: _Trial) -> None:
+    """An interrupted run continues: a recorded call is answered and does not run again."""
     prompt = trial.prompt(note)
     first, _ = trial.step(trial.adapter(calls(_MILK, _EGGS)), prompt)
     execute_tool(first, session=trial.session)
@@ -832,7 +824,7 @@ def taken_up(trial: _Trial) -> None:
 
 @_case("step by step")
 def step_by_step(trial: _Trial) -> None:
-    """Whoever drives the loop gets each turn's calls, and hands back their results."""
+    """A program that drives the loop gets each turn's calls, and passes back their results."""
 
     @tool
     def create(path: str, overwrite: bool = False, *, context: ToolContext) -> str:
@@ -864,9 +856,9 @@ def step_by_step(trial: _Trial) -> None:
     trial.check()
 
 
-@_case("text as it comes")
+@_case("streamed text")
 def streamed(trial: _Trial) -> None:
-    """Pieces of text that a listener gets are, put together, what the model said."""
+    """The pieces of text that a listener gets add up to the model's text."""
     pieces: list[str] = []
 
     def listen(event: RunEvent) -> None:
@@ -877,7 +869,7 @@ def streamed(trial: _Trial) -> None:
 
     turns = calls(_MILK, text="First,\nmilk. "), says("Then 你好 🙂,\n\neggs.")
 
-    trial.evaluate(trial.prompt(note), _cut_off(), *turns, on_event=listen)
+    trial.evaluate(trial.prompt(note), _CUT_OFF, *turns, on_event=listen)
 
     _same("the pieces put together", "".join(pieces), "".join(turn.text for turn in turns))
     trial.expect(text=turns[1].text)
@@ -885,11 +877,11 @@ def streamed(trial: _Trial) -> None:
 
 @_case("sync and async")
 def sync_and_async(trial: _Trial) -> None:
-    """Both ways in do the same."""
+    """Both entry points do the same."""
     other = trial.again()
     turns = calls(_MILK, ("note", {})), calls("nothing"), says("Done.", usage=_SPENT)
 
     trial.evaluate(trial.prompt(note), *turns)
     asyncio.run(other.aevaluate(other.prompt(note), *turns))
 
-    other.expect(response=trial.response, said=trial.said, notes=trial.notes)
+    other.expect(response=trial.response, said=trial.said, notes=["milk"])

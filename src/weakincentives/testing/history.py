@@ -1,4 +1,4 @@
-"""Whether calls that ran at the same time came out as if they had run one after the other."""
+"""Whether concurrent calls came out as if they had run one after the other."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _Path: TypeAlias = tuple[Transaction, ...]
 class Anomaly:
     """Where what calls saw or left differs from running them one after the other.
 
-    Its name is one of ``lost update`` (a call overwrote what another had written and it had not
-    seen), ``dirty read`` (it saw what was not kept, or not yet), ``write skew`` (two calls each
-    changed what the other had read), ``stale read`` (it saw what another had changed already),
-    ``unexplained read`` (it saw what nobody wrote) and ``wrong final state``.
+    Its name is one of ``lost update`` (a call overwrote a change that it had not seen), ``dirty
+    read`` (it saw a value that was rolled back, or not yet committed), ``write skew`` (two calls
+    each changed what the other had read), ``stale read`` (it saw a value that another call had
+    already changed), ``unexplained read`` (it saw a value that no call wrote) and ``wrong final
+    state``.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Anomaly:
     seen: object
     expected: object
     calls: tuple[str, ...] = ()
-    """The ids of the calls that are involved, the one that went wrong first."""
+    """The ids of the calls involved, the one that went wrong first."""
     text: str = ""
     """What happened, in one sentence."""
 
@@ -43,7 +44,7 @@ class Anomaly:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What a call did to a key, and in which attempt."""
+    """A read or a write of a key."""
 
     path: _Path
     key: Hashable
@@ -57,22 +58,27 @@ class _Operation:
 
 
 @dataclass(slots=True)
-class _Taken:
-    """One attempt at a call: its operations, and the calls nested in it where they began."""
+class _Attempt:
+    """One attempt at a call: its operations, and the calls nested in it, in order of beginning."""
 
     transaction: Transaction
     record: ToolInvoked | None
     order: int
-    """The place of its record among all; a call without one comes last."""
-    steps: list[_Operation | _Taken] = field(default_factory=list["_Operation | _Taken"])
+    """The position of its record; a call without one comes last."""
+    steps: list[_Operation | _Attempt] = field(default_factory=list["_Operation | _Attempt"])
 
     @property
     def is_last(self) -> bool:
-        """Whether it counts, and was not taken again because of what others had changed."""
+        """Whether no later attempt replaced it."""
         return self.record is not None and self.record.attempts == self.transaction.runs
 
     @property
-    def is_kept(self) -> bool:
+    def is_interrupted(self) -> bool:
+        failure = None if self.record is None else self.record.result.failure
+        return failure is not None and failure.code == "INTERRUPTED"
+
+    @property
+    def is_committed(self) -> bool:
         return self.transaction.committed
 
     @property
@@ -85,25 +91,25 @@ class _Taken:
         at = "" if place is None else f" at place {place}"
         return f"call {self.id} of '{self.transaction.call.name}'{at}"
 
-    def in_order(self) -> Iterator[_Operation | _Taken]:
-        """Yield the steps; neighbouring calls that are nested in this one in their own order."""
-        for _, steps in groupby(self.steps, lambda step: isinstance(step, _Taken)):
+    def in_order(self) -> Iterator[_Operation | _Attempt]:
+        """Yield the steps; consecutive nested calls in the order of their records."""
+        for _, steps in groupby(self.steps, lambda step: isinstance(step, _Attempt)):
             yield from sorted(steps, key=_order)
 
     def operations(self) -> Iterator[_Operation]:
         for step in self.steps:
-            if isinstance(step, _Taken):
+            if isinstance(step, _Attempt):
                 yield from step.operations()
             else:
                 yield step
 
     def changes(self) -> Iterator[_Operation]:
-        """Yield the writes of this call and of those nested in it that were kept."""
+        """Yield the writes of this call and of the committed calls nested in it."""
         for step in self.in_order():
-            if not isinstance(step, _Taken):
+            if not isinstance(step, _Attempt):
                 if not step.is_read:
                     yield step
-            elif step.is_kept:
+            elif step.is_committed:
                 yield from step.changes()
 
     def reads(self, key: Hashable) -> bool:
@@ -113,15 +119,14 @@ class _Taken:
         return any(each.key == key for each in self.changes())
 
 
-def _order(step: _Operation | _Taken) -> int:
-    return step.order if isinstance(step, _Taken) else 0
+def _order(step: _Operation | _Attempt) -> int:
+    return step.order if isinstance(step, _Attempt) else 0
 
 
 class History:
-    """What calls read and wrote, to check that running them together made no difference.
+    """The reads and writes of calls, to check that running them concurrently made no difference.
 
-    Handlers tell it what they do; it finds out by itself which call they belong to, and which
-    attempt at it. Safe to use from several threads.
+    Handlers report what they do; the history finds the call and the attempt. Thread-safe.
 
     >>> history = History()
     >>> async def bump(params, *, context):
@@ -133,18 +138,18 @@ class History:
         self._operations: list[_Operation] = []
 
     def read(self, key: Hashable, value: T) -> T:
-        """Note that the call under way has read this; returns the value."""
+        """Note that the current call has read this, and return the value."""
         self._operations.append(_Operation(_path(), key, value, is_read=True))
         return value
 
     def wrote(self, key: Hashable, value: object) -> None:
-        """Note that the call under way has set this, whatever was there."""
+        """Note that the current call has set this."""
         self._operations.append(_Operation(_path(), key, value))
 
     def updated(self, key: Hashable, change: Callable[[Any], object]) -> None:
-        """Note that the call under way has changed this without looking: ``change(old) -> new``.
+        """Note that the current call has changed this without reading it: ``change(old) -> new``.
 
-        For what a reducer makes of an event, and for appending.
+        For reducers, and for appending.
         """
         self._operations.append(_Operation(_path(), key, change=change))
 
@@ -158,21 +163,21 @@ class History:
     ) -> Anomaly | None:
         """Return the first difference from running the calls one after the other, or None.
 
-        The calls are taken in the order of their records in the session. What was not kept
-        changes nothing, but what it saw is checked as well.
+        The order is that of their records in the session. A call that was rolled back changes
+        nothing, but its reads are checked as well.
 
         Args:
-            initial: Values before the first call; a key that is not in it begins as None.
-            final: Values afterwards, as far as they are to be compared.
-            logged: Keys of which changes stay when a call fails, as in LOG slices.
+            initial: Values before the first call; a missing key starts as None.
+            final: Values afterwards, where they are to be compared.
+            logged: Keys whose changes survive a rollback, as in LOG slices.
         """
         return _Replay(self._calls(session), logged).run(initial or {}, final or {})
 
-    def _calls(self, session: Session) -> list[_Taken]:
+    def _calls(self, session: Session) -> list[_Attempt]:
         """Return all attempts at outermost calls, in the order of the records."""
         records = {r.call_id: (r, n) for n, r in enumerate(session[ToolInvoked].all())}
-        known: dict[_Path, _Taken] = {}
-        outermost: list[_Taken] = []
+        known: dict[_Path, _Attempt] = {}
+        outermost: list[_Attempt] = []
         for operation in self._operations:
             siblings: list[Any] = outermost
             for depth in range(1, len(operation.path) + 1):
@@ -180,7 +185,7 @@ class History:
                 call = known.get(path)
                 if call is None:
                     record, order = records.get(path[-1].call.id, (None, len(records)))
-                    call = known[path] = _Taken(path[-1], record, order)
+                    call = known[path] = _Attempt(path[-1], record, order)
                     siblings.append(call)
                 siblings = call.steps
             siblings.append(operation)
@@ -191,8 +196,8 @@ def _path() -> _Path:
     transaction = transaction_under_way.get()
     if transaction is None:
         raise RuntimeError(
-            "a history is told from inside a call: in a thread that a handler starts, run it "
-            "with contextvars.copy_context().run"
+            "a history must be used inside a call; in a thread that a handler starts, use "
+            "contextvars.copy_context().run"
         )
     return transaction.lineage
 
@@ -203,13 +208,13 @@ class _Found(Exception):
 
 
 class _Replay:
-    """Runs the kept calls one after the other on plain values, and compares what they saw."""
+    """Runs the calls one after the other on plain values, and compares their reads."""
 
-    def __init__(self, calls: list[_Taken], logged: Container[Hashable]) -> None:
+    def __init__(self, calls: list[_Attempt], logged: Container[Hashable]) -> None:
         self._calls = calls
         self._logged = logged
-        self._versions: dict[Hashable, list[tuple[object, _Taken | None]]] = {}
-        """By key, what the outermost calls left there one after the other, and which."""
+        self._versions: dict[Hashable, list[tuple[object, _Attempt | None]]] = {}
+        """By key, the values after each outermost call, and which call wrote them."""
 
     def run(
         self, initial: Mapping[Hashable, object], final: Mapping[Hashable, object]
@@ -218,8 +223,7 @@ class _Replay:
         self._versions = {key: [(value, None)] for key, value in initial.items()}
         try:
             for call in self._calls:
-                # A call that was interrupted has not come to its place, and answered nothing.
-                if call.is_last and not _is_interrupted(call.record):
+                if call.is_last and not call.is_interrupted:  # an interrupted call has no answer
                     before = dict(values)
                     self._replay(call, values, call)
                     for key, value in values.items():
@@ -227,97 +231,79 @@ class _Replay:
                             self._versions.setdefault(key, [(None, None)]).append((value, call))
             for key, value in final.items():
                 if values.get(key) != value:
-                    raise _Found(self._left(key, value, values.get(key)))
+                    raise _Found(self._wrong_end(key, value, values.get(key)))
         except _Found as found:
             return found.anomaly
         return None
 
-    def _replay(self, call: _Taken, values: dict[Hashable, object], outermost: _Taken) -> None:
+    def _replay(self, call: _Attempt, values: dict[Hashable, object], outermost: _Attempt) -> None:
         before = dict(values)
         for step in call.in_order():
-            if isinstance(step, _Taken):
+            if isinstance(step, _Attempt):
                 if step.is_last:
                     self._replay(step, values, outermost)
             elif not step.is_read:
                 values[step.key] = step.applied_to(values.get(step.key))
             elif values.get(step.key) != step.value:
-                raise _Found(self._misread(outermost, call, step, values.get(step.key)))
-        if not call.is_kept:
+                name, why, other = self._misread(outermost, step)
+                expected = values.get(step.key)
+                text = f"{call.name} read {step.key!r} as {step.value!r}, not {expected!r}: {why}"
+                calls = (call.id,) if other is None else (call.id, other.id)
+                raise _Found(Anomaly(name, step.key, step.value, expected, calls, text))
+        if not call.is_committed:
             logged = {key: value for key, value in values.items() if key in self._logged}
             values.clear()
             values.update({**before, **logged})
 
-    # Which anomaly it is
-
-    def _misread(
-        self, outermost: _Taken, call: _Taken, read: _Operation, expected: object
-    ) -> Anomaly:
-        key, seen = read.key, read.value
-        saw = f"{call.name} read {key!r} as {seen!r}"
-
-        def anomaly(name: str, text: str, *others: _Taken) -> Anomaly:
-            calls = (call.id, *(other.id for other in others))
-            return Anomaly(name, key, seen, expected, calls, text)
-
-        versions = self._versions.get(key, [(None, None)])
-        past = max((n for n, (value, _) in enumerate(versions) if value == seen), default=-1)
+    def _misread(self, reader: _Attempt, read: _Operation) -> tuple[str, str, _Attempt | None]:
+        """Return the name of the anomaly, the reason, and the other call involved."""
+        versions = self._versions.get(read.key, [(None, None)])
+        past = max((n for n, (value, _) in enumerate(versions) if value == read.value), default=-1)
         if past < 0:
-            writer = self._writer(outermost, key, seen)
-            if writer is None:
-                text = f"{saw}, which nobody wrote; one after the other it is {expected!r}"
-                return anomaly("unexplained read", text)
-            why = "had changed it again before its end"
-            if not writer.is_kept:
-                why = "was not kept"
-            elif writer.order > outermost.order:
-                why = "comes after it"
-            text = f"{saw}, as {writer.name} wrote it, which {why}; it should be {expected!r}"
-            return anomaly("dirty read", text, writer)
+            return self._unknown_value(reader, read)
         since = [by for _, by in versions[past + 1 :] if by is not None]
-        if not since:  # its own write, or that of a call nested in it, is missing
-            return anomaly("stale read", f"{saw} after it had itself made it {expected!r}")
-        made = f"{since[-1].name} had made it {expected!r} before"
-        if not outermost.is_kept:
-            return anomaly("stale read", f"{saw}, but {made}", since[-1])
-        if outermost.writes(key):
-            return anomaly("lost update", f"{saw} and wrote it, but {made}", since[-1])
-        for other in since:
-            for change in outermost.changes():
+        if not since:
+            return "stale read", "the call itself had changed it", None
+        changed = f"{since[-1].name} had changed it"
+        if reader.is_committed and reader.writes(read.key):
+            return "lost update", f"{changed}, and the write replaced that", since[-1]
+        for other in since if reader.is_committed else ():
+            for change in reader.changes():
                 if other.reads(change.key):
-                    text = (
-                        f"{saw} and wrote {change.key!r}, while {other.name} read "
-                        f"{change.key!r} and wrote {key!r}; it should be {expected!r}"
-                    )
-                    return anomaly("write skew", text, other)
-        return anomaly("stale read", f"{saw}, but {made}", since[-1])
+                    why = f"it wrote {change.key!r}, while {other.name} read that"
+                    return "write skew", f"{why} and wrote {read.key!r}", other
+        return "stale read", changed, since[-1]
 
-    def _writer(self, reader: _Taken, key: Hashable, value: object) -> _Taken | None:
-        """Return another call, kept or not, that wrote this value."""
+    def _unknown_value(
+        self, reader: _Attempt, read: _Operation
+    ) -> tuple[str, str, _Attempt | None]:
         for call in self._calls:
-            writes = (op for op in call.operations() if op.key == key and not op.is_read)
-            if call is not reader and any(op.change is None and op.value == value for op in writes):
-                return call
-        return None
+            writes = (op for op in call.operations() if op.key == read.key and not op.is_read)
+            if call is not reader and any(
+                op.change is None and op.value == read.value for op in writes
+            ):
+                why = "overwrote it"
+                if not call.is_committed:
+                    why = "was rolled back"
+                elif call.order > reader.order:
+                    why = "comes later"
+                return "dirty read", f"{call.name} wrote that, and {why}", call
+        return "unexplained read", "no call wrote that", None
 
-    def _left(self, key: Hashable, seen: object, expected: object) -> Anomaly:
-        text = f"{key!r} is {seen!r} in the end; one after the other it is {expected!r}"
+    def _wrong_end(self, key: Hashable, seen: object, expected: object) -> Anomaly:
+        text = f"{key!r} is {seen!r} at the end, not {expected!r}"
         for call in self._calls:
-            if call.is_kept and call.writes(key) and self._without(call, key) == seen:
-                text += f", and without {call.name} it would be {seen!r}"
+            if call.is_committed and call.writes(key) and self._without(call, key) == seen:
+                text += f": the write of {call.name} is missing"
                 return Anomaly("lost update", key, seen, expected, (call.id,), text)
         return Anomaly("wrong final state", key, seen, expected, text=text)
 
-    def _without(self, left_out: _Taken, key: Hashable) -> object:
-        """Return what a key would be in the end, had one call not been there."""
+    def _without(self, left_out: _Attempt, key: Hashable) -> object:
+        """Return the final value of a key without one call."""
         value = self._versions[key][0][0]
         for call in self._calls:
-            if call.is_kept and call is not left_out:
+            if call.is_committed and call is not left_out:
                 for change in call.changes():
                     if change.key == key:
                         value = change.applied_to(value)
         return value
-
-
-def _is_interrupted(record: ToolInvoked | None) -> bool:
-    failure = None if record is None else record.result.failure
-    return failure is not None and failure.code == "INTERRUPTED"
