@@ -311,7 +311,7 @@ def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project
     done = wink("diff", f"{run.mark}/6")
 
     assert "+mine" in done.out
-    assert "changed since then outside wink, and shown as they are now: new.txt" in done.err
+    assert "these files have changed since, outside wink: new.txt" in done.err
 
 
 def test_a_call_that_changed_nothing_has_no_diff(wink: Wink, project: Path):

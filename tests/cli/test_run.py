@@ -497,7 +497,7 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
         terminal.send("a\n")
         assert terminal.end() == 0
 
-    assert "write_file wants to run; its changes can be undone." in asked
+    assert "write_file wants to run; it can be undone." in asked
     assert 'path: "a.txt"' in asked
     assert "was not approved by" in terminal.text
     assert 'path: "c.txt"' not in terminal.text  # always

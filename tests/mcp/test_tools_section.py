@@ -162,7 +162,7 @@ def test_a_hostile_server_cannot_hang_us_and_what_is_too_large_is_left_out():
 
     assert reasons.keys() == {"described", "titled", "large"}
     assert "has 20,000,000 characters; the limit is 50,000" in reasons["described"]
-    assert "has 60,000 characters; at most 50,000" in reasons["titled"]
+    assert "has 60,000 characters; the limit is 50,000" in reasons["titled"]
     assert "at most 262,144" in reasons["large"]
     assert "Cannot be checked: checking it takes more than" in branches.message
     assert "Expected pattern" in pattern.message

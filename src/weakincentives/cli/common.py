@@ -92,6 +92,16 @@ def summary_of(arguments: object, limit: int = 60) -> str:
     return shortened(str(main), limit)
 
 
+REACHES = {
+    "read": "changes nothing",
+    "reversible": "can be undone",
+    "compensable": "reaches outside the directory, and compensates for that if it fails",
+    "irreversible": "reaches outside the directory, and cannot be undone",
+    "unstated": "may reach outside the directory, and is undone only as far as possible",
+}
+"""The reaches of tools, in words."""
+
+
 # Workspaces and runs
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -126,7 +126,7 @@ def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = 
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
-        say(f"changed since then outside wink, and shown as they are now: {', '.join(later)}")
+        say(f"these files have changed since, outside wink: {', '.join(later)}")
     return 0
 
 
@@ -235,8 +235,8 @@ def _from(calls: Calls, first: str) -> list[Call]:
 # Undoing
 
 _KILLED = (
-    "a call was killed; its changes are still there, and shown as they are now. "
-    "The next command that opens the directory, such as `wink undo`, rolls it back first"
+    "a call was killed, and its changes are still there; the next command that opens the "
+    "directory, such as `wink undo`, rolls it back first"
 )
 
 
@@ -411,9 +411,7 @@ def _detail_lines(call: Call) -> Iterable[Line]:
     }
     for label, value in fields.items():
         if value:
-            several = (
-                cast("Sequence[object]", value) if isinstance(value, list | tuple) else [value]
-            )
+            several: Any = value if isinstance(value, list | tuple) else [value]
             style = _STYLES[call.outcome] if label == "outcome" else ""
             yield [(f"{label:<13}", "bold"), (harmless(", ".join(map(str, several))), style)]
     if call.arguments not in (None, {}):

@@ -11,19 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weakincentives.cli.common import REACHES
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.text import visible
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import View
-
-_REACHES = {
-    "read": "it changes nothing",
-    "reversible": "its changes can be undone",
-    "compensable": "it reaches outside the directory, and compensates for that when it fails",
-    "irreversible": "it reaches outside the directory, and that cannot be undone",
-    None: "its effects outside the directory cannot be undone",
-}
 
 
 class Approver:
@@ -50,7 +43,7 @@ class Approver:
         return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
 
     def _answer(self, request: ApprovalRequest) -> str:
-        head = f"{request.tool_name} wants to run; {_REACHES[request.reach]}."
+        head = f"{request.tool_name} wants to run; it {REACHES[request.reach or 'unstated']}."
         answers = {"y": "yes", "n": "no", "a": "always"}
         width, height = os.get_terminal_size(sys.stderr.fileno())
         asked = question(head, request.arguments, width=width, height=height)

@@ -11,6 +11,7 @@ import typer
 
 from weakincentives.cli.common import (
     FILE_NAME,
+    REACHES,
     AsJson,
     Misuse,
     Policy,
@@ -235,19 +236,10 @@ def _list(offers: Sequence[Offer]) -> None:
         echo(f"{row[0]:<{name}}  {row[1]:<12}  {harmless(row[2].description)}")
 
 
-_REACHES = {
-    "read": "changes nothing",
-    "reversible": "rolled back if it fails, and can be undone",
-    "compensable": "reaches outside, and has an action that compensates for it",
-    "irreversible": "reaches outside, and cannot be undone",
-    "unstated": "rolled back as far as possible",
-}
-
-
 def _show(offer: Offer) -> None:
     tool, reach = offer.tool, offer.tool.reach or "unstated"
     echo(f"{tool.name}: {harmless(tool.description)}\n")
-    echo(f"Reach: {reach} ({_REACHES[reach]})")
+    echo(f"Reach: {reach} ({REACHES[reach]})")
     echo(f"Policies: {', '.join(policy.name for policy in offer.policies) or 'none'}")
     echo(f"Parameters:\n{_indented(tool.parameters)}")
     for example in tool.definition().get("examples", ()):

@@ -97,13 +97,21 @@ class McpServer:
             ids = served.run_context or ids
             self.session = served.session
             self._resources = None
-            self._surroundings: Callable[[], ToolContext] = served.context
+            self._context: Callable[[], ToolContext] = served.context
+            self._render = lambda: cast("RenderedPrompt", served.context().rendering)
             self._policies: tuple[AttachedPolicy, ...] = ()
         else:
             prompt = _as_prompt(served)
             self.session = Session() if session is None else session
             self._resources = prompt.resources
-            self._surroundings = lambda: self._rendered(prompt)
+            self._context = lambda: ToolContext(
+                session=self.session,
+                prompt=prompt,
+                resources=prompt.resources,
+                config=self._config,
+            )
+            # With examples, which do not all fit into a tool's definition.
+            self._render = lambda: prompt.render(self.session, examples=True)
             self._policies = prompt.policies
         run_id = new_id()
         self._ids = ids.filled(run_id=run_id, loop_id=name, trace_id=run_id)
@@ -154,24 +162,9 @@ class McpServer:
 
     # What is offered
 
-    def _rendered(self, prompt: Prompt[Any]) -> ToolContext:
-        # With examples, which do not all fit into a tool's definition.
-        rendered = prompt.render(self.session, examples=True)
-        offered = self._offered
-        if offered is not None and offered.rendered is rendered:
-            return offered.surroundings
-        return ToolContext(
-            session=self.session,
-            prompt=prompt,
-            rendered_prompt=rendered,
-            resources=prompt.resources,
-            config=self._config,
-        )
-
     def _look(self) -> _Offered:
         """Return the current tools; notify clients if they have changed."""
-        surroundings, before = self._surroundings(), self._offered
-        rendered = cast("RenderedPrompt", surroundings.rendering)
+        rendered, before = self._render(), self._offered
         if before is not None and before.rendered is rendered:
             return before
         extra = () if self._undo is None else self._undo.tools
@@ -182,7 +175,7 @@ class McpServer:
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        now = _Offered(rendered, surroundings, surroundings.having(rendered_prompt=whole), whole)
+        now = _Offered(rendered, self._context().having(rendered_prompt=whole), whole)
         self._offered = now
         guide = () if self._undo is None else (self._undo.guide,)
         self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
@@ -278,7 +271,6 @@ class _Offered:
 
     rendered: RenderedPrompt
     """The same object as long as nothing changes."""
-    surroundings: ToolContext
     context: ToolContext
     """The context of the next call."""
     whole: RenderedPrompt

@@ -154,10 +154,14 @@ class McpToolsSection(Section[None]):
 
         place = as_server(server)
         # Weakly: the connection must not keep an unused section alive.
-        follow = weakref.WeakMethod(self._follow) if follow_changes else lambda: None
-        self._connection = McpConnection(
-            place, start_timeout=start_timeout, on_tools=lambda tools: _publish(follow(), tools)
-        )
+        this = weakref.ref(self)
+
+        def follow(listed: Sequence[types.Tool]) -> None:
+            section = this()
+            if follow_changes and section is not None:
+                section._follow(listed)
+
+        self._connection = McpConnection(place, start_timeout=start_timeout, on_tools=follow)
         weakref.finalize(self, self._connection.close)
         self._lease = _lease_of(self._connection)
         try:
@@ -193,8 +197,11 @@ class McpToolsSection(Section[None]):
     def _follow(self, listed: Sequence[types.Tool]) -> None:
         if self._listed is None or listed == self._listed:
             return
-        # For later renderings; running calls have the tools of their turn.
-        self.tools, self._listed = self._offered(listed), listed
+        try:
+            # For later renderings; running calls have the tools of their turn.
+            self.tools, self._listed = self._offered(listed), listed
+        except ToolDefinitionError:  # the options do not fit the new tools
+            _logger.exception("the changed tools of an MCP server are not offered")
 
     def _check_names(self, listed: Sequence[types.Tool]) -> None:
         """Refuse an option for an unknown tool: it would silently never apply."""
@@ -376,36 +383,20 @@ class McpToolsSection(Section[None]):
         )
 
 
-class _Lease:
-    """A share in a connection, which is closed with the last of them."""
+def _lease_of(connection: McpConnection) -> type[Any]:
+    """Return the type of a share in a connection, which is closed with the last share.
 
-    connection: McpConnection
+    Each section has a type of its own: resources are found by type.
+    """
 
-    def __init__(self) -> None:
-        self.connection.enter()
+    class McpLease:
+        def __init__(self) -> None:
+            connection.enter()
 
-    def close(self) -> None:
-        self.connection.leave()
-
-
-def _lease_of(used: McpConnection) -> type[_Lease]:
-    """Return a type for a section's lease: resources are found by type."""
-
-    class McpLease(_Lease):
-        connection = used
+        def close(self) -> None:
+            connection.leave()
 
     return McpLease
-
-
-def _publish(
-    follow: Callable[[Sequence[types.Tool]], None] | None, listed: Sequence[types.Tool]
-) -> None:
-    """Offer changed tools, unless the options do not fit them."""
-    if follow is not None:
-        try:
-            follow(listed)
-        except ToolDefinitionError:
-            _logger.exception("the changed tools of an MCP server are not offered")
 
 
 # Options
