@@ -801,6 +801,15 @@ def test_a_run_under_way_is_not_taken_up_twice(project: Path, run: Runs):
 # Help
 
 
+@pytest.mark.parametrize("words", [[], ["policy"]])
+def test_without_a_command_the_help_is_shown(run: Runs, words: list[str]):
+    done = run.wink(*words)
+
+    assert (done.code, done.err) == (2, "")
+    assert done.out.startswith("Usage: ")
+    assert "\nCommands:\n" in done.out
+
+
 def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
 

@@ -96,7 +96,8 @@ def load_settings(workspace: Path, *, stored: Sequence[str] = (), **flags: objec
     them that come from a resumed run: the user has not just chosen those.
     """
     workspace = existing_directory(workspace)
-    file = _from_file(workspace / FILE_NAME)
+    path = workspace / FILE_NAME
+    file = _validated(FILE_NAME, _read(path), is_text=False) if os.path.lexists(path) else {}
     variables = _from_environment(os.environ)
     found = file | variables
     given = _code_in(variables)
@@ -156,10 +157,6 @@ def _shown(value: object) -> str:
 
 
 # The sources
-
-
-def _from_file(path: Path) -> dict[str, Any]:
-    return _validated(path.name, _read(path), is_text=False) if os.path.lexists(path) else {}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def examine(workspace: Path) -> Iterator[Finding]:
     for area, check in checks.items():
         try:
             for found in check():
-                yield Finding(area, *found)
+                yield Finding(area, found[0], *found[1:])
         except Exception as error:  # the other checks still run
             yield Finding(area, "warning", f"check failed: {type(error).__name__}: {error}")
 

@@ -47,7 +47,11 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
         # Typer's standalone mode would print boxes and tracebacks.
         sys.exit(make_app()(arguments, standalone_mode=False) or 0)
     except typer.TyperException as error:
-        _fail(error.format_message(), 2)
+        message = error.format_message()
+        if message.startswith("Usage:"):  # called without arguments: this is the help
+            typer.echo(message)
+            sys.exit(2)
+        _fail(message, 2)
     except Misuse as error:
         _fail(str(error), 2)
     except typer.Abort:
@@ -61,10 +65,9 @@ def _run(arguments: Sequence[str] | None) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    if message:  # empty when typer has already shown the help
-        from weakincentives.text import harmless
+    from weakincentives.text import harmless
 
-        sys.stderr.write(f"wink: {harmless(message)}\n")
+    sys.stderr.write(f"wink: {harmless(message)}\n")
     sys.exit(code)
 
 

@@ -393,6 +393,7 @@ def _tool(call: Call) -> str:
 def _detail_lines(call: Call) -> Iterable[Line]:
     details = _details(call)
     took = f", took {details['duration']:.3f} s" if details else ""
+    attempts = details.get("attempts", 1)
     fields = {
         "call": f"{call.name}  ({call.call_id})",
         "run": "" if call.run is None else f"{call.run.id}  {call.run.title}",
@@ -400,20 +401,19 @@ def _detail_lines(call: Call) -> Iterable[Line]:
         "when": f"{_local(call.time):%Y-%m-%d %H:%M:%S}{took}",
         "nested in": "" if call.outer is None else call.outer.name,
         "outcome": call.outcome,
-        "denied by": details.get("denied_by"),
-        "attempts": details.get("attempts") if details.get("attempts") != 1 else None,
-        "notes": details.get("notes"),
-        "conflicts": details.get("conflicts"),
-        "rolled back": details.get("rolled_back"),
-        "not undone": details.get("not_rolled_back"),
-        "degraded": details.get("degraded"),
-        "undoes": call.undoes,
+        "denied by": details.get("denied_by", ""),
+        "attempts": "" if attempts == 1 else str(attempts),
+        "notes": ", ".join(details.get("notes", ())),
+        "conflicts": ", ".join(details.get("conflicts", ())),
+        "rolled back": ", ".join(details.get("rolled_back", ())),
+        "not undone": ", ".join(details.get("not_rolled_back", ())),
+        "degraded": ", ".join(details.get("degraded", ())),
+        "undoes": ", ".join(call.undoes),
     }
     for label, value in fields.items():
         if value:
-            several: Any = value if isinstance(value, list | tuple) else [value]
             style = _STYLES[call.outcome] if label == "outcome" else ""
-            yield [(f"{label:<13}", "bold"), (harmless(", ".join(map(str, several))), style)]
+            yield [(f"{label:<13}", "bold"), (harmless(value), style)]
     if call.arguments not in (None, {}):
         yield from _block("arguments", json.dumps(call.arguments, indent=2, ensure_ascii=False))
     if call.record is not None:

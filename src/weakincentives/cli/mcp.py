@@ -89,11 +89,10 @@ def _mcp(
     # First of all: code that is loaded later may print, and standard output is the protocol's.
     with claimed_wire() as wire:
         configure_logging("INFO" if verbose else "WARNING")
-        names = None if suites is None else map(str.strip, suites.split(","))
-        chosen = None if names is None else list(filter(None, names))
+        chosen = [name.strip() for name in (suites or "").split(",") if name.strip()]
         settings = load_settings(
             workspace,
-            suites=[] if specs and chosen is None else chosen,
+            suites=None if suites is None and not specs else chosen,
             sections=specs or None,
             sandbox=sandbox,
             policy=policy,

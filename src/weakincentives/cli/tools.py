@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -85,9 +85,15 @@ def tools(
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
         if as_json:
             for offer in chosen:
-                echo(json.dumps(_described(offer)))
+                names = [policy.name for policy in offer.policies]
+                more = {"reach": offer.tool.reach, "policies": names}
+                echo(json.dumps({**offer.tool.definition(), **more}))
         elif name is None:
-            _list(chosen)
+            width = max((len(name) for name in offers), default=0)
+            for offer in chosen:
+                tool = offer.tool
+                words = harmless(tool.description)
+                echo(f"{tool.name:<{width}}  {tool.reach or 'unstated':<12}  {words}")
         else:
             _show(chosen[0])
 
@@ -224,18 +230,6 @@ def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | 
 # Output
 
 
-def _described(offer: Offer) -> dict[str, Any]:
-    names = [policy.name for policy in offer.policies]
-    return {**offer.tool.definition(), "reach": offer.tool.reach, "policies": names}
-
-
-def _list(offers: Sequence[Offer]) -> None:
-    rows = [(each.tool.name, each.tool.reach or "unstated", each.tool) for each in offers]
-    name = max((len(row[0]) for row in rows), default=0)
-    for row in rows:
-        echo(f"{row[0]:<{name}}  {row[1]:<12}  {harmless(row[2].description)}")
-
-
 def _show(offer: Offer) -> None:
     tool, reach = offer.tool, offer.tool.reach or "unstated"
     echo(f"{tool.name}: {harmless(tool.description)}\n")
@@ -259,7 +253,7 @@ def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
     for offer in offers:
         for policy in offer.policies:
             governed.setdefault(policy.name, []).append(offer.tool.name)
-            document = cast("str | None", type(policy.policy).__doc__) or ""
+            document = type(policy.policy).__doc__ or ""
             purposes[policy.name] = " ".join(document.strip().split("\n\n")[0].split())
     for name, names in governed.items():
         which = "all tools" if len(names) == len(offers) else ", ".join(names)

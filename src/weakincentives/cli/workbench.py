@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 class Workbench:
     """What an agent works with."""
 
-    settings: Settings
     session: Session
     prompt: Prompt[Any]
     filesystem: HostFilesystem
@@ -136,7 +135,6 @@ def open_workbench(
         except PromptValidationError as error:
             raise Misuse(f"these tools and rules do not fit together: {error}") from error
         workbench = Workbench(
-            settings=settings,
             session=session,
             prompt=prompt,
             filesystem=files,

@@ -300,8 +300,8 @@ class _Link:
         self._process: ServerProcess | None = None
         self._refusal = ""
         self._wake = asyncio.Event()
-        self._was_closed = self._ending = False
-        self._changed = False
+        """Set when the session ends, or when the server's tools have changed."""
+        self._ending = False
         self._scope: CancelScope | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -333,8 +333,7 @@ class _Link:
             self._connection.on_tools(self.tools)
 
     async def end(self, *, kill: bool = False) -> None:
-        self._was_closed = self._ending = True
-        self._wake.set()
+        self._lose()
         if kill and self._process is not None:
             self._process.kill()
         if self._task is None:
@@ -378,11 +377,14 @@ class _Link:
                     self._ready.set_result(None)
                     await self._stay()
             if not self._ready.done():
-                if self._was_closed:
+                if self._ending:
                     raise McpServerError("the connection was closed")
                 raise McpServerError(f"it did not answer within {seconds:g} s", code=TIMEOUT)
         except BaseException as error:
-            self._failed(error)
+            if not self._ready.done():
+                self._ready.set_exception(self._not_started(_first(error)))
+            elif not self._ending:
+                _logger.warning("an MCP server is lost: %s", self._server, exc_info=error)
         finally:
             self._ending = True
 
@@ -430,21 +432,19 @@ class _Link:
         from mcp import types
 
         if isinstance(message, types.ToolListChangedNotification):
-            # Listed elsewhere: while this runs, no answer is received.
-            self._changed = True
-            self._wake.set()
+            self._wake.set()  # listed elsewhere: while this runs, no answer is received
 
     async def _stay(self) -> None:
         """Wait for the end; meanwhile list the tools again when they change."""
         subscription = asyncio.create_task(self._subscribe())
         try:
-            while not self._ending:
+            while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._changed and not self._ending:
-                    self._changed = False
-                    self.tools = await _listed(self.client)
-                    self.publish_tools()
+                if self._ending:
+                    return
+                self.tools = await _listed(self.client)
+                self.publish_tools()
         finally:
             subscription.cancel()
             await asyncio.wait([subscription])
@@ -460,14 +460,7 @@ class _Link:
         with suppress(ListenNotSupportedError, SubscriptionLost, MCPError):
             async with self.client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
-                    self._changed = True
                     self._wake.set()
-
-    def _failed(self, error: BaseException) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(self._not_started(_first(error)))
-        elif not self._ending:
-            _logger.warning("an MCP server is lost: %s", self._server, exc_info=error)
 
     def _not_started(self, error: BaseException) -> McpServerError:
         from mcp import MCPError, types

@@ -218,8 +218,10 @@ class McpServer:
         async with self._turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
+            limit = self._time_limit
+            deadline = None if limit is None else Deadline.after(limit, clock=self.session.clock)
             context = offered.context.having(
-                deadline=self._new_deadline(), heartbeat=beats.heart, run_context=ids
+                deadline=deadline, heartbeat=beats.heart, run_context=ids
             )
             if self._undo is not None:
                 self._undo.before(call, offer, context)
@@ -240,11 +242,6 @@ class McpServer:
         if self._undo is not None:
             self._undo.after(call, result)
         self._look()
-
-    def _new_deadline(self) -> Deadline | None:
-        if self._time_limit is None:
-            return None
-        return Deadline.after(self._time_limit, clock=self.session.clock)
 
     async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
         try:

@@ -230,7 +230,11 @@ class McpToolsSection(Section[None]):
                     )
 
     def _offered(self, listed: Sequence[types.Tool]) -> tuple[Tool[Any, Any], ...]:
-        wanted = {tool.name: tool for tool in listed if self._is_wanted(tool.name)}
+        wanted = {
+            tool.name: tool
+            for tool in listed
+            if _matches(tool.name, self._allow) and not _matches(tool.name, self._deny)
+        }
         names = _offered_names(wanted, prefix=self._prefix, rename=self._rename, known=self._names)
         self._names.update(names)
         tools: list[Tool[Any, Any]] = []
@@ -246,9 +250,6 @@ class McpToolsSection(Section[None]):
                 left_out.append(LeftOutTool(name, str(error)))
         self.left_out = tuple(left_out)
         return (*tools, *self._own_tools)
-
-    def _is_wanted(self, name: str) -> bool:
-        return _matches(name, self._allow) and not _matches(name, self._deny)
 
     def _tool(self, listed: types.Tool, terms: _Terms) -> Tool[Any, Any]:
         _check_texts(listed)
@@ -318,7 +319,7 @@ class McpToolsSection(Section[None]):
             text = f"The server refused the call: {error.message[: self._output_limit]}"
             return _failure(terms, text, known.get(error.code, "EXECUTION_FAILED"))
         except (RuntimeError, ValueError) as error:
-            text = f"The server's answer is invalid: {_in_short(error)}"
+            text = f"The server's answer is invalid: {' '.join(str(error).split())[:300]}"
             return _failure(terms, _unknown(terms, text), "MALFORMED_RESPONSE")
         output = output_of(answer, limit=self._output_limit)
         if answer.is_error:
@@ -462,10 +463,6 @@ def _unknown(terms: _Terms, text: str) -> str:
     if terms.reach in ("read", "reversible"):
         return text
     return f"{text}\nIt is unknown whether the call took effect."
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _failure(terms: _Terms, message: str, code: str) -> ToolResult[Any]:

@@ -20,7 +20,7 @@ from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import Reach, Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.saved import not_undone
@@ -154,8 +154,10 @@ class _Past:
         """The paths that calls have changed on disk."""
         self.undone = self.paths.keys() - not_undone(history)
         """The calls whose changes to files are undone now; `wink undo` can do that, too."""
-        offers = {} if context.rendering is None else context.rendering.offers
-        self.reaches = {name: offer.tool.reach for name, offer in offers.items()}
+        self.reaches: dict[str, Reach | None] = {}
+        if context.rendering is not None:
+            offers = context.rendering.offers
+            self.reaches = {name: offer.tool.reach for name, offer in offers.items()}
         self._records = context.session[ToolInvoked]
 
     def standing(self) -> Iterator[ToolInvoked]:
