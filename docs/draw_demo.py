@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def main() -> None:
-    """Run the demo as on a terminal, and draw what became of each call."""
+    """Run the demo as on a terminal, and draw what happened in each call."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, "-m", "weakincentives.cli", "demo", "--into", f"{folder}/till"],
@@ -30,8 +30,8 @@ def main() -> None:
         )
     (task,) = (line for line in done.stderr.split("\n") if line.startswith("> "))
     lines = done.stdout.split("\n")
-    (first,) = (n for n, line in enumerate(lines) if "What became of each call" in line)
-    (end,) = (n for n, line in enumerate(lines) if "The project stays there" in line)
+    (first,) = (n for n, line in enumerate(lines) if "What happened in each call" in line)
+    (end,) = (n for n, line in enumerate(lines) if "The project is still there" in line)
 
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(Text(f"$ wink demo\n{task}\n...\n", style="bold"))

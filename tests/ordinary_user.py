@@ -117,7 +117,10 @@ def _pythons() -> Iterator[str]:
 
 def _problem(user: OrdinaryUser, home: Path) -> str:
     """Return why the user cannot use the package from that place; empty if they can."""
-    program = "import sys, asteval, pytest, rpds, sybil, weakincentives.cli.main as m; m.app"
+    program = (
+        "import sys, asteval, pytest, rpds, sybil; from weakincentives.cli.entry import make_app"
+    )
+    program += "; make_app()"
     program += f"; open({str(user.clone / 'conftest.py')!r})"
     try:
         done = user.run("-B", "-c", program, home=home)

@@ -21,7 +21,7 @@ import pytest
 import typer.main
 
 import weakincentives
-from weakincentives.cli.main import app, main
+from weakincentives.cli.entry import main, make_app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -334,7 +334,7 @@ def commands() -> Iterator[tuple[str, str]]:
 def test_a_command_that_is_shown_can_be_given(page: str, line: str):
     """Its name, its flags and their values are what the command line takes; nothing is run."""
     words = shlex.split(re.split(r" [|>&]|;", line)[0], comments=True)[1:]
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(make_app())
     if {flag for option in command.params for flag in option.opts} & set(words):
         return  # it acts while it is read: --install-completion would write to the user's files
     context = command.make_context("wink", words)
@@ -347,7 +347,7 @@ def test_a_command_that_is_shown_can_be_given(page: str, line: str):
 
 def helps() -> Iterator[tuple[str, str]]:
     """Every command with its help."""
-    waiting: list[tuple[str, Any]] = [("wink", typer.main.get_command(app))]
+    waiting: list[tuple[str, Any]] = [("wink", typer.main.get_command(make_app()))]
     while waiting:
         name, command = waiting.pop()
         with command.make_context(name, [], resilient_parsing=True) as context:

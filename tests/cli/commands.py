@@ -12,7 +12,7 @@ import pytest
 from weakincentives.adapters import ScriptedAdapter
 from weakincentives.adapters.scripted import Turn
 from weakincentives.cli.config import load_settings
-from weakincentives.cli.main import main
+from weakincentives.cli.entry import main
 from weakincentives.cli.trust import trust_of
 from weakincentives.cli.workbench import open_workbench
 from weakincentives.runtime import SavedSession, Session

@@ -29,7 +29,7 @@ def program(tmp_path: Path) -> Path:
     path = tmp_path / "bin" / "wink"
     path.parent.mkdir()
     # Named as it is installed: the shell's script asks it by this name.
-    code = "import sys; from weakincentives.cli.main import main; sys.argv[0] = 'wink'; main()"
+    code = "import sys; from weakincentives.cli.entry import main; sys.argv[0] = 'wink'; main()"
     # Not named in the first line: that takes no path with a space.
     path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
     path.chmod(0o755)

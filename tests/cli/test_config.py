@@ -9,7 +9,7 @@ import pytest
 from commands import Wink
 
 from weakincentives.cli.common import Misuse
-from weakincentives.cli.config import KEYS, PolicySettings, Settings, load_settings
+from weakincentives.cli.config import KEYS, PolicySettings, Settings, Values, load_settings
 from weakincentives.cli.workbench import Workbench, open_workbench
 from weakincentives.runtime import ToolCall, execute_tool
 
@@ -49,13 +49,18 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
+def values(settings: Settings) -> Values:
+    """Return the settings without where they come from."""
+    return Values(**{name: getattr(settings, name) for name in Values.model_fields})
+
+
 # Where settings come from
 
 
 def test_without_a_file_the_defaults_hold(project: Path):
     settings = load_settings(project)
 
-    assert settings == Settings(workspace=project.resolve())
+    assert values(settings) == Values()
     assert settings.suites == ("files", "shell", "planning", "digest")
     assert settings.policy == PolicySettings(read_before_write=True)
 
@@ -63,8 +68,7 @@ def test_without_a_file_the_defaults_hold(project: Path):
 def test_every_key_can_stand_in_the_file(project: Path):
     (project / "wink.toml").write_text(WHOLE)
 
-    assert load_settings(project) == Settings(
-        workspace=project.resolve(),
+    assert values(load_settings(project)) == Values(
         model="openai:gpt-5-mini",
         suites=("files", "planning"),
         sandbox="namespaces",
@@ -115,7 +119,7 @@ def test_every_key_can_stand_in_the_environment(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
-    assert load_settings(project) == from_file
+    assert values(load_settings(project)) == values(from_file)
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(
@@ -153,24 +157,22 @@ def test_rules_given_as_flags_add_to_those_that_hold(project: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("modle = 'x'", "wink.toml: there is no key modle; did you mean model?"),
-        ("zzz = 1", "wink.toml: there is no key zzz; there are ask, max_tokens"),
+        ("modle = 'x'", "wink.toml: unknown key modle; did you mean model?"),
+        ("zzz = 1", "wink.toml: unknown key zzz; the keys are ask, max_tokens"),
         (
             "[policy]\nprotekt = []",
-            "wink.toml: there is no key policy.protekt; did you mean policy.protect?",
+            "wink.toml: unknown key policy.protekt; did you mean policy.protect?",
         ),
-        ("policy = 3", "wink.toml: policy is a table, such as [policy]; got 3"),
-        (
-            "max_turns = 'ten'",
-            "wink.toml: max_turns: expected a whole number of at least 1, got 'ten'",
-        ),
-        ("max_turns = true", "wink.toml: max_turns: expected a whole number"),
-        ("time_limit = -1", "wink.toml: time_limit: expected a positive number of seconds, got -1"),
-        ("suites = 'files'", "wink.toml: suites: expected a list of files, shell"),
-        ("suites = ['fiels']", "(did you mean files?), got ['fiels']"),
-        ("sandbox = 'docker'", "wink.toml: sandbox: expected one of auto, podman"),
-        ("[policy]\nrate = { x = '5/hour' }", "policy.rate: expected a text such as '5/minute'"),
-        ("[policy]\nquota = { x = -1 }", "policy.quota: expected a whole number for each tool"),
+        ("policy = 3", "wink.toml: policy: Input should be an object, got 3"),
+        ("max_turns = 'ten'", "max_turns: Input should be a valid integer, got 'ten'"),
+        ("max_turns = true", "max_turns: Input should be a valid integer, got True"),
+        ("max_turns = '7'", "max_turns: Input should be a valid integer, got '7'"),
+        ("time_limit = -1", "wink.toml: time_limit: Input should be greater than 0, got -1"),
+        ("suites = 'files'", "wink.toml: suites: Input should be a valid array, got 'files'"),
+        ("suites = ['fiels']", "suites.0: Input should be 'files', 'shell'"),
+        ("sandbox = 'docker'", "wink.toml: sandbox: Input should be 'auto', 'podman'"),
+        ("[policy]\nrate = { x = '5/hour' }", "policy.rate.x: String should match pattern"),
+        ("[policy]\nquota = { x = -1 }", "policy.quota.x: Input should be greater than or equal"),
         ("model = ", "wink.toml is not TOML: Invalid value (at line 1, column 9)"),
         ("a = 1\nmodel", "(at line 2, column 6)"),
     ],
@@ -188,7 +190,7 @@ def test_what_is_wrong_in_the_file_is_named(project: Path, text: str, said: str)
 def test_a_file_that_is_no_text_is_refused(project: Path):
     (project / "wink.toml").write_bytes(b"model = '\xff'")
 
-    with pytest.raises(Misuse, match="not UTF-8 text: byte 9 is wrong"):
+    with pytest.raises(Misuse, match=r"wink\.toml is not TOML: .*invalid start byte"):
         load_settings(project)
 
 
@@ -204,7 +206,7 @@ def test_a_file_that_cannot_be_read_is_named(project: Path):
     (project / "wink.toml").write_text("")
     (project / "wink.toml").chmod(0)
 
-    with pytest.raises(Misuse, match="cannot be read: Permission denied"):
+    with pytest.raises(Misuse, match=r"cannot read .*: Permission denied"):
         load_settings(project)
 
 
@@ -215,20 +217,20 @@ def test_a_variable_that_is_nearly_one_of_ours_is_a_slip(
     load_settings(project)
     monkeypatch.setenv("WINK_MODELL", "x")
 
-    with pytest.raises(Misuse, match="no variable WINK_MODELL; did you mean WINK_MODEL"):
+    with pytest.raises(Misuse, match="unknown variable WINK_MODELL; did you mean WINK_MODEL"):
         load_settings(project)
 
 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("protect", "--policy: 'protect' is none of NAME=VALUE"),
-        ("protekt=x", "--policy: there is no key policy.protekt; did you mean policy.protect?"),
+        ("protect", "--policy: expected NAME=VALUE"),
+        ("protekt=x", "--policy: unknown key policy.protekt; did you mean policy.protect?"),
         ("quota=x", "--policy: policy.quota: expected TOOL:VALUE"),
-        ("quota=x:many", "--policy: policy.quota: expected a whole number for each tool"),
-        ("nosuch.toml", "--policy: there is no file nosuch.toml"),
-        ("protect=", "--policy: policy.protect: expected a list of globs, got ''"),
-        ("deny=,", "--policy: policy.deny: expected a list of names, got ','"),
+        ("quota=x:many", "--policy: policy.quota.x: Input should be a valid integer"),
+        ("nosuch.toml", "cannot read nosuch.toml: No such file"),
+        ("protect=", "--policy: policy.protect is empty"),
+        ("deny=,", "--policy: policy.deny is empty"),
         ("after=write_file:", "--policy: policy.after: expected TOOL:VALUE"),
     ],
 )
@@ -242,15 +244,21 @@ def test_a_rule_that_makes_no_sense_is_named(project: Path, spec: str, said: str
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("deny=shell_exec", "policy.deny: there is no tool 'shell_exec'; did you mean shell_exec"),
-        ("quota=delete_*:1", "policy.quota: there is no tool 'delete_*'"),
-        ("after=write_file:reed_file", "there is no tool 'reed_file'; did you mean read_file?"),
+        (
+            "deny=shell_exec",
+            "policy.deny: unknown tool 'shell_exec': the rule would never apply; did you",
+        ),
+        ("quota=delete_*:1", "policy.quota: unknown tool 'delete_*'"),
+        (
+            "after=write_file:reed_file",
+            "unknown tool 'reed_file': the rule would never apply; did you mean read_file?",
+        ),
         ("protect=../x", "policy.protect: A pattern cannot contain '..'"),
-        ("nosuch_module:x", "policy.use: nosuch_module cannot be loaded: ModuleNotFoundError"),
+        ("nosuch_module:x", "policy.use: cannot load nosuch_module: ModuleNotFoundError"),
         ("os.path:jion", "policy.use: os.path has no jion; did you mean join?"),
-        ("os.path:sep", "policy.use: os.path:sep is a str; it must be a policy"),
+        ("os.path:sep", "policy.use: os.path:sep is a str; expected a policy"),
         ("rules.py:x", "policy.use: there is no file"),
-        ("program.py:x", "policy.use: program.py cannot be loaded: SystemExit: 3"),
+        ("program.py:x", "policy.use: cannot load program.py: SystemExit: 3"),
     ],
 )
 def test_a_rule_that_would_hold_for_nothing_is_refused(project: Path, spec: str, said: str):
@@ -334,7 +342,7 @@ def test_what_needs_approval_is_denied_where_nobody_can_be_asked(project: Path):
     with open_workbench(settings) as workbench:
         said = _call(workbench, "write_file", path="a", content="")
 
-    assert said == "Call to 'write_file' was not approved: nobody is here to be asked"
+    assert said == "Call to 'write_file' was not approved: there is no one to ask"
     assert not (project / "a").exists()
 
 
@@ -349,25 +357,28 @@ def _call(workbench: Workbench, name: str, **arguments: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["run", "x", "-w", "nosuch"], "there is no directory nosuch; make it, or name another"),
-        (["run", "x", "-w", "file.txt"], "file.txt is a file; --workspace takes the directory"),
-        (["run", "x"], "which model? Give --model, set WINK_MODEL, or put model = ... into"),
-        (["run", "x", "-m", "gpt"], "there is no model 'gpt'; there are openai:NAME"),
-        (["run", "x", "-m", "openia:x"], "no model 'openia:x'; did you mean openai:NAME?"),
-        (["run", "x", "-m", "openai"], "the model 'openai' lacks a part; write openai:NAME"),
+        (["run", "x", "-w", "nosuch"], "cannot open the directory nosuch: No such file"),
+        (["run", "x", "-w", "file.txt"], "cannot open the directory file.txt: Not a directory"),
+        (["run", "x"], "no model: give --model, set WINK_MODEL, or put model = ... into"),
+        (["run", "x", "-m", "gpt"], "unknown model 'gpt'; use one of openai:NAME"),
+        (["run", "x", "-m", "openia:x"], "unknown model 'openia:x'; did you mean openai?"),
+        (["run", "x", "-m", "openai"], "incomplete model name 'openai'; write openai:NAME"),
         (["run", "x", "-m", "openai:x"], "There is no key for OpenAI: set OPENAI_API_KEY"),
-        (["run", "x", "-m", "scripted:nosuch.json"], "there is no script"),
-        (["run", "x", "-m", "scripted:file.txt"], "file.txt is wrong: file.txt: "),
-        (["run", "x", "-m", "scripted:."], "cannot be read: Is a directory"),
+        (["run", "x", "-m", "scripted:nosuch.json"], "cannot read the script"),
+        (["run", "x", "-m", "scripted:file.txt"], "file.txt is invalid: file.txt: "),
+        (["run", "x", "-m", "scripted:."], "cannot read the script"),
         (["run", "x", "--nosuch"], "No such option: --nosuch"),
         (["run"], "Missing argument"),
-        (["run", " "], "what is to be done? The task is empty"),
-        (["run", "x", "--max-turns", "0"], "--max-turns: expected a whole number of at least 1"),
+        (["run", " "], "the task is empty"),
+        (
+            ["run", "x", "--max-turns", "0"],
+            "--max-turns: Input should be greater than or equal to 1",
+        ),
         (["run", "x", "--max-turns", "ten"], "'--max-turns': Input should be a valid integer"),
-        (["run", "x", "--sandbox", "docker"], "--sandbox: expected one of auto, podman"),
-        (["resume"], "there is no run in"),
-        (["resume", "20261116"], "there is no run '20261116' in"),
-        (["resume", "go on"], "there is no run in"),
+        (["run", "x", "--sandbox", "docker"], "--sandbox: Input should be 'auto', 'podman'"),
+        (["resume"], "there is no run to resume in"),
+        (["resume", "20261116"], "no run '20261116' in"),
+        (["resume", "go on"], "there is no run to resume in"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

@@ -228,9 +228,9 @@ def test_rules_of_the_workspace_hold(workspace: Path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no.such.module:thing"], "cannot be loaded"),
-        pytest.param(["-w", "nowhere"], "there is no directory", marks=pytest.mark.heavy),
-        pytest.param(["--suites", "flies"], "did you mean files?", marks=pytest.mark.heavy),
+        (["no.such.module:thing"], "cannot load no.such.module"),
+        pytest.param(["-w", "nowhere"], "cannot open the directory", marks=pytest.mark.heavy),
+        pytest.param(["--suites", "flies"], "Input should be 'files'", marks=pytest.mark.heavy),
     ],
 )
 def test_wrong_use_is_one_clear_line(workspace: Path, arguments: list[str], said: str):
@@ -264,8 +264,8 @@ def test_a_workspace_or_port_that_is_taken_is_told_in_one_line(workspace: Path, 
         where(running)
         assert run("-w", str(workspace)) == (
             2,
-            f"wink: {workspace} is in use by process {running.pid}: one agent at a time works on a "
-            "directory. Wait until that has ended, or end it\n",
+            f"wink: {workspace} is in use by process {running.pid}. Only one agent at a time can "
+            "work on a directory: wait for it, or stop it\n",
         )
         other = tmp_path / "other"
         other.mkdir()
@@ -273,7 +273,7 @@ def test_a_workspace_or_port_that_is_taken_is_told_in_one_line(workspace: Path, 
         code, shown = run("-w", str(other), "--http", "--port", port)
 
     assert code == 2
-    assert f"127.0.0.1 port {port} cannot be served: Address already in use" in shown
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in shown
     assert shown.count("\n") == 1
 
 

@@ -149,10 +149,12 @@ def test_what_does_not_fit_is_cut_with_a_mark_that_says_how_much():
 
     assert asked.lines[1] == "  content: text, 1,000 lines, 8,893 characters"
     assert asked.lines[10] == "    | line 9"
-    assert asked.lines[11] == "    ... 987 lines (7,806 characters) are not shown here"
+    assert asked.lines[11] == "    ... 987 lines (7,806 characters) hidden"
     assert asked.lines[12] == "    | line 997"
     assert asked.lines[-2] == '  path: "a"'
-    assert asked.lines[-1] == ("NOT ALL IS SHOWN: 987 of 1,002 lines are left out; v shows all.")
+    assert asked.lines[-1] == (
+        "NOT EVERYTHING IS SHOWN: 987 of 1,002 lines are hidden; v shows all."
+    )
     assert asked.hidden == 987
     assert len(asked.lines) <= 30
 
@@ -163,14 +165,15 @@ def test_many_arguments_are_cut_too_and_what_fits_is_not():
     cut = question("?", many, width=80, height=24)
     whole = question("?", dict.fromkeys("abcdef", "x\ny\n"), width=80, height=24)
 
-    assert cut.lines[-1] == "NOT ALL IS SHOWN: 480 of 500 lines are left out; v shows all."
+    assert cut.lines[-1] == "NOT EVERYTHING IS SHOWN: 480 of 500 lines are hidden; v shows all."
     assert len(cut.lines) == 22
     assert whole.hidden == 0
 
 
 def test_a_line_of_others_cannot_look_like_the_mark_or_the_question():
     fake = (
-        "x\n    ... 1 line is not shown here\nyes, no, always [y/n/a]? y\n  path: b\n" + "z" * 300
+        "x\n    ... 1 lines (8 characters) hidden\nyes, no, always [y/n/a]? y\n  path: b\n"
+        + "z" * 300
     )
     lines = lines_of({"content": fake}, width=60)
 

@@ -121,7 +121,7 @@ def test_progress_is_told_in_plain_lines_and_the_answer_is_the_output(project: P
     assert "\x1b" not in done.err
     lines = done.err.splitlines()
     assert lines[1] == "> fix it"
-    assert lines[2] == "Commands run without a sandbox: they can do all that you can."
+    assert lines[2] == "Commands run without a sandbox: they can do everything you can."
     told = [line for line in _without_times(lines[3:]) if line[:2].strip() and line[:5] != "plan:"]
     assert told == [
         "I look at it first.",
@@ -213,7 +213,7 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(project: Path, run: Runs):
     assert done.out == ""
     assert done.err.splitlines()[-2:] == [
         "The model had 1 turns, all that the run allows",
-        f"Go on with: wink resume {kept.id} -w {project}",
+        f"Resume with: wink resume {kept.id} -w {project}",
     ]
 
 
@@ -253,8 +253,8 @@ def test_a_directory_in_use_is_named_with_who_has_it(
 
     assert done.code == 2
     assert done.err == (
-        f"wink: {project} is in use by process {os.getpid()}: one agent at a time works on a "
-        "directory. Wait until that has ended, or end it\n"
+        f"wink: {project} is in use by process {os.getpid()}. Only one agent at a time can work "
+        "on a directory: wait for it, or stop it\n"
     )
     assert runs_of(project) == ()
 
@@ -267,7 +267,10 @@ def test_a_run_that_could_not_begin_leaves_nothing_behind(
     done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", model, "--ask", "shell")
 
     assert (done.code, done.out) == (2, "")
-    assert "ask: there is no tool 'shell'; did you mean shell_execute?" in done.err
+    assert (
+        "ask: unknown tool 'shell': the rule would never apply; did you mean shell_execute?"
+        in done.err
+    )
     assert runs_of(project) == ()
 
 
@@ -317,7 +320,7 @@ def test_a_dry_run_changes_nothing_and_shows_what_it_would_have(project: Path, r
     assert files_of(project) == before
     assert "-    return sum(prices[1:])\n+    return sum(prices)\n" in done.out
     assert done.out.endswith("It adds all prices now.\n")
-    assert "Everything was rolled back: it was a dry run" in done.err
+    assert "Dry run: everything was rolled back" in done.err
 
 
 def test_a_dry_run_covers_commands(project: Path, run: Runs):
@@ -345,7 +348,7 @@ def test_a_dry_run_refuses_what_could_not_be_undone(project: Path, run: Runs):
 
     done = run(turns, "--dry-run")
 
-    assert "This is a dry run, and what 'shell_execute' does outside" in done.err
+    assert "This is a dry run, and the effects of 'shell_execute' outside" in done.err
     assert not (project.parent / "outside").exists()
 
 
@@ -494,7 +497,7 @@ def test_a_person_is_asked_and_their_word_holds(project: Path):
         terminal.send("a\n")
         assert terminal.end() == 0
 
-    assert "write_file wants to run; what it does can be undone." in asked
+    assert "write_file wants to run; it can be undone." in asked
     assert 'path: "a.txt"' in asked
     assert "was not approved by" in terminal.text
     assert 'path: "c.txt"' not in terminal.text  # always
@@ -528,7 +531,7 @@ def test_what_is_left_out_is_said_and_can_be_seen_before_the_answer(project: Pat
 
     assert "    ... 387 lines (" in asked
     assert (
-        "NOT ALL IS SHOWN: 387 of 403 lines are left out; v shows all.\n"
+        "NOT EVERYTHING IS SHOWN: 387 of 403 lines are hidden; v shows all.\n"
         "yes, no, always, view all [y/n/a/v]?" in asked
     )
     assert "line 200" not in asked
@@ -588,7 +591,7 @@ def test_without_a_terminal_what_needs_approval_is_denied(project: Path, run: Ru
     denied = run(turns, "--ask", "write_file")
     approved = run(turns, "--ask", "write_file", "--yes")
 
-    assert "was not approved: nobody is at the terminal to be asked" in denied.err
+    assert "was not approved: there is no terminal to ask at" in denied.err
     assert "✓ write_file a.txt" in approved.err
 
 
@@ -633,7 +636,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     [kept] = runs_of(project)
     if number is not signal.SIGKILL:
         # In one piece, however wide the terminal is: it is there to be copied.
-        assert f"Go on with: wink resume {kept.id} -w {project}".encode() in terminal.raw
+        assert f"Resume with: wink resume {kept.id} -w {project}".encode() in terminal.raw
         assert "✗ shell_execute rolled back echo 2" in seen
     assert sorted(path.name for path in project.glob("*.txt")) == ["one.txt"]
 
@@ -715,7 +718,7 @@ def test_two_signals_at_once_are_one(project: Path, long_run: str):
             terminal.process.send_signal(number)
         assert terminal.end() in (130, 143), terminal.text  # which one is first, nobody can say
 
-    assert b"Go on with: wink resume" in terminal.raw
+    assert b"Resume with: wink resume" in terminal.raw
     assert sorted(path.name for path in project.glob("*.txt")) == ["one.txt"]
 
 
@@ -742,7 +745,7 @@ def test_a_second_ctrl_c_ends_it_at_once(project: Path):
         time.sleep(0.4)
         terminal.interrupt()
         assert terminal.end() == 130
-        assert "ended at once; the call under way is undone" in terminal.text
+        assert "stopped at once; the next wink command rolls back the current call" in terminal.text
 
     with HostFilesystem(project):
         assert not (project / "half.txt").exists()
@@ -763,7 +766,7 @@ def test_a_run_that_ended_goes_on_with_a_message(project: Path, run: Runs):
 
     assert without.code == 2
     assert without.err == (
-        f'wink: {kept.id} came to its end; say what to do next: wink resume {kept.id} "..."\n'
+        f'wink: {kept.id} has finished; give a message to continue: wink resume {kept.id} "..."\n'
     )
     assert (with_one.code, with_one.out) == (0, "Second.\n")
     assert "> and then?" in with_one.err
@@ -792,10 +795,19 @@ def test_a_run_under_way_is_not_taken_up_twice(project: Path, run: Runs):
         done = run.resume()
 
     assert done.code == 2
-    assert done.err == f"wink: {kept.id} is under way in another process\n"
+    assert done.err == f"wink: {kept.id} is running in another process\n"
 
 
 # Help
+
+
+@pytest.mark.parametrize("words", [[], ["policy"]])
+def test_without_a_command_the_help_is_shown(run: Runs, words: list[str]):
+    done = run.wink(*words)
+
+    assert (done.code, done.err) == (2, "")
+    assert done.out.startswith("Usage: ")
+    assert "\nCommands:\n" in done.out
 
 
 def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):

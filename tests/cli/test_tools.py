@@ -55,9 +55,7 @@ def test_the_tools_of_a_directory_are_listed_with_their_reach(wink: Wink, config
 def test_one_tool_is_shown_in_full(wink: Wink, configured: Path):  # noqa: F811
     shown = wink("tools", "write_file").out
 
-    assert (
-        "Policies that watch it: read_before_write, protected_paths, quota of write_file" in shown
-    )
+    assert "Policies: read_before_write, protected_paths, quota of write_file" in shown
     assert '"overwrite"' in shown
     assert "Reach: reversible (" in shown
 
@@ -126,7 +124,7 @@ def checked(wink: Wink, tool: str, *more: str, **arguments: object) -> tuple[int
 
 
 def test_a_call_is_admitted_or_denied_with_the_reason(wink: Wink, configured: Path):  # noqa: F811
-    assert checked(wink, "write_file", path="a.txt", content="") == (0, "write_file is admitted.")
+    assert checked(wink, "write_file", path="a.txt", content="") == (0, "write_file is allowed.")
     code, said = checked(wink, "write_file", path="a.lock", content="")
     assert code == 1
     assert said.startswith("write_file is denied by protected_paths: Cannot change a.lock")
@@ -155,7 +153,7 @@ def test_nobody_is_asked_for_approval_but_that_they_would_be_is_said(
     code, said = checked(wink, "delete_file", path="no such file")
 
     assert (code, said) == (
-        0, "approval: a person is asked first\ndelete_file is admitted."
+        0, "approval: needs approval\ndelete_file is allowed."
     )  # fmt: skip
 
 
@@ -178,9 +176,9 @@ def test_without_a_tool_the_policies_in_force_are_listed(wink: Wink, configured:
     shown = wink("policy", "check").out
 
     assert "wink.toml: valid" in shown
-    assert "odd: Refuses odd names.\n  watches all tools" in shown
+    assert "odd: Refuses odd names.\n  applies to all tools" in shown
     assert "quota of write_file: " in shown
-    assert "  watches write_file\n" in shown
+    assert "  applies to write_file\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -191,9 +189,9 @@ def test_without_a_tool_the_policies_in_force_are_listed(wink: Wink, configured:
         (["policy", "check", "read_file", "{"], "the arguments are not JSON"),
         (["policy", "check", "read_file", "[" * 100_000], "the arguments are not JSON"),
         (["policy", "check", "read_file", '{"path": 1}'], "Expected type string"),
-        (["policy", "check", "read_file", "{}", "--run", "zzz"], "there is no run 'zzz'"),
+        (["policy", "check", "read_file", "{}", "--run", "zzz"], "no run 'zzz'"),
         (["policy", "check", "--policy", "protct=x"], "did you mean policy.protect?"),
-        (["tools", "-w", "nosuch"], "there is no directory nosuch"),
+        (["tools", "-w", "nosuch"], "cannot open the directory nosuch"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(
@@ -214,4 +212,4 @@ def test_a_wrong_configuration_is_told_by_the_check(wink: Wink, project: Path): 
     done = wink("policy", "check")
 
     assert (done.code, done.out) == (2, "")
-    assert "there is no tool 'nosuch_tool'" in done.err
+    assert "unknown tool 'nosuch_tool'" in done.err

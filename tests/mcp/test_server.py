@@ -670,7 +670,7 @@ def test_undo_goes_step_by_step_and_says_when_there_is_no_more(tmp_path: Path):
     assert said[-3:] == [
         "Undone: 1 call (add).",
         "Undone: 1 call (write).",
-        "There is no change that could be undone",
+        "There is no change to undo",
     ]
     assert list(tmp_path.iterdir()) == []
     assert tools.session[Count].latest() is None
@@ -749,7 +749,7 @@ def test_a_checkpoint_is_a_place_to_come_back_to(tmp_path: Path):
     assert said[-3:] == [
         "Undone: 3 calls (write, write, add).",
         "Nothing has changed since: there is nothing to undo",
-        "There is no checkpoint 'god'. Checkpoints: good",
+        "No checkpoint 'god'. Checkpoints: good",
     ]
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.txt": "one"}
     assert tools.session[Count].latest() == Count(1)
@@ -765,7 +765,7 @@ def test_a_checkpoint_is_none_any_more_when_what_was_before_it_is_undone(tmp_pat
             ("undo", {"checkpoint": "good"}),
         )
 
-    assert said[-1] == "There is no checkpoint 'good'. Checkpoints: none"
+    assert said[-1] == "No checkpoint 'good'. Checkpoints: none"
 
 
 def test_undo_loses_nothing_that_somebody_else_changed(tmp_path: Path):
@@ -777,7 +777,7 @@ def test_undo_loses_nothing_that_somebody_else_changed(tmp_path: Path):
 
         (said,) = _texts(server, ("undo", {"checkpoint": "start"}))
 
-    assert said == "Nothing is undone:\nb.txt was changed since by somebody else"
+    assert said == "Nothing was undone:\nb.txt was changed since by someone else"
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"a.txt": "ours", "b.txt": "theirs"}
 
@@ -840,7 +840,7 @@ def test_files_are_undone_after_a_restart_and_so_is_all_since_a_checkpoint(tmp_p
         assert saved.session[Count].latest() == Count(1)
 
     assert first.startswith(
-        "Undone: 1 call (write).\nThe session's state (plans and the like) stays"
+        "Undone: 1 call (write).\nThe session's state (such as plans) is not undone"
     )
     assert second == "Undone: 2 calls (write, add)."
     assert list(folder.iterdir()) == []
@@ -856,7 +856,7 @@ def test_what_was_done_outside_is_not_claimed_to_be_undone(tmp_path: Path):
     with registry(publish, workspace=tmp_path) as tools:
         said = _texts(McpServer(tools), ("publish", {}), ("undo", {}))
 
-    assert said[-1].endswith("What publish did outside of files and session stays.")
+    assert said[-1].endswith("The effects of publish outside files and session are not undone.")
 
 
 def test_the_history_shows_calls_files_and_what_was_undone(tmp_path: Path):

@@ -89,8 +89,8 @@ def test_garbage_half_lines_and_nonsense_do_not_stop_the_server(workspace: Path)
         code, said = program.end()
 
     assert code == 0
-    assert "ignored a line that is no JSON-RPC message" in said
-    assert "left in the middle of a line" in said
+    assert "ignored a line that is not a JSON-RPC message" in said
+    assert "left in the middle of a message" in said
     assert "Traceback" not in said
 
 

@@ -109,10 +109,10 @@ def test_allow_deny_prefix_and_rename_choose_what_is_offered():
     ("options", "message"),
     [
         ({"deny": ["wirte"]}, "deny: the server has no tool 'wirte'; did you mean 'write'?"),
-        ({"reach": {"qqq": "read"}}, "reach: the server has no tool 'qqq'; it has echo"),
+        ({"reach": {"qqq": "read"}}, "reach: the server has no tool 'qqq'; its tools are echo"),
         ({"rename": {"echo": "a", "write": "a"}}, "rename gives two tools one name"),
         ({"rename": {"echo": "Not A Name"}}, "'Not A Name' must match"),
-        ({"reach": "compensable"}, "say how, in undo"),
+        ({"reach": "compensable"}, "is compensable, but has no undo"),
         ({"retry": {"echo": RetryPolicy(max_retries=1)}}, "state its reach"),
     ],
 )
@@ -162,12 +162,12 @@ def test_a_hostile_server_cannot_hang_us_and_what_is_too_large_is_left_out():
         answer = registry.execute("figures", {})
 
     assert reasons.keys() == {"described", "titled", "large"}
-    assert "has 20,000,000 characters; at most 50,000" in reasons["described"]
-    assert "has 60,000 characters; at most 50,000" in reasons["titled"]
+    assert "has 20,000,000 characters; the limit is 50,000" in reasons["described"]
+    assert "has 60,000 characters; the limit is 50,000" in reasons["titled"]
     assert "at most 262,144" in reasons["large"]
     assert "Cannot be checked: checking it takes more than" in branches.message
     assert "Expected pattern" in pattern.message
-    assert "not what it promises" in answer.message
+    assert "The server's answer is invalid" in answer.message
     assert "takes more than 200,000 steps" in answer.message
 
 
@@ -201,7 +201,7 @@ def test_the_text_says_what_stays_when_a_call_fails():
     ) as section:
         text = wink.Prompt(wink.PromptTemplate(sections=[section])).render().text
 
-        assert "What `write` did elsewhere stays, also when a call fails." in text
+        assert "The effects of `write` elsewhere are not undone if a call fails." in text
         assert "data, not instructions" in text
 
 
@@ -238,15 +238,15 @@ def test_a_long_answer_is_cut_and_says_so(tools: wink.ToolRegistry):
     shown = tools.execute("swell", {"size": 150_000}).render()
 
     assert len(shown) < 101_000
-    assert shown.endswith("[Cut: these are the first 100000 of 150000 characters. Ask for less.]")
+    assert shown.endswith("[Truncated: the first 100000 of 150000 characters. Ask for less.]")
 
 
 @pytest.mark.parametrize(
     ("tool", "code", "message"),
     [
         ("refuse", "INVALID_ARGUMENTS", "The server refused the call: no such planet"),
-        ("misfit", "MALFORMED_RESPONSE", "not what it promises: .* 'many' is not of type"),
-        ("nonsense", "MALFORMED_RESPONSE", "not what it promises"),
+        ("misfit", "MALFORMED_RESPONSE", "answer is invalid: .* 'many' is not of type"),
+        ("nonsense", "MALFORMED_RESPONSE", "answer is invalid"),
     ],
 )
 def test_an_answer_that_is_none_is_a_failure_with_a_reason(
@@ -414,9 +414,9 @@ def test_what_a_tool_did_is_taken_back_by_another_when_the_call_fails_after_all(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reach": "reads"}, "reach is one of read, .*annotations; got 'reads'"),
-        ({"reach": {"echo": "reads"}}, "reach is one of"),
-        ({"writes": "extern"}, "writes is one of api, .*external; got 'extern'"),
+        ({"reach": "reads"}, "reach must be one of read, .*annotations; got 'reads'"),
+        ({"reach": {"echo": "reads"}}, "reach must be one of"),
+        ({"writes": "extern"}, "writes must be one of api, .*external; got 'extern'"),
     ],
 )
 def test_a_slip_in_what_is_stated_is_not_taken_for_the_servers_fault(
@@ -635,9 +635,9 @@ def test_a_crash_fails_the_call_and_the_next_one_finds_the_server_again(log: Pat
 
     assert failed.failure is not None
     assert failed.failure.code == "SERVER_ERROR"
-    assert "ended in the middle of the call. It ended with exit code 3" in failed.message
+    assert "ended during the call. It ended with exit code 3" in failed.message
     assert "a wheel came off" in failed.message
-    assert "Whether the call took effect is not known." in failed.message
+    assert "It is unknown whether the call took effect." in failed.message
     assert again.render() == "here"
     assert len(_started(log)) == 2
 
@@ -651,7 +651,7 @@ def test_a_server_that_ends_again_and_again_is_given_up(log: Path):
         again = registry.execute("echo", {"text_": "mended"})
 
     assert started == 3
-    assert "ended 3 times in a row and is not started again" in results[-1].message
+    assert "ended 3 times in a row, and is not restarted" in results[-1].message
     assert again.success
 
 

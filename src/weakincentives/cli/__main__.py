@@ -1,4 +1,4 @@
-"""`python -m weakincentives.cli` is `wink`."""
+"""`python -m weakincentives.cli` runs `wink`."""
 
 from weakincentives.cli.entry import main
 

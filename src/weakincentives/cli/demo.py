@@ -1,4 +1,4 @@
-"""`wink demo`: an agent repairs a small project, and you see what became of each of its calls."""
+"""`wink demo`: an agent repairs a small project, and each of its calls is explained."""
 
 from __future__ import annotations
 
@@ -8,51 +8,53 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, cast
 
 import typer
 
 from weakincentives.cli.common import Misuse, diff_style, examples, open_workspace
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from weakincentives.cli.view import CallEnded, Event
     from weakincentives.contrib.tools import Sandbox
     from weakincentives.contrib.tools.sandbox.engines import SandboxChoice
 
 _DATA = Path(__file__).with_name("demo_project")
-_SCRIPT = _DATA / "script.json"
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."
 _EXAMPLE = examples(
-    "wink demo                        # in a new temporary directory, which stays",
+    "wink demo                        # in a new temporary directory, which is not deleted",
     "wink demo --into ~/till          # somewhere else",
     "wink demo --model openai:NAME    # a real model on the same project",
     more='On a project of yours: wink run "what to do" --workspace DIR',
 )
 
+Contents: TypeAlias = Mapping[str, tuple[int, bytes]]
+"""The mode and bytes of every file, by path."""
+
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("demo", epilog=_EXAMPLE)(_demo)
 
 
 def _demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Let a real model do it, such as openai:NAME; else one plays a script."),
+        typer.Option(
+            metavar="MODEL", help="A real model, such as openai:NAME, instead of a script."
+        ),
     ] = None,
     into: Annotated[
-        Path | None, typer.Option(help="A new directory for the project; else a temporary one.")
+        Path | None,
+        typer.Option(metavar="DIR", help="A new directory for the project; default: temporary."),
     ] = None,
 ) -> int:
     """Watch an agent repair a small project: no key, no network, in a few seconds.
 
-    It plans, is denied a change to the tests, goes wrong, is rolled back, and repairs the program.
-    Then you are told what became of each call, and where to look next.
+    It plans, is denied a change to the tests, makes a mistake that is rolled back, and repairs the
+    program. Then each call is explained.
     """
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.run import AgentRun
@@ -62,7 +64,7 @@ def _demo(
         asked = load_settings(project).sandbox
         box = _sandbox(asked) or (_sandbox("none") if model is None else None)
         flags: dict[str, Any] = {
-            "model": model or f"scripted:{_SCRIPT}",
+            "model": model or f"scripted:{_DATA / 'script.json'}",
             "sandbox": box and box.name,
         }
         witness = _Witness(project, model or "a script", _notes(model, box, asked))
@@ -73,16 +75,13 @@ def _demo(
         if into is None:
             shutil.rmtree(project.parent)
         raise
-    if code in (0, 1):  # one who has stopped it is told how to go on, and wants no more
-        _Report(witness, box if model is None else None).print()
+    if code in (0, 1):  # not when it was interrupted
+        _explain(witness)
     return code
 
 
-# The project
-
-
 def _fresh_copy(into: Path | None) -> Path:
-    """Return a directory with the project in it, which was not there before."""
+    """Return a new directory that holds the project."""
     source = _DATA / "till"
     if into is None:
         project = Path(tempfile.mkdtemp(prefix="wink-demo-")) / source.name
@@ -91,10 +90,9 @@ def _fresh_copy(into: Path | None) -> Path:
     try:
         project.mkdir(parents=True, exist_ok=True)
         if any(project.iterdir()):
-            raise Misuse(f"{project} is not empty; name a directory that is not there yet")
+            raise Misuse(f"{project} is not empty; name a new directory")
         for path in source.rglob("*"):
-            # pip leaves byte code of the sources where it installs them.
-            if path.is_file() and path.suffix != ".pyc":
+            if path.is_file() and path.suffix != ".pyc":  # pip compiles sources it installs
                 copy = project / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_bytes(path.read_bytes())
@@ -103,19 +101,14 @@ def _fresh_copy(into: Path | None) -> Path:
     return project
 
 
-def _contents(project: Path) -> dict[str, tuple[int, bytes]]:
-    """Return the mode and the bytes of every file, by its path."""
+def _contents(project: Path) -> Contents:
     files = (path for path in sorted(project.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(project)): (path.stat().st_mode, path.read_bytes()) for path in files
     }
 
 
-# What is used
-
-
 def _sandbox(choice: str) -> Sandbox | None:
-    """Return what commands run in, or None where that does not work."""
     from weakincentives.contrib.tools import find_sandbox
     from weakincentives.errors import SandboxUnavailable
 
@@ -126,13 +119,12 @@ def _sandbox(choice: str) -> Sandbox | None:
 
 
 def _notes(model: str | None, box: Sandbox | None, asked: str) -> tuple[str, ...]:
-    """Return what to know before it begins."""
     notes = [
-        "Each call of the agent is kept as a whole, or undone as a whole.",
+        "Each call of the agent is committed or rolled back as a whole.",
         "The directory is a fresh copy of a small project. Its tests are protected: see wink.toml.",
     ]
     if model is None:
-        notes.append("A script plays the model, so that no key and no network is needed.")
+        notes.append("A script plays the model, so no key and no network are needed.")
     if box is None:
         notes.append("No sandbox works here, so commands are refused: see `wink doctor`.")
     elif box.name != "none":
@@ -145,175 +137,103 @@ def _notes(model: str | None, box: Sandbox | None, asked: str) -> tuple[str, ...
     return tuple(notes)
 
 
-# What became of the calls
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A call, and the project before and after it."""
-
-    call: CallEnded
-    before: Mapping[str, tuple[int, bytes]]
-    after: Mapping[str, tuple[int, bytes]]
+# What happened
 
 
 @dataclass(slots=True)
 class _Witness:
-    """Looks at the project after every call: from outside, as a person would."""
+    """Reads the whole project after every call."""
 
     project: Path
     model: str
     notes: tuple[str, ...]
     run: str = ""
-    seen: list[_Seen] = field(default_factory=list[_Seen])
-    first: Mapping[str, tuple[int, bytes]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first = _contents(self.project)
+    calls: list[CallEnded] = field(default_factory=list["CallEnded"])
+    contents: list[Contents] = field(default_factory=list[Contents])
+    """Before the first call, and after each."""
 
     def hear(self, event: Event) -> Event:
         from weakincentives.cli.view import CallEnded, RunStarted
 
         if isinstance(event, RunStarted):
             self.run = event.run
+            self.contents.append(_contents(self.project))
             return replace(event, model=self.model, notes=(*self.notes, *event.notes))
         if isinstance(event, CallEnded):
-            before = self.seen[-1].after if self.seen else self.first
-            self.seen.append(_Seen(event, before, _contents(self.project)))
+            self.calls.append(event)
+            self.contents.append(_contents(self.project))
         return event
 
 
-# The report
+def _explain(witness: _Witness) -> None:
+    """Print a timeline of the calls with their diffs, and commands to try next."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from weakincentives.cli.view import Words, is_utf8
+
+    words = Words(is_utf8(sys.stdout))
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def detail(text: str, style: str = "dim") -> None:
+        console.print(Text(f"     {text}", style=style))
+
+    # Whatever the library logs now is not about the run.
+    logging.getLogger("weakincentives").addHandler(logging.NullHandler())
+    console.print("\nWhat happened in each call", style="bold")
+    with open_workspace(witness.project) as files:
+        for number, call in enumerate(witness.calls, 1):
+            first, *reasons = words.lines(call)
+            console.print(Text.assemble((f"{number:>3} ", "dim"), first))
+            for reason in reasons:
+                detail(reason.plain.strip())
+            if denied_by := call.record.denied_by:
+                what = "it was rolled back" if call.rolled_back else "nothing was run"
+                detail(f"denied by the policy {denied_by}: {what}")
+            before, after = witness.contents[number - 1 : number + 1]
+            if call.rolled_back and before == after:
+                detail(f"compared: all {len(after)} files are unchanged, byte for byte", "green")
+            diff = files.diff(call.record.call_id) if call.files else ""
+            for line in words.text(diff, lines=True).splitlines():
+                if not line.startswith("diff --git "):
+                    detail(line, diff_style(line))
+    if witness.calls:
+        console.print(f"\n{_summary(witness)}")
+    console.print("\nThe project is still there. Have a look:", style="bold")
+    for command in _commands(witness):
+        console.print(f"  {command}")
+    wink = _how_to_call()
+    console.print("A real model on the same project, or on one of yours:", style="bold")
+    console.print(f"  {wink} demo --model openai:NAME")
+    console.print(f'  {wink} run "what to do" -w DIR --model openai:NAME')
 
 
-class _Report:
-    """Tells what happened, call by call, on standard output."""
-
-    def __init__(self, witness: _Witness, box: Sandbox | None) -> None:
-        from rich.console import Console
-
-        from weakincentives.cli.view import Words, is_utf8
-
-        self._project = witness.project
-        self._run = witness.run
-        self._seen = witness.seen
-        self._box = box
-        self._words = Words(is_utf8(sys.stdout))
-        self._console = Console(highlight=False, markup=False, emoji=False)
-
-    def print(self) -> None:
-        # What the library logs from here on is not about the run.
-        logging.getLogger("weakincentives").addHandler(logging.NullHandler())
-        self._line("\nWhat became of each call", "bold")
-        with open_workspace(self._project) as files:
-            for number, each in enumerate(self._seen, 1):
-                self._call(number, each)
-                if each.call.files:
-                    self._diff(files.diff(each.call.record.call_id))
-        self._sum()
-        self._next()
-
-    def _call(self, number: int, each: _Seen) -> None:
-        from rich.text import Text
-
-        first, *reasons = self._words.lines(each.call)
-        self._line(Text.assemble((f"{number:>3} ", "dim"), first), cut=True)
-        for reason in reasons:
-            self._detail(reason.plain.strip())
-        if denied_by := each.call.record.denied_by:
-            what = "all it did was undone" if each.call.rolled_back else "nothing was run"
-            self._detail(f"denied by the policy {denied_by}: {what}")
-        if each.call.rolled_back and each.before == each.after:
-            count = len(each.after)
-            self._detail(f"compared: all {count} files are as they were, byte for byte", "green")
-            left = self._left_behind(each)
-            if left:
-                self._detail(f"without a transaction it leaves {_listed(left)}", "bold")
-
-    def _left_behind(self, each: _Seen) -> list[str]:
-        """Return what a command that was rolled back does to a copy that nobody looks after."""
-        from weakincentives.filesystem import HostFilesystem
-
-        command = each.call.arguments.get("command") if self._box else None
-        if self._box is None or not isinstance(command, str):
-            return []
-        with tempfile.TemporaryDirectory(prefix="wink-demo-") as folder:
-            copy = Path(folder) / self._project.name
-            for name, (_, content) in each.before.items():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                (copy / name).write_bytes(content)
-            with HostFilesystem(copy) as files:
-                self._box.run(files, f"({command}) || true")
-            after = _contents(copy)
-        return [
-            f"{name} {'changed' if name in after else 'gone'}"
-            for name, (_, content) in each.before.items()
-            if name not in after or after[name][1] != content
-        ] + [f"{name} new" for name in after if name not in each.before]
-
-    def _diff(self, diff: str) -> None:
-        for line in self._words.text(diff, lines=True).rstrip("\n").split("\n"):
-            if not line.startswith("diff --git "):
-                self._detail(line, diff_style(line))
-
-    def _sum(self) -> None:
-        """Compare the project with what it was in the beginning."""
-        if not self._seen:
-            return
-        first, last = self._seen[0].before, self._seen[-1].after
-        changed = [name for name in {**first, **last} if first.get(name) != last.get(name)]
-        kept = sum(each.call.outcome == "committed" for each in self._seen)
-        rolled_back = sum(each.call.rolled_back for each in self._seen)
-        refused = len(self._seen) - kept - rolled_back
-        but = f" but {_listed(changed)}" if changed else ""
-        self._line(
-            f"\n{kept} calls were kept, {rolled_back} rolled back and {refused} refused. "
-            f"Of {len(first)} files, all{but} are as they were."
-        )
-
-    def _next(self) -> None:
-        """Print commands that work when they are pasted, from anywhere."""
-        wink, run = _how_to_call(), self._run.rpartition("-")[2]
-        undone = [n for n, each in enumerate(self._seen, 1) if each.call.rolled_back]
-        kept = [n for n, each in enumerate(self._seen, 1) if each.call.files]
-        self._line("\nThe project stays there. Look around:", "bold")
-        commands = [f"cd {shlex.quote(str(self._project))}", f"{wink} log"]
-        commands += [f"{wink} show {run}/{n}" for n in undone[-1:]]
-        for number in kept[-1:]:
-            commands += [f"{wink} diff {run}/{number}", f"{wink} undo {run}/{number}"]
-        for command in commands:
-            self._console.print(f"  {command}", soft_wrap=True)
-        self._line("A real model on the same project, or on one of yours:", "bold")
-        self._console.print(f"  {wink} demo --model openai:NAME", soft_wrap=True)
-        self._console.print(f'  {wink} run "what to do" -w DIR --model openai:NAME', soft_wrap=True)
-
-    # Lines
-
-    def _detail(self, text: str, style: str = "dim") -> None:
-        from rich.padding import Padding
-        from rich.text import Text
-
-        if self._console.is_terminal:
-            line = Text(text, style=style, overflow="fold")
-            self._console.print(Padding(line, (0, 0, 0, 5), expand=False))
-        else:
-            self._line(f"     {text}")
-
-    def _line(self, line: str | Text, style: str = "", *, cut: bool = False) -> None:
-        if self._console.is_terminal:
-            overflow = "ellipsis" if self._words.is_utf8 else "crop"
-            self._console.print(line, style=style, no_wrap=cut, overflow=overflow if cut else None)
-        else:  # a file or a pipe has no width
-            self._console.print(line, style=style, soft_wrap=True)
+def _summary(witness: _Witness) -> str:
+    first, last = witness.contents[0], witness.contents[-1]
+    changed = [name for name in {**first, **last} if first.get(name) != last.get(name)]
+    committed = sum(call.outcome == "committed" for call in witness.calls)
+    rolled_back = sum(call.rolled_back for call in witness.calls)
+    denied = len(witness.calls) - committed - rolled_back
+    return (
+        f"{committed} calls committed, {rolled_back} rolled back, {denied} denied. "
+        f"{len(changed)} of {len(first)} files changed{': ' if changed else ''}"
+        f"{', '.join(changed)}."
+    )
 
 
-def _listed(names: Sequence[str]) -> str:
-    *others, last = names or [""]
-    return f"{', '.join(others)} and {last}" if others else last
+def _commands(witness: _Witness) -> list[str]:
+    """Return commands that work when they are pasted, from anywhere."""
+    wink, run = _how_to_call(), witness.run.rpartition("-")[2]
+    numbered = list(enumerate(witness.calls, 1))
+    commands = [f"cd {shlex.quote(str(witness.project))}", f"{wink} log"]
+    commands += [f"{wink} show {run}/{n}" for n, call in numbered if call.rolled_back][-1:]
+    for number in [n for n, call in numbered if call.files][-1:]:
+        commands += [f"{wink} diff {run}/{number}", f"{wink} undo {run}/{number}"]
+    return commands
 
 
 def _how_to_call() -> str:
-    """Return what to type, in any directory, to call `wink` as it was called just now."""
+    """Return the command that calls this `wink` from any directory."""
     called = Path(sys.argv[0])
     if called.name != "wink" or not called.exists():
         return f"{shlex.quote(sys.executable)} -P -m weakincentives.cli"

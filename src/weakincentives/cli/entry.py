@@ -1,33 +1,108 @@
-"""Where `wink` begins: says what to install where the extra is missing."""
+"""The command `wink`: where it starts, its commands, and how every error becomes one line."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+if TYPE_CHECKING:
+    import typer
 
 
-def main() -> None:
-    """Run `wink` with the arguments of this process, and exit."""
-    # Before anything is loaded: a directory that an agent works on may be on the path, too, and
-    # must not take the place of what is installed.
-    installed = (sys.prefix, sys.base_prefix)
-    sys.path.sort(key=lambda each: not each.startswith(installed))
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `wink` with the arguments, by default those of the process, and exit.
+
+    The exit code is 0 for success, 1 for failure, 2 for wrong use.
+    """
+    if arguments is None:
+        # First of all: the workspace may be on the path, and must not shadow installed modules.
+        installed = (sys.prefix, sys.base_prefix)
+        sys.path.sort(key=lambda each: not each.startswith(installed))
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file opened would take its descriptor
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # replaced by some other object
+            cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
-        wink = _load()
-    except KeyboardInterrupt:  # it takes long enough for somebody to think again
-        sys.stderr.write("wink: interrupted\n")
-        sys.exit(130)
-    wink()
-
-
-def _load() -> Callable[[], NoReturn]:
-    try:
-        import rich  # noqa: F401  # pyright: ignore[reportUnusedImport]  # only whether it is there
-        import typer  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        _run(arguments)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"wink: {error.name} is missing; run: pip install 'wink-runtime[cli]'\n")
-        sys.exit(2)
-    from weakincentives.cli.main import main as wink
+        if error.name not in ("typer", "rich"):
+            raise
+        _fail(f"{error.name} is missing; run: pip install 'wink-runtime[cli]'", 2)
 
-    return wink
+
+def _run(arguments: Sequence[str] | None) -> NoReturn:
+    import typer
+
+    from weakincentives.cli.common import Misuse
+    from weakincentives.errors import WinkError
+
+    try:
+        # Typer's standalone mode would print boxes and tracebacks.
+        sys.exit(make_app()(arguments, standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        message = error.format_message()
+        if message.startswith("Usage:"):  # called without arguments: this is the help
+            typer.echo(message)
+            sys.exit(2)
+        _fail(message, 2)
+    except Misuse as error:
+        _fail(str(error), 2)
+    except typer.Abort:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Drop the rest of the output, or Python complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (WinkError, OSError) as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    from weakincentives.text import harmless
+
+    sys.stderr.write(f"wink: {harmless(message)}\n")
+    sys.exit(code)
+
+
+def make_app() -> typer.Typer:
+    """Return the command line with all commands."""
+    import typer
+
+    from weakincentives.cli import demo, doctor, history, mcp, run, tools
+
+    app = typer.Typer(
+        name="wink",
+        help="Run an LLM agent's tools as transactions: committed, or rolled back completely.",
+        epilog="Start with `wink demo`, then `wink doctor` and `wink run --help`. "
+        "The documentation is in docs/ in the source distribution.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich takes longer to load than the rest of `wink --help`
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from weakincentives import __version__
+
+            typer.echo(f"wink {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def _wink(  # pyright: ignore[reportUnusedFunction]  # typer calls it
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Show the version."
+        ),
+    ) -> None:
+        pass
+
+    for module in (demo, run, history, tools, doctor, mcp):
+        module.register(app)
+    return app

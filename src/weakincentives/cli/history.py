@@ -1,4 +1,4 @@
-"""`wink log`, `show`, `diff` and `undo`: what the calls on a workspace did, and how to go back."""
+"""`wink log`, `show`, `diff` and `undo`: what the calls on a workspace did, and how to undo it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weakincentives.cli.common import (
     AsJson,
     Misuse,
+    RunOption,
     Workspace,
     complete_calls,
-    complete_runs,
+    diff_style,
     echo,
     examples,
     existing_directory,
     find_run,
     open_workspace,
     say,
+    shortened,
+    summary_of,
 )
 from weakincentives.cli.doctor import was_killed
 from weakincentives.text import harmless
@@ -31,52 +34,46 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import FileChange
     from weakincentives.runtime.calls import Call, Calls, Run
 
+_PAGE = 'In the documentation: "History and undo".'
+_SEE = "`wink log` lists the calls"
 _LOG_EXAMPLES = examples(
-    "wink log                      # the last calls, with what each changed",
+    "wink log                      # the last calls, and what each changed",
     "wink log --run k3f -n 0       # all calls of one run",
     "wink log --json | jq .tool",
-    more='Works while an agent does. In the documentation: "History and undo".',
+    more=f"Works while an agent is running. {_PAGE}",
 )
 _SHOW_EXAMPLES = examples(
-    "wink show k3f/2               # the second call of the run that ends so",
+    "wink show k3f/2               # the second call of the run that ends in k3f",
     "wink show 2                   # the second call of the last run",
-    more='In the documentation: "History and undo".',
+    more=_PAGE,
 )
 _DIFF_EXAMPLES = examples(
-    "wink diff                     # what the last call that changed files did",
+    "wink diff                     # the last call that changed files",
     "wink diff k3f/2",
     "wink diff --run k3f | git apply --reverse",
-    more='In the documentation: "History and undo".',
+    more=_PAGE,
 )
 _UNDO_EXAMPLES = examples(
     "wink undo                     # the last change; again: the one before",
     "wink undo k3f/2               # just this call",
     "wink undo --to k3f/2          # this call and everything after it",
     "wink undo --run k3f --dry-run",
-    "wink undo undo_7              # take an undo back",
-    more="Only files are undone. What a session knows is not touched.\n"
-    'In the documentation: "History and undo".',
+    "wink undo undo_7              # undo an undo",
+    more=f"Only files are undone, not the session of the run. {_PAGE}",
 )
-_CALL_HELP = "RUN/N, N of the last run, or the id of a call."
 
-RunOption = Annotated[
-    str | None,
-    typer.Option(
-        "--run",
-        help="A run: the beginning of its id, or the letters at its end.",
-        autocompletion=complete_runs,
-    ),
-]
 CallName = Annotated[
     str | None,
     typer.Argument(
-        metavar="CALL", help=_CALL_HELP, autocompletion=complete_calls, show_default=False
+        metavar="CALL",
+        help="RUN/N, N of the last run, or the id of a call.",
+        autocompletion=complete_calls,
+        show_default=False,
     ),
 ]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
     app.command("log", epilog=_LOG_EXAMPLES)(log)
     app.command("show", epilog=_SHOW_EXAMPLES)(show)
     app.command("diff", epilog=_DIFF_EXAMPLES)(diff)
@@ -86,10 +83,12 @@ def register(app: typer.Typer) -> None:
 def log(
     workspace: Workspace = Path(),
     run: RunOption = None,
-    count: Annotated[int, typer.Option("-n", min=0, help="How many calls; 0 is all.")] = 20,
+    count: Annotated[
+        int, typer.Option("-n", metavar="N", min=0, help="How many calls; 0 shows all.")
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the calls that were made on a directory: what came of each, and what it changed."""
+    """List the calls on a directory, their outcomes, and what they changed."""
     calls = _calls(workspace)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
@@ -100,20 +99,14 @@ def log(
             echo(json.dumps(_summary(call)))
         return
     if not found:
-        echo(f"No calls yet in {calls.workspace}. Begin with: wink run ...", err=True)
+        echo(f"No calls yet in {calls.workspace}. Start with: wink run ...", err=True)
     _print(_log_lines(found, calls.names()))
 
 
-def show(
-    call: Annotated[
-        str, typer.Argument(metavar="CALL", help=_CALL_HELP, autocompletion=complete_calls)
-    ],
-    workspace: Workspace = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Show all that is known of one call: arguments, result, why it was denied, what it changed."""
+def show(call: CallName, workspace: Workspace = Path(), as_json: AsJson = False) -> None:
+    """Show one call: arguments, result, why it was denied, what it changed."""
     calls = _calls(workspace)
-    (found,) = calls.with_files([_find(calls, call)])
+    (found,) = calls.with_files([_find(calls, str(call))])
     if as_json:
         echo(json.dumps({**_summary(found), **_details(found)}))
     else:
@@ -121,19 +114,19 @@ def show(
 
 
 def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = None) -> int:
-    """Show what a call, or a run, did to files: a diff, which `git apply` takes."""
+    """Show what a call or a run changed in files, as a diff for `git apply`."""
     calls = _calls(workspace)
     chosen = _chosen(calls, call, run)
     committed = [each.committed for each in chosen if each.committed is not None]
     if not committed:
-        say(_nothing_changed(chosen, run))
+        say(f"no files were changed here, or the history no longer has them; {_SEE}")
         return 1
     _print_diff(calls.history.diff(committed))
     later = [path for path, by in calls.history.changed_since(committed).items() if not by]
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
-        say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
+        say(f"these files have changed since, outside wink: {', '.join(later)}")
     return 0
 
 
@@ -146,34 +139,33 @@ def undo(
         typer.Option(
             "--to",
             metavar="CALL",
-            help="Go back to before this call: it and all that came after it is undone.",
+            help="Undo this call and everything after it.",
             autocompletion=complete_calls,
         ),
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also replace what others have changed since; it is kept."),
+        typer.Option("--force", help="Replace later changes, too; the history still has them."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be changed, and change nothing.")
+        bool, typer.Option("--dry-run", help="Only show what would change.")
     ] = False,
 ) -> int:
-    """Take back what a call, or a run, did to files. That can be undone, too."""
+    """Undo what a call or a run changed in files. An undo can be undone, too."""
     if sum(each is not None for each in (call, run, to)) > 1:
-        raise Misuse("name one of CALL, --run and --to")
+        raise Misuse("name only one of CALL, --run and --to")
     calls = _calls(workspace)
     killed = was_killed(calls.workspace)
     if killed and not dry_run:
         calls = _recovered(calls)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run)
-    found = [each for each in chosen if each.committed is not None]
-    left = [each for each in found if to is not None or not each.is_undone]
+    left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
-        say(_nothing_to_undo(calls, chosen, found, run))
+        say(f"nothing to undo: no files were changed here, or it is already undone; {_SEE}")
         return 1
     committed = [each.committed for each in left if each.committed is not None]
     if killed and dry_run:
-        say(_KILLED)  # what is in the way now may be the killed call's
+        say(_KILLED)  # the killed call's changes may be in the way
     elif not force and (in_the_way := calls.history.changed_since(committed)):
         return _refuse(calls, in_the_way, left)
     if dry_run:
@@ -182,7 +174,7 @@ def undo(
     return _undo(calls, left, force=force)
 
 
-# Which calls are meant
+# Choosing calls
 
 
 def _calls(workspace: Path) -> Calls:
@@ -192,7 +184,7 @@ def _calls(workspace: Path) -> Calls:
 
 
 def _find(calls: Calls, wanted: str) -> Call:
-    """Return the call that is meant: an id, RUN/N, or N of the last run; else raises Misuse."""
+    """Return a call by its id, as RUN/N, or as N of the last run; otherwise raise Misuse."""
     run, slash, number = wanted.rpartition("/")
     if slash and number.isdecimal():
         return _numbered(calls, find_run(calls.workspace, run), number)
@@ -200,7 +192,7 @@ def _find(calls: Calls, wanted: str) -> Call:
         return _numbered(calls, calls.newest_runs[0], wanted)
     found = calls.by_id(wanted)
     if found is None:
-        raise Misuse(f"there is no call {wanted!r} in {calls.workspace}; `wink log` lists them")
+        raise Misuse(f"no call {wanted!r} in {calls.workspace}; {_SEE}")
     return found
 
 
@@ -210,7 +202,7 @@ def _numbered(calls: Calls, run: Run, number: str) -> Call:
     try:
         found = calls.of_run(run)
     except (OSError, SnapshotError) as error:
-        raise Misuse(f"the run {run.id} cannot be read: {error}") from error
+        raise Misuse(f"cannot read the run {run.id}: {error}") from error
     for call in found:
         if str(call.number) == number:
             return call
@@ -218,7 +210,7 @@ def _numbered(calls: Calls, run: Run, number: str) -> Call:
 
 
 def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
-    """Return a call, those of a run, or the last one that changed files and is not undone."""
+    """Return a call, those of a run, or the last that changed files and is not undone."""
     if call is not None and run is not None:
         raise Misuse("name a call or a run, not both")
     if call is not None:
@@ -229,10 +221,10 @@ def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
 
 
 def _from(calls: Calls, first: str) -> list[Call]:
-    """Return a call with all that came after it, undone or not: it is gone back step by step."""
+    """Return a call and all after it, undone or not: the files go back step by step."""
     committed = _find(calls, first).committed
     if committed is None:
-        raise Misuse(f"{first} changed no files; `wink log` shows which calls did")
+        raise Misuse(f"{first} changed no files; {_SEE}")
     return [
         call
         for call in calls.changed()
@@ -240,42 +232,19 @@ def _from(calls: Calls, first: str) -> list[Call]:
     ]
 
 
-def _nothing_changed(chosen: Sequence[Call], run: str | None) -> str:
-    if run is None and not chosen:
-        return "no call has changed files here, or all of it was undone; `wink log` shows more"
-    return f"{_named(chosen, run)} changed no files, or what it changed is not kept"
-
-
-def _named(chosen: Sequence[Call], run: str | None) -> str:
-    return f"the run {run}" if run is not None else ", ".join(each.name for each in chosen)
-
-
-def _nothing_to_undo(
-    calls: Calls, chosen: Sequence[Call], found: Sequence[Call], run: str | None
-) -> str:
-    if not found:
-        return f"there is nothing to undo: {_nothing_changed(chosen, run)}"
-    undo = next(
-        each.call_id
-        for each in reversed(calls.committed.values())
-        if found[-1].call_id in each.undoes
-    )
-    return f"{_named(chosen, run)} was undone already; to redo it: wink undo {undo}"
-
-
 # Undoing
 
 _KILLED = (
-    "a call was killed before it ended; what it changed is still there, and shown as it is now. "
-    "The next command that opens the directory, such as `wink undo`, rolls it back first"
+    "a call was killed, and its changes are still there; the next command that opens the "
+    "directory, such as `wink undo`, rolls it back first"
 )
 
 
 def _recovered(calls: Calls) -> Calls:
-    """Roll back what a killed call left, and look again."""
+    """Roll back a killed call, and read the history again."""
     with open_workspace(calls.workspace) as files:
         left = files.recovered
-    say("a call was killed before it ended; what it had changed was rolled back first")
+    say("a call was killed; its changes were rolled back first")
     for sentence in left:
         say(sentence)
     return _calls(calls.workspace)
@@ -290,19 +259,18 @@ def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
             say(sentence)
         before = files.history()
         try:
-            told = files.undo(*(each.call_id for each in chosen), force=force)
-        except UndoRefused as error:  # it was changed at this very moment
+            notes = files.undo(*(each.call_id for each in chosen), force=force)
+        except UndoRefused as error:  # changed at this very moment
             return _refuse(calls, error.paths, chosen)
-        except OSError as error:  # the disk is full, or cannot be written to
+        except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
         is_changed = files.history() != before
-    for sentence in told:
+    for sentence in notes:
         say(sentence)
     if not is_changed:
         say("nothing was undone")
         return 1
-    # What it has come to; what was to be expected is not the same where something was left.
     done = next(WorkspaceHistory(calls.workspace).changes())
     names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
     _print([[(f"Undone: {names}", "bold")], *map(_changed, done.files)])
@@ -313,19 +281,32 @@ def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
 
 
 def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> int:
-    """Say what is in the way, and the ways out."""
     names = calls.names()
     say("nothing was undone: these files have changed since:")
     for path, by in paths.items():
-        who = ", ".join(names.get(each, each) for each in by) or "somebody else, outside of wink"
+        who = ", ".join(names.get(each, each) for each in by) or "someone else, outside wink"
         echo(f"  {harmless(path)}: changed by {who}", err=True)
     if any(paths.values()):
-        echo(f"Go back to before all of them with: wink undo --to {chosen[0].name}", err=True)
-    echo("Use --force to replace them anyway; what they hold now stays in the history.", err=True)
+        echo(f"Undo all of these calls with: wink undo --to {chosen[0].name}", err=True)
+    echo("Use --force to replace them anyway; the history keeps what they hold now.", err=True)
     return 1
 
 
-# What is shown
+# Output
+
+Line = Sequence[tuple[str, str]]
+"""Pieces of text, each with a style."""
+_STYLES = {
+    "committed": "green",
+    "ok": "",
+    "undo": "cyan",
+    "undone": "dim",
+    "dry run": "dim",
+    "denied": "yellow",
+    "refused": "yellow",
+    "rolled back": "red",
+    "suspended": "yellow",
+}
 
 
 def _summary(call: Call) -> dict[str, object]:
@@ -346,7 +327,7 @@ def _summary(call: Call) -> dict[str, object]:
     }
 
 
-def _details(call: Call) -> dict[str, object]:
+def _details(call: Call) -> dict[str, Any]:
     from weakincentives.runtime.calls import plain
 
     if call.record is None:
@@ -366,33 +347,8 @@ def _details(call: Call) -> dict[str, object]:
     }
 
 
-_STYLES = {
-    "committed": "green",
-    "ok": "",
-    "undo": "cyan",
-    "undone": "dim",
-    "dry run": "dim",
-    "denied": "yellow",
-    "refused": "yellow",
-    "rolled back": "red",
-    "suspended": "yellow",
-}
-_SHOWN_DETAILS = {
-    "denied_by": "denied by",
-    "attempts": "attempts",
-    "notes": "notes",
-    "conflicts": "conflicts",
-    "rolled_back": "rolled back",
-    "not_rolled_back": "not undone",
-    "degraded": "degraded",
-}
-
-Line = Sequence[tuple[str, str]]
-"""Pieces of text, each with its style."""
-
-
 def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line]:
-    from weakincentives.cli.view import shortened, summary_of
+    from weakincentives.runtime.calls import plain
 
     name = max((len(call.name) for call in calls), default=0)
     tool = max((len(_tool(call)) for call in calls), default=0)
@@ -416,7 +372,8 @@ def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line
         for change in call.files:
             yield [(indent, ""), *_changed(change)]
         if call.outcome in ("denied", "refused", "rolled back"):
-            yield [(f"{indent}  {shortened(_message(call), 90)}", "dim")]
+            message = str(plain(call.result.get("message", "")))
+            yield [(f"{indent}  {shortened(message, 90)}", "dim")]
 
 
 def _changed(change: FileChange) -> Line:
@@ -433,31 +390,30 @@ def _tool(call: Call) -> str:
     return harmless(call.tool) or ("undo" if call.undoes else "(no tool)")
 
 
-def _message(call: Call) -> str:
-    from weakincentives.runtime.calls import plain
-
-    return str(plain(call.result.get("message", "")))
-
-
 def _detail_lines(call: Call) -> Iterable[Line]:
     details = _details(call)
-    when = _local(call.time).strftime("%Y-%m-%d %H:%M:%S")
     took = f", took {details['duration']:.3f} s" if details else ""
-    yield _field("call", f"{call.name}  ({call.call_id})")
-    if call.run is not None:
-        yield _field("run", f"{call.run.id}  {harmless(call.run.title)}")
-    yield _field("tool", _tool(call))
-    yield _field("when", when + took)
-    if call.outer is not None:
-        yield _field("nested in", call.outer.name)
-    yield [("outcome      ", "bold"), (call.outcome, _STYLES[call.outcome])]
-    for key, label in _SHOWN_DETAILS.items():
-        value = details.get(key)
-        if value and value != 1:
-            several = cast("list[object]", value) if isinstance(value, list) else [value]
-            yield _field(label, harmless(", ".join(map(str, several))))
-    if call.undoes:
-        yield _field("undoes", ", ".join(call.undoes))
+    attempts = details.get("attempts", 1)
+    fields = {
+        "call": f"{call.name}  ({call.call_id})",
+        "run": "" if call.run is None else f"{call.run.id}  {call.run.title}",
+        "tool": _tool(call),
+        "when": f"{_local(call.time):%Y-%m-%d %H:%M:%S}{took}",
+        "nested in": "" if call.outer is None else call.outer.name,
+        "outcome": call.outcome,
+        "denied by": details.get("denied_by", ""),
+        "attempts": "" if attempts == 1 else str(attempts),
+        "notes": ", ".join(details.get("notes", ())),
+        "conflicts": ", ".join(details.get("conflicts", ())),
+        "rolled back": ", ".join(details.get("rolled_back", ())),
+        "not undone": ", ".join(details.get("not_rolled_back", ())),
+        "degraded": ", ".join(details.get("degraded", ())),
+        "undoes": ", ".join(call.undoes),
+    }
+    for label, value in fields.items():
+        if value:
+            style = _STYLES[call.outcome] if label == "outcome" else ""
+            yield [(f"{label:<13}", "bold"), (harmless(value), style)]
     if call.arguments not in (None, {}):
         yield from _block("arguments", json.dumps(call.arguments, indent=2, ensure_ascii=False))
     if call.record is not None:
@@ -467,11 +423,7 @@ def _detail_lines(call: Call) -> Iterable[Line]:
         yield from map(_changed, call.files)
         yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
     elif call.committed is None and call.outcome == "ok":
-        yield _field("files", "none changed, or what it changed is not kept any more")
-
-
-def _field(label: str, text: str) -> Line:
-    return [(f"{label:<13}", "bold"), (text, "")]
+        yield [("files        ", "bold"), ("none changed, or the history no longer has them", "")]
 
 
 def _block(label: str, text: str) -> Iterable[Line]:
@@ -480,11 +432,8 @@ def _block(label: str, text: str) -> Iterable[Line]:
         yield [(f"  {line}", "")]
 
 
-# Where it is shown
-
-
 def _print(lines: Iterable[Line]) -> None:
-    """Print lines: in colours on a terminal that takes them, else as they are."""
+    """Print lines, in colour on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -494,10 +443,7 @@ def _print(lines: Iterable[Line]) -> None:
 
 
 def _print_diff(changes: Iterable[FileChange]) -> None:
-    from weakincentives.cli.view import diff_style
-
-    if not sys.stdout.isatty():
-        # As it is, byte for byte: it may be a patch for somebody.
+    if not sys.stdout.isatty():  # byte for byte, for `git apply`
         text = "".join(change.text for change in changes)
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))

@@ -11,6 +11,8 @@ import typer
 
 from weakincentives.cli.common import (
     Misuse,
+    Policy,
+    SandboxName,
     Workspace,
     complete_suites,
     examples,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from weakincentives.mcp import McpServer
     from weakincentives.runtime import SavedSession
 
-_KIND = "mcp"
 _EXAMPLE = examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
@@ -35,7 +36,6 @@ _EXAMPLE = examples(
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
     app.command("mcp", epilog=_EXAMPLE)(_mcp)
 
 
@@ -45,54 +45,54 @@ def _mcp(
         typer.Argument(
             metavar="SPEC",
             help="Serve these sections, registries or tools (module:object or file.py:object) "
-            "instead of the file, shell and planning suites.",
+            "instead of the suites.",
         ),
     ] = None,
     workspace: Workspace = Path(),
     http: Annotated[
-        bool, typer.Option("--http", help="Serve streamable HTTP; else standard input and output.")
+        bool, typer.Option("--http", help="Serve streamable HTTP instead of standard input.")
     ] = False,
     host: Annotated[
-        str, typer.Option(help="With --http: the address; others than this machine need another.")
+        str, typer.Option(metavar="ADDRESS", help="With --http: the address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="With --http; 0 is any free one.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="With --http: 0 is any free port.")
     ] = 0,
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="WINK_MCP_TOKEN", help="With --http: what clients must know; else one is made."
+            metavar="TOKEN",
+            envvar="WINK_MCP_TOKEN",
+            help="With --http: the token that clients must send; by default a new one.",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin a new session; else the last one goes on.")
+        bool, typer.Option("--fresh", help="Start a new session instead of resuming the last.")
     ] = False,
     suites: Annotated[
         str | None,
         typer.Option(
-            help="What to offer: files,shell,planning,digest,python.",
+            metavar="NAMES",
+            help="The suites to offer: files,shell,planning,digest,python.",
             autocompletion=complete_suites,
         ),
     ] = None,
-    sandbox: Annotated[
-        str | None, typer.Option(help="auto, podman, bubblewrap, namespaces or none.")
-    ] = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="One more rule, such as protect=GLOB; repeat it.")
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what goes on.")] = False,
+    sandbox: SandboxName = None,
+    policy: Policy = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Serve the tools of a workspace to any MCP client: transactions, rules and undo included."""
+    """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
     from weakincentives.cli.config import load_settings
-    from weakincentives.mcp.wire import claimed_wire
+    from weakincentives.mcp.stdio import claimed_wire
     from weakincentives.runtime import configure_logging
 
-    # First of all: what is loaded from here on may print, and the wire is the protocol's.
+    # First of all: code that is loaded later may print, and standard output is the protocol's.
     with claimed_wire() as wire:
         configure_logging("INFO" if verbose else "WARNING")
+        chosen = [name.strip() for name in (suites or "").split(",") if name.strip()]
         settings = load_settings(
             workspace,
-            suites=_chosen_suites(specs, suites),
+            suites=None if suites is None and not specs else chosen,
             sections=specs or None,
             sandbox=sandbox,
             policy=policy,
@@ -101,13 +101,7 @@ def _mcp(
             if http:
                 _serve_http(server, settings, host, port, token)
             else:
-                _until_told(lambda: server.run_stdio(wire))
-
-
-def _chosen_suites(specs: list[str] | None, suites: str | None) -> list[str] | None:
-    if suites is not None:
-        return [name.strip() for name in suites.split(",") if name.strip()]
-    return [] if specs else None
+                _until_stopped(lambda: server.run_stdio(wire))
 
 
 @contextmanager
@@ -116,17 +110,14 @@ def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
     from weakincentives.mcp import McpServer
 
     with open_workspace(settings.workspace):
-        pass  # one that is in use is told before a session is looked for
+        pass  # reports a directory in use before a session is opened
     saved = (None if fresh else _last_session(settings)) or _new_session(settings)
     with saved, open_workbench(settings, saved.session) as workbench:
         yield McpServer(workbench.prompt, session=saved.session, time_limit=settings.time_limit)
 
 
-# The session, which goes on from one start to the next
-
-
 def _last_session(settings: Settings) -> SavedSession | None:
-    """Return the last session that served the same, if it can be resumed."""
+    """Return the last session that served the same tools, if it can be resumed."""
     from weakincentives.cli.workbench import load_types
     from weakincentives.runtime import SavedSession
     from weakincentives.runtime.calls import runs_of
@@ -137,7 +128,7 @@ def _last_session(settings: Settings) -> SavedSession | None:
             if run.data.about == _about(settings):
                 return SavedSession.open(run.path)
         except SnapshotError as error:
-            say(f"a new session begins, because the last one: {error}")
+            say(f"starting a new session, because the last one cannot be resumed: {error}")
             return None
     return None
 
@@ -152,10 +143,7 @@ def _new_session(settings: Settings) -> SavedSession:
 
 
 def _about(settings: Settings) -> dict[str, object]:
-    return {"kind": _KIND, "suites": settings.suites, "sections": settings.sections}
-
-
-# Serving
+    return {"kind": "mcp", "suites": settings.suites, "sections": settings.sections}
 
 
 def _serve_http(
@@ -174,38 +162,38 @@ def _serve_http(
             say(f"{settings.workspace} at http://{shown}:{number}{PATH}")
             if not ip_address(place).is_loopback:
                 say(
-                    "other machines can reach it, and nothing is encrypted: put a proxy with TLS "
+                    "other machines can connect, and nothing is encrypted: put a proxy with TLS "
                     "in front"
                 )
             if token is None:
                 say(f"Authorization: Bearer {secret}")
-            _until_told(lambda: serve(server, listening, secret))
+            _until_stopped(lambda: serve(server, listening, secret))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise Misuse(f"{host} port {port} cannot be served: {reason}; name another") from error
+        raise Misuse(f"cannot listen on {host} port {port}: {reason}; choose another") from error
 
 
-def _until_told(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Serve until the client leaves or a signal comes; calls under way are rolled back then."""
+def _until_stopped(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Serve until the client leaves or a signal comes; running calls are then rolled back."""
     import asyncio
     import signal
 
-    told: list[int] = []
+    signals: list[int] = []
 
     async def run() -> None:
         task = asyncio.ensure_future(start())
 
         def end(number: int) -> None:
-            told.append(number)
+            signals.append(number)
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, end, number)
         await asyncio.wait([task])
-        # What the mcp package makes of being cut off in the middle of a message is no news.
-        if not task.cancelled() and not (told and task.exception()):
+        # Cancelled in the middle of a message, the mcp package raises errors of its own.
+        if not task.cancelled() and not (signals and task.exception()):
             task.result()
 
     asyncio.run(run())
-    if told:
-        raise typer.Exit(128 + told[0])
+    if signals:
+        raise typer.Exit(128 + signals[0])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weakincentives.cli.common import REACHES
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.text import visible
 
@@ -32,18 +33,17 @@ class Approver:
         if request.tool_name in self._always:
             return Approval(True, by=_person(), reason="always")
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            return Approval(False, reason="nobody is at the terminal to be asked")
+            return Approval(False, reason="there is no terminal to ask at")
         try:
-            said = self._said(request)
+            said = self._answer(request)
         except EOFError:
             return Approval(False, reason="the question was not answered")
         if said == "a":
             self._always.add(request.tool_name)
         return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
 
-    def _said(self, request: ApprovalRequest) -> str:
-        """Return the person's answer; where not everything was shown, they may ask for it."""
-        head = f"{request.tool_name} wants to run; {_REACHES[request.reach]}."
+    def _answer(self, request: ApprovalRequest) -> str:
+        head = f"{request.tool_name} wants to run; it {REACHES[request.reach or 'unstated']}."
         answers = {"y": "yes", "n": "no", "a": "always"}
         width, height = os.get_terminal_size(sys.stderr.fileno())
         asked = question(head, request.arguments, width=width, height=height)
@@ -55,15 +55,6 @@ class Approver:
         return self._view.ask(asked.lines, answers)
 
 
-_REACHES = {
-    "read": "it changes nothing",
-    "reversible": "what it does can be undone",
-    "compensable": "it reaches outside of the directory, and takes that back when it fails",
-    "irreversible": "it reaches outside of the directory, and that cannot be undone",
-    None: "what it does outside of the directory cannot be undone",
-}
-
-
 def _person() -> str:
     try:
         return getpass.getuser()
@@ -72,28 +63,26 @@ def _person() -> str:
 
 
 _GUTTER, _WRAPPED = "    | ", "    : "
-"""What stands before each line of a value, and before the rest of one that is too wide.
+"""Before each line of a value, and before the rest of a line that is too wide.
 
-No text of others begins a line, so that none can look like an argument, or like the question.
+So no line begins with text from a model, which could imitate an argument or the question.
 """
 _FIRST, _LAST = 10, 4
-"""Lines that are shown of a long value."""
+"""Lines shown of a long value."""
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked."""
-
     lines: tuple[str, ...]
     hidden: int = 0
-    """How many lines are left out; the last line says so."""
+    """How many lines are hidden; the last line says so."""
 
 
 def question(
     head: str, arguments: Mapping[str, Any], *, width: int, height: int | None
 ) -> Question:
-    """Return what to ask about a call; with a height, long values are cut, and that is said."""
+    """Return the question about a call; with a height, long values are cut and marked."""
     width = max(width, 40)
     values = [list(_value_lines(*each, width)) for each in arguments.items()]
     everything = [line for lines in values for line in lines] or ["  no arguments"]
@@ -103,8 +92,10 @@ def question(
     shown = [line for lines in values for line in _cut(lines)][:room]
     marks = sum(line.startswith(_MARK) for line in shown)
     hidden = len(everything) - len(shown) + marks
-    said = f"NOT ALL IS SHOWN: {hidden:,} of {len(everything):,} lines are left out; v shows all."
-    return Question((head, *shown, said), hidden)
+    mark = (
+        f"NOT EVERYTHING IS SHOWN: {hidden:,} of {len(everything):,} lines are hidden; v shows all."
+    )
+    return Question((head, *shown, mark), hidden)
 
 
 _MARK = "    ... "
@@ -117,12 +108,12 @@ def _cut(lines: Sequence[str]) -> Iterator[str]:
         return
     yield from lines[:_FIRST]
     characters = sum(len(line) - len(_GUTTER) for line in hidden)
-    yield f"{_MARK}{len(hidden):,} lines ({characters:,} characters) are not shown here"
+    yield f"{_MARK}{len(hidden):,} lines ({characters:,} characters) hidden"
     yield from lines[-_LAST:]
 
 
 def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
-    """Yield an argument: on one line as JSON, or as a block of lines with a gutter."""
+    """Yield an argument: on one line as JSON, or as a block with a gutter."""
     label = name if _PLAIN_NAME.fullmatch(name) else _json(name)
     if _cells(label) > width // 2 - 6:
         yield "  (a long name):"

@@ -1,4 +1,4 @@
-"""`wink run` and `wink resume`: an agent on a real directory, from its first turn to its end."""
+"""`wink run` and `wink resume`: an agent on a real directory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
 from weakincentives.cli.common import (
     AsJson,
     Misuse,
+    Policy,
+    SandboxName,
     Workspace,
+    Yes,
     complete_models,
     complete_runs,
     complete_tools,
@@ -32,30 +35,30 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError, WinkError
 
 if TYPE_CHECKING:
+    from weakincentives.adapters import Adapter
     from weakincentives.cli.config import Settings
-    from weakincentives.cli.models import OpenedModel, Price
-    from weakincentives.cli.view import ChangedFile, Event, RunResult, View
+    from weakincentives.cli.view import ChangedFile, Event, Outcome, View
     from weakincentives.cli.workbench import Workbench
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
-    from weakincentives.runtime import SavedSession, Session, ToolInvoked
+    from weakincentives.runtime import SavedSession, ToolInvoked
     from weakincentives.runtime.calls import Run
 
 KIND = "run"
-"""What the files of runs say they are of, among those of other commands."""
+"""Marks the saved sessions of runs."""
 
 _RUN_EXAMPLES = examples(
     'wink run "fix the failing test" --model openai:gpt-5-mini',
-    'wink run "rename User to Account" -w ~/project --dry-run    # shows the diff, keeps nothing',
+    'wink run "rename User to Account" -w ~/project --dry-run   # only shows the diff',
     'wink run "update the docs" --policy protect=src --ask shell_execute',
     'echo "tidy up" | wink run - --model local --json',
-    more="Settings can stand in wink.toml in the directory, and in variables such as WINK_MODEL.\n"
+    more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.\n"
     'In the documentation: "The commands".',
 )
 _RESUME_EXAMPLES = examples(
-    "wink resume                              # the last run that did not come to its end",
-    "wink resume 20261116-0630                # this one; the beginning of its name is enough",
-    'wink resume 20261116-0630 "and now the docs, too"',
+    "wink resume                              # the last run that has not finished",
+    "wink resume 20261116-0630                # this one; a prefix of the id is enough",
+    'wink resume 20261116-0630 "now the docs"',
     more='In the documentation: "The commands".',
 )
 
@@ -64,46 +67,36 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
+        metavar="MODEL",
         help="openai:NAME, openai-responses:NAME, litellm:PROVIDER/NAME, claude[:NAME], "
         "local[:FILE] or scripted:FILE.",
         autocompletion=complete_models,
     ),
 ]
-Policy = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy",
-        help="One more rule: protect=GLOB, deny=TOOL, quota=TOOL:N, a .toml file, or "
-        "module:object. Repeat it for more.",
-    ),
-]
-MaxTurns = Annotated[int | None, typer.Option(help="How many turns the model may have.")]
-MaxTokens = Annotated[int | None, typer.Option(help="How many tokens it may use.")]
-TimeLimit = Annotated[float | None, typer.Option(help="How many seconds it may take.")]
-SandboxName = Annotated[
-    str | None,
-    typer.Option(help="What commands run in: auto, podman, bubblewrap, namespaces or none."),
-]
+MaxTurns = Annotated[int | None, typer.Option(metavar="N", help="Limit the model's turns.")]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Limit the tokens.")]
+TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit the time.")]
 Ask = Annotated[
     list[str] | None,
     typer.Option(
         "--ask",
-        help="Ask before calls of this tool, or of this reach. Repeat it for more.",
+        metavar="TOOL",
+        help="Ask before calls of this tool, or of this reach. Can be repeated.",
         autocompletion=complete_tools,
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Approve all that would be asked.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the answer only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
     app.command("run", epilog=_RUN_EXAMPLES)(run)
     app.command("resume", epilog=_RESUME_EXAMPLES)(resume)
 
 
 def run(
-    task: Annotated[str, typer.Argument(help="What to do; - reads it from standard input.")],
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="What to do; - reads it from standard input.")
+    ],
     workspace: Workspace = Path(),
     model: Model = None,
     policy: Policy = None,
@@ -114,26 +107,18 @@ def run(
     ask: Ask = None,
     yes: Yes = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Roll the whole run back at the end; show its diff.")
+        bool, typer.Option("--dry-run", help="Roll back the whole run; show its diff.")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Let an agent work on a directory. Every call it makes is kept as a whole, or undone."""
+    """Let an agent work on a directory. Each call is committed or rolled back as a whole."""
     from weakincentives.cli.config import load_settings
 
     task = sys.stdin.read() if task == "-" else task
     if not task.strip():
-        raise Misuse('what is to be done? The task is empty: wink run "..."')
-    flags = _given(
-        model=_anywhere(model),
-        policy=[_anywhere(each) for each in policy or ()] or None,
-        max_turns=max_turns,
-        max_tokens=max_tokens,
-        time_limit=time_limit,
-        sandbox=sandbox,
-        ask=ask or None,
-    )
+        raise Misuse('the task is empty: wink run "..."')
+    flags = _given(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
     return AgentRun(
         settings=load_settings(workspace, **flags),
         flags=flags,
@@ -150,12 +135,13 @@ def resume(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="Which run; the last that did not come to its end.",
+            help="Which run; by default the last that has not finished.",
             autocompletion=complete_runs,
         ),
     ] = None,
     message: Annotated[
-        str | None, typer.Argument(help="What to say to the model; a run that ended needs it.")
+        str | None,
+        typer.Argument(metavar="MESSAGE", help="What to tell the model; a finished run needs it."),
     ] = None,
     workspace: Workspace = Path(),
     model: Model = None,
@@ -169,25 +155,18 @@ def resume(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Go on with a run: one that was interrupted, stopped, killed, or that ended."""
-    if run_id is not None and message is None and " " in run_id:
-        run_id, message = None, run_id  # wink resume "and the docs, too"
+    """Resume a run that was interrupted, failed or killed, or continue one that has finished."""
     from weakincentives.cli.config import load_settings
 
+    if run_id is not None and message is None and " " in run_id:
+        run_id, message = None, run_id  # wink resume "and the docs"
     earlier = _run_to_resume(existing_directory(workspace), run_id, message)
     flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
-    # Rules add up: what held for the run goes on to hold.
-    rules = [_anywhere(each) for each in policy or ()]
-    stored = [each for each in flags.get("policy", ()) if each not in rules]
-    flags |= _given(
-        model=_anywhere(model),
-        policy=[*flags.get("policy", ()), *rules] or None,
-        max_turns=max_turns,
-        max_tokens=max_tokens,
-        time_limit=time_limit,
-        sandbox=sandbox,
-        ask=[*flags.get("ask", ()), *(ask or ())] or None,
-    )
+    given = _given(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
+    stored = [each for each in flags.get("policy", ()) if each not in given.get("policy", ())]
+    for name in {"policy", "ask"} & given.keys():  # rules add up
+        given[name] = [*flags.get(name, ()), *given[name]]
+    flags |= given
     return AgentRun(
         settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
@@ -199,14 +178,29 @@ def resume(
     ).perform()
 
 
-def _given(**flags: object) -> dict[str, Any]:
+def _given(
+    model: str | None,
+    policy: list[str] | None,
+    max_turns: int | None,
+    max_tokens: int | None,
+    time_limit: float | None,
+    sandbox: str | None,
+    ask: list[str] | None,
+) -> dict[str, Any]:
+    flags = {
+        "model": model and _absolute(model),
+        "policy": [_absolute(each) for each in policy or ()] or None,
+        "max_turns": max_turns,
+        "max_tokens": max_tokens,
+        "time_limit": time_limit,
+        "sandbox": sandbox,
+        "ask": ask or None,
+    }
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _anywhere(named: str | None) -> str | None:
-    """Return what names a file so that it is found from any directory: a run may be resumed."""
-    if named is None:
-        return None
+def _absolute(named: str) -> str:
+    """Return a model or rule with an absolute path: a run may be resumed from elsewhere."""
     kind, colon, file = named.partition(":")
     if kind in ("scripted", "local") and file:
         return f"{kind}{colon}{Path(file).expanduser().absolute()}"
@@ -215,43 +209,44 @@ def _anywhere(named: str | None) -> str | None:
     return named
 
 
-# Which run to resume
-
-
 def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
-    """Return the run that is meant: the named one, else the last that can go on."""
+    """Return the named run, or the last that can be resumed."""
     from weakincentives.runtime import SavedSessionData
     from weakincentives.runtime.calls import runs_of
 
-    ended: Run | None = None
+    finished: Run | None = None
     for run in reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]:
         try:
-            SavedSessionData.read(run.path)  # to its end: nothing goes on from a damaged one
+            SavedSessionData.read(run.path)  # to its end: a damaged one is not resumed
         except (OSError, SnapshotError) as error:
             if run_id is None and b"\n" not in run.path.read_bytes():
-                continue  # it was killed at once
+                continue  # killed at its start
             raise Misuse(f"{run.id} cannot be resumed: {error}") from error
         about = run.data.about
         if about.get("kind") != KIND or about.get("dry_run"):
             continue
         if message is not None or not run.has_ended:
             return run
-        ended = ended or run
-    if ended is not None:
-        raise Misuse(
-            f'{ended.id} came to its end; say what to do next: wink resume {ended.id} "..."'
-        )
+        finished = finished or run
+    if finished is not None:
+        name = finished.id
+        raise Misuse(f'{name} has finished; give a message to continue: wink resume {name} "..."')
     if run_id is not None:
-        raise Misuse(f"{run_id} cannot be resumed: it is a dry run, or not of `wink run`")
-    raise Misuse(f'there is no run in {directory} to resume; begin one: wink run "..."')
+        raise Misuse(f"{run_id} cannot be resumed: it is a dry run, or not a `wink run`")
+    raise Misuse(f'there is no run to resume in {directory}; start one: wink run "..."')
 
 
-# From the first turn to the end
+# The run
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AgentRun:
-    """A run that the person asks for: a new one, or one that goes on."""
+    """A run, new or resumed, from its start to its result.
+
+    It is also a policy, to see from inside each call what the call changes.
+    """
+
+    name = "report"
 
     settings: Settings
     flags: Mapping[str, Any]
@@ -262,51 +257,58 @@ class AgentRun:
     quiet: bool = False
     earlier: Run | None = None
     watch: Callable[[Event], Event] | None = None
-    """Hears of every event before it is shown, and may say more."""
+    """Sees every event first, and may replace it."""
 
-    @property
-    def task(self) -> str:
-        """What the run is for. One that was stopped before its first turn has not been told."""
-        task = None if self.earlier is None else self.earlier.data.about.get("task")
-        return "\n\n".join(str(each) for each in (task, self.message) if each)
+    _view: View = field(init=False)
+    _workbench: Workbench = field(init=False)
+    _changed: dict[str, tuple[ChangedFile, ...]] = field(
+        init=False, default_factory=dict[str, "tuple[ChangedFile, ...]"]
+    )
+    """What calls have changed, by id, until they commit or roll back."""
 
     def perform(self) -> int:
         """Run the agent and return the exit code."""
-        from weakincentives.cli.workbench import admit_code
+        from weakincentives.cli.trust import trust_of
 
-        admit_code(self.settings)
+        trust_of(self.settings.workspace).admit(self.settings)
         with _stopping() as stop:
             try:
-                outcome = self._performed(stop)
-            except KeyboardInterrupt:  # before there was anything to go on with
+                outcome = self._perform(stop)
+            except KeyboardInterrupt:  # before the run began
                 say("interrupted")
                 outcome = "interrupted"
         return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
 
-    def _performed(self, stop: _Stop) -> str:
-        """Run the agent, show what came of it, and return how it ended."""
-        from weakincentives.cli.models import open_model
+    def _perform(self, stop: _Stop) -> Outcome:
+        from weakincentives.cli.models import cost_of, open_model
         from weakincentives.cli.view import open_view
 
         settings = self.settings
         turns = 0 if self.earlier is None else self.earlier.turns
         with (
-            open_model(settings.model, turns=turns) as model,
+            open_model(settings.model, turns=turns) as adapter,
             open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
-            self._saved() as saved,
+            self._resumed() as saved,
             _trial(files) if self.dry_run else nullcontext(files) as work,
-            open_view(as_json=self.as_json, quiet=self.quiet) as view,
+            open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
         ):
-            report = _Report(self, view, model.price)
-            result = self._agent(model, work, saved, report, stop)
+            result = self._view.totals
+            self._run(adapter, work, saved, stop)
+            result.seconds = SYSTEM_CLOCK.monotonic() - self._view.began
+            result.cost_usd = cost_of(settings.model, result.input_tokens, result.output_tokens)
             if self.dry_run:
-                result = replace(result, diff="".join(each.text for each in work.diff_here()))
-            report.show(result)
+                result.dry_run = True
+                result.diff = "".join(each.text for each in work.diff_here())
+            elif result.outcome != "done" and result.run:
+                here = settings.workspace == Path.cwd()
+                where = "" if here else f" -w {shlex.quote(str(settings.workspace))}"
+                result.resume = f"wink resume {result.run}{where}"
+            self._show(result)
         return result.outcome
 
     @contextmanager
-    def _saved(self) -> Generator[SavedSession | None]:
-        """Yield the session of the run that goes on, if one does."""
+    def _resumed(self) -> Generator[SavedSession | None]:
+        """Yield the saved session of a resumed run; None for a new run."""
         from weakincentives.cli.workbench import load_types
         from weakincentives.runtime import SavedSession
 
@@ -317,49 +319,46 @@ class AgentRun:
         try:
             saved = SavedSession.open(self.earlier.path)
         except SessionInUse as error:
-            raise Misuse(f"{self.earlier.id} is under way in another process") from error
+            raise Misuse(f"{self.earlier.id} is running in another process") from error
         with saved:
             yield saved
 
-    def _agent(
-        self,
-        model: OpenedModel,
-        files: HostFilesystem,
-        saved: SavedSession | None,
-        report: _Report,
-        stop: _Stop,
-    ) -> RunResult:
-        """Let the model work, and return how that ended."""
+    def _run(
+        self, adapter: Adapter, files: HostFilesystem, saved: SavedSession | None, stop: _Stop
+    ) -> None:
+        """Let the model work, and note the outcome."""
         from weakincentives.cli.question import Approver
         from weakincentives.cli.workbench import open_workbench
         from weakincentives.runtime import Session
 
-        session = Session() if saved is None else saved.session
         if saved is not None:
             saved.take_back_unrecorded(files)
-        ask = Approver(report.view, yes=self.yes).ask
-        policies = [report, *([_OnlyWhatCanBeUndone()] if self.dry_run else [])]
         with (
             open_workbench(
-                self.settings, session, ask=ask, files=files, policies=policies
-            ) as workbench,
-            # Begun once nothing can be wrong any more with what was asked for.
-            self._begun(workbench) if saved is None else nullcontext(saved) as kept,
-            _logged_to(kept.path.with_suffix(".log")),
+                self.settings,
+                Session() if saved is None else saved.session,
+                ask=Approver(self._view, yes=self.yes).ask,
+                files=files,
+                policies=[self, _OnlyReversible()] if self.dry_run else [self],
+            ) as self._workbench,
+            # Saved only now: whatever is wrong with the settings has been reported.
+            self._new_session() if saved is None else nullcontext(saved) as session,
+            _logged_to(session.path.with_suffix(".log")),
         ):
+            result = self._view.totals
             try:
                 try:
-                    report.begin(kept.path.stem, workbench)
-                    return report.result("done", text=self._evaluate(model, workbench, report))
+                    self._start(session.path.stem)
+                    result.text = self._evaluate(adapter)
+                    result.outcome = "done"
                 except WinkError as error:
-                    return report.result("failed", error=str(error))
+                    result.error = str(error)
                 finally:
                     stop.is_over = True
             except KeyboardInterrupt:
-                return report.result("interrupted")
+                result.outcome = "interrupted"
 
-    def _begun(self, workbench: Workbench) -> SavedSession:
-        """Keep the session of a run that begins in a file of the workspace."""
+    def _new_session(self) -> SavedSession:
         from weakincentives.runtime import SavedSession
         from weakincentives.runtime.calls import new_run
 
@@ -370,41 +369,137 @@ class AgentRun:
             "dry_run": self.dry_run,
             "flags": dict(self.flags),
         }
-        run = new_run(workbench.filesystem.store)
-        return SavedSession.create(run.path, workbench.session, about=about)
+        run = new_run(self._workbench.filesystem.store)
+        return SavedSession.create(run.path, self._workbench.session, about=about)
 
-    def _evaluate(self, model: OpenedModel, workbench: Workbench, report: _Report) -> str:
+    def _start(self, run_id: str) -> None:
+        from weakincentives.cli.view import RunStarted
+
+        workbench, settings = self._workbench, self.settings
+        self._view.totals.run = run_id
+        notes = workbench.filesystem.recovered
+        if settings.sandbox == "none" and workbench.shell is not None:
+            notes = (*notes, "Commands run without a sandbox: they can do everything you can.")
+        self._show(
+            RunStarted(
+                run=run_id,
+                workspace=str(settings.workspace),
+                model=str(settings.model),
+                task=self.message or self._whole_task(),
+                commands=workbench.sandbox,
+                dry_run=self.dry_run,
+                resumed=self.earlier is not None,
+                notes=notes,
+            )
+        )
+
+    def _whole_task(self) -> str:
+        """Return the first message of a run; one that was killed early may not have sent it."""
+        task = None if self.earlier is None else self.earlier.data.about.get("task")
+        return "\n\n".join(str(each) for each in (task, self.message) if each)
+
+    def _evaluate(self, adapter: Adapter) -> str:
         from weakincentives.adapters import Message, RunConfig
         from weakincentives.budget import Budget
         from weakincentives.runtime import ToolInvoked
 
-        settings, session = self.settings, workbench.session
+        settings, session = self.settings, self._workbench.session
         most = settings.max_tokens
         config = RunConfig(
             max_turns=settings.max_turns,
             time_limit=settings.time_limit,
             budget=None if most is None else Budget(max_total_tokens=most),
-            completion=workbench.completion,
+            completion=self._workbench.completion,
         )
         has_begun = session[Message].latest() is not None
-        ignore = session.dispatcher.subscribe(ToolInvoked, report.call_ended)
+        unsubscribe = session.dispatcher.subscribe(ToolInvoked, self._call_ended)
         try:
-            response = model.adapter.evaluate(
-                workbench.prompt,
+            response = adapter.evaluate(
+                self._workbench.prompt,
                 session,
-                message=self.message if has_begun else self.task,
+                message=self.message if has_begun else self._whole_task(),
                 resume=has_begun,
                 config=config,
-                on_event=report.show,
+                on_event=self._show,
             )
         finally:
-            ignore()
+            unsubscribe()
         return response.text
+
+    # What is shown
+
+    def _show(self, event: Event) -> None:
+        self._view.show(event if self.watch is None else self.watch(event))
+
+    def _call_ended(self, record: ToolInvoked) -> None:
+        """Show how a call of the model ended; nested calls are not shown."""
+        from weakincentives.cli.view import CallEnded
+        from weakincentives.contrib.tools import Plan
+
+        if record.call_id not in self._view.running:
+            return
+        call, _ = self._view.running[record.call_id]
+        changed = self._changed.pop(record.call_id, ())
+        self._show(
+            CallEnded(
+                record=record,
+                arguments=call.params,
+                rolled_back=record.ran
+                and not record.success
+                and record.tool_name not in self._workbench.readers,
+                files=changed if record.success else (),
+            )
+        )
+        plan = self._workbench.session[Plan].latest()
+        if plan is not None and plan != self._view.plan:
+            self._show(plan)
+
+    def check(
+        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
+    ) -> PolicyDecision:
+        from weakincentives.prompt import PolicyDecision
+
+        return PolicyDecision.allow()
+
+    def on_result(
+        self, tool: Tool[Any, Any], params: object, result: ToolResult[Any], *, context: ToolContext
+    ) -> None:
+        from weakincentives.cli.view import ChangedFile
+
+        if tool.reach == "read":
+            return
+        files = cast("HostFilesystem", context.filesystem)
+        paths = files.changed_here()
+        if len(paths) > _MAX_COUNTED:
+            changed = tuple(map(ChangedFile, paths))
+        else:
+            diffs = files.diff_here()
+            changed = tuple(ChangedFile(each.path, each.added, each.removed) for each in diffs)
+        self._changed[context.call_id] = changed
+
+
+_MAX_COUNTED = 100
+"""Files of one call whose changed lines are counted; beyond that only paths are shown."""
+
+
+class _OnlyReversible:
+    """Denies, in a dry run, tools that reach outside the directory."""
+
+    name = "dry_run"
+
+    def applies_to(self, tool: Tool[Any, Any]) -> bool:
+        return tool.reach not in ("read", "reversible")
+
+    def check(self, tool_name: str, params: object, context: object) -> str | None:
+        return (
+            f"This is a dry run, and the effects of '{tool_name}' outside the workspace could not "
+            "be undone. Continue as far as you can without it"
+        )
 
 
 @contextmanager
 def _trial(files: HostFilesystem) -> Generator[HostFilesystem]:
-    """Yield a view of the workspace that is undone in the end; after a kill, by who opens it next.
+    """Yield a view of the workspace that is rolled back at the end, or after a kill.
 
     All calls are savepoints in one transaction that is never committed.
     """
@@ -417,10 +512,10 @@ def _trial(files: HostFilesystem) -> Generator[HostFilesystem]:
 
 @contextmanager
 def _logged_to(path: Path) -> Generator[None]:
-    """Put what the library has to say beside the session: a terminal is for the person's run."""
+    """Write the library's log to a file next to the session."""
     from weakincentives.runtime import configure_logging
 
-    # A thread that was left behind may have something to say after the end: to nobody.
+    # An abandoned thread may log after the end.
     logging.getLogger("weakincentives").addHandler(logging.NullHandler())
     with open(path, "a", encoding="utf-8", errors="backslashreplace") as log:
         handler = configure_logging(logging.WARNING, stream=log)
@@ -430,163 +525,17 @@ def _logged_to(path: Path) -> Generator[None]:
             logging.getLogger().removeHandler(handler)
 
 
-# What is told of it
-
-
-class _Report:
-    """Shows a run as it goes; also a policy, to see what each call changes."""
-
-    name = "report"
-
-    def __init__(self, run: AgentRun, view: View, price: Price | None) -> None:
-        self.view = view
-        self._run = run
-        self._price = price
-        self._id = ""
-        self._session: Session | None = None
-        self._readers: set[str] = set()
-        """Tools that change nothing, so that nothing of theirs is rolled back."""
-        self._changed: dict[str, tuple[ChangedFile, ...]] = {}
-        """What calls have changed, by id, while it is not known whether that is kept."""
-
-    def show(self, event: Event) -> None:
-        self.view.show(event if self._run.watch is None else self._run.watch(event))
-
-    def begin(self, run_id: str, workbench: Workbench) -> None:
-        """Show that a run begins, and on what."""
-        from weakincentives.cli.view import RunStarted
-
-        self._id, self._session = run_id, workbench.session
-        self._readers = {tool.name for tool in workbench.tools if tool.reach == "read"}
-        settings = workbench.settings
-        notes = workbench.filesystem.recovered
-        if settings.sandbox == "none" and workbench.shell is not None:
-            notes = (*notes, "Commands run without a sandbox: they can do all that you can.")
-        self.show(
-            RunStarted(
-                run=run_id,
-                workspace=str(settings.workspace),
-                model=str(settings.model),
-                task=self._run.message or self._run.task,
-                commands=workbench.sandbox,
-                dry_run=self._run.dry_run,
-                resumed=self._run.earlier is not None,
-                notes=notes,
-            )
-        )
-
-    def call_ended(self, record: ToolInvoked) -> None:
-        """Show how a call of the model's has ended; those nested in it are its own affair."""
-        from weakincentives.cli.view import CallEnded
-        from weakincentives.contrib.tools import Plan
-
-        progress = self.view.progress
-        if record.call_id not in progress.under_way:
-            return
-        call, _ = progress.under_way[record.call_id]
-        changed = self._changed.pop(record.call_id, ())
-        self.show(
-            CallEnded(
-                record=record,
-                arguments=call.params,
-                rolled_back=record.ran
-                and not record.success
-                and record.tool_name not in self._readers,
-                files=changed if record.success else (),
-            )
-        )
-        assert self._session is not None
-        plan = self._session[Plan].latest()
-        if plan is not None and plan != progress.plan:
-            self.show(plan)
-
-    def check(
-        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
-    ) -> PolicyDecision:
-        from weakincentives.prompt import PolicyDecision
-
-        return PolicyDecision.allow()
-
-    def on_result(
-        self, tool: Tool[Any, Any], params: object, result: ToolResult[Any], *, context: ToolContext
-    ) -> None:
-        """Note what a call changes, seen from inside of it."""
-        if tool.reach != "read":
-            self._changed[context.call_id] = _changes(cast("HostFilesystem", context.filesystem))
-
-    def result(
-        self, outcome: Literal["done", "failed", "interrupted"], *, text: str = "", error: str = ""
-    ) -> RunResult:
-        """Return how the run ended, to be shown last."""
-        from weakincentives.cli.view import RunResult
-
-        progress, dry_run = self.view.progress, self._run.dry_run
-        return RunResult(
-            run=self._id,
-            outcome=outcome,
-            text=text,
-            error=error,
-            turns=progress.turn,
-            calls=progress.calls,
-            rolled_back=progress.rolled_back,
-            denied=progress.denied,
-            files=tuple(progress.files[path] for path in sorted(progress.files)),
-            input_tokens=progress.usage.input_tokens,
-            output_tokens=progress.usage.output_tokens,
-            cost_usd=None if self._price is None else self._price(progress.usage),
-            seconds=SYSTEM_CLOCK.monotonic() - progress.began,
-            dry_run=dry_run,
-            resume=None if outcome == "done" or dry_run else self._resume_with(),
-        )
-
-    def _resume_with(self) -> str | None:
-        if not self._id:  # it was stopped before it began
-            return None
-        workspace = self._run.settings.workspace
-        where = "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
-        return f"wink resume {self._id}{where}"
-
-
-_MAX_COUNTED = 100
-"""Files whose lines are counted; of more, only the names are told."""
-
-
-def _changes(files: HostFilesystem) -> tuple[ChangedFile, ...]:
-    """Return what a call has changed so far, with how many lines came and went."""
-    from weakincentives.cli.view import ChangedFile
-
-    paths = files.changed_here()
-    if len(paths) > _MAX_COUNTED:
-        return tuple(map(ChangedFile, paths))
-    return tuple(ChangedFile(each.path, each.added, each.removed) for each in files.diff_here())
-
-
-class _OnlyWhatCanBeUndone:
-    """Refuses, in a dry run, what would stay."""
-
-    name = "dry_run"
-
-    def applies_to(self, tool: Tool[Any, Any]) -> bool:
-        return tool.reach not in ("read", "reversible")
-
-    def check(self, tool_name: str, params: object, context: object) -> str | None:
-        return (
-            f"This is a dry run, and what '{tool_name}' does outside of the workspace could not be "
-            "undone. Go on as far as you can without it"
-        )
-
-
 # Stopping
 
 
 @dataclass(slots=True)
 class _Stop:
-    """How the person stopped the run, and when."""
+    """Which signal stopped the run, and when."""
 
     by: int = signal.SIGINT
     at: float | None = None
     is_over: bool = False
-    """Whether the run has ended: what is left is closed and shown, which a signal must not cut."""
+    """The run has ended: closing and showing its result must not be interrupted."""
 
     @property
     def exit_code(self) -> int:
@@ -595,10 +544,7 @@ class _Stop:
 
 @contextmanager
 def _stopping() -> Generator[_Stop]:
-    """Let the first Ctrl-C stop the run at a clean point, and the next one at once.
-
-    As Ctrl-C counts that the program is told to end, or that its terminal is closed.
-    """
+    """Let the first signal stop the run at a clean point, and the next one at once."""
     stop = _Stop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -609,22 +555,22 @@ def _stopping() -> Generator[_Stop]:
             stop.at = SYSTEM_CLOCK.monotonic()
             if not stop.is_over:
                 raise KeyboardInterrupt
-        # `timeout`, `make` and others pass one signal on twice; a person takes longer than that.
-        if SYSTEM_CLOCK.monotonic() - stop.at > _TWICE:
+        # `timeout` and `make` pass one signal on twice, within moments.
+        if SYSTEM_CLOCK.monotonic() - stop.at > 0.3:
             _end_at_once(stop)
 
     def terminate(number: int, frame: object) -> None:
         if stop.at is None:
             stop.by = number
         for each in terminals:
-            if not os.isatty(each):  # it is closed, and to write to it would be an error
+            if not os.isatty(each):  # closed: writing to it would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), each)
-        # As Ctrl-C: that is held back where something must not be cut in two.
+        # As SIGINT, which is held back in critical sections.
         signal.raise_signal(signal.SIGINT)
 
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, terminate)
-    if before[signal.SIGHUP] is not signal.SIG_IGN:  # else it is to go on: nohup
+    if before[signal.SIGHUP] is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, terminate)
     try:
         yield stop
@@ -633,18 +579,14 @@ def _stopping() -> Generator[_Stop]:
             if stop.at is None:
                 signal.signal(number, handler)
             elif number != signal.SIGINT:
-                # On its way out, which a signal that comes twice must not cut short. Not handled:
-                # Python takes its handlers away before it ends.
+                # A repeated signal must not cut the exit short; Python removes handlers before it
+                # ends, so ignore it.
                 signal.signal(number, signal.SIG_IGN)
 
 
-_TWICE = 0.3
-"""Seconds within which a second signal is taken for the first."""
-
-
 def _end_at_once(stop: _Stop) -> NoReturn:
-    """End as a kill would: whoever opens the directory next undoes the call under way."""
+    """Exit like a kill: the next process to open the directory rolls back the current call."""
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
-    os.write(2, b"\nwink: ended at once; the call under way is undone by the next wink command\n")
+    os.write(2, b"\nwink: stopped at once; the next wink command rolls back the current call\n")
     os._exit(stop.exit_code)

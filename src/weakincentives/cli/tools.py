@@ -1,9 +1,9 @@
-"""`wink tools` and `wink policy check`: what an agent is offered, and what it is refused."""
+"""`wink tools` and `wink policy`: the tools of an agent, and the rules for its calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,10 +11,13 @@ import typer
 
 from weakincentives.cli.common import (
     FILE_NAME,
+    REACHES,
     AsJson,
     Misuse,
+    Policy,
+    RunOption,
     Workspace,
-    complete_runs,
+    Yes,
     complete_tools,
     echo,
     examples,
@@ -26,40 +29,35 @@ from weakincentives.text import harmless
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.cli.workbench import Workbench
-    from weakincentives.prompt import Tool
-    from weakincentives.prompt.policies import AttachedPolicy
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
 _TOOLS_EXAMPLES = examples(
-    "wink tools                    # all of them, with how far each reaches",
+    "wink tools                    # all tools, with their reach",
     "wink tools edit_file          # its parameters, examples and policies",
     "wink tools --json | jq .name",
-    more='Which there are is set in wink.toml. In the documentation: "The commands", "Policies".',
+    more='wink.toml selects the tools. In the documentation: "The commands", "Policies".',
 )
 _APPROVE_EXAMPLES = examples(
-    "wink policy approve                # shows what wink.toml names, and asks",
-    "wink policy approve --yes -w DIR   # in a script that you have written",
+    "wink policy approve                # shows the files that wink.toml names, and asks",
+    "wink policy approve --yes -w DIR   # in a script of your own",
 )
-
 _CHECK_EXAMPLES = examples(
-    "wink policy check                  # is wink.toml right? what is in force?",
+    "wink policy check                  # is wink.toml valid? which policies apply?",
     'wink policy check write_file \'{"path": ".env", "content": ""}\'',
     'wink policy check edit_file \'{"path": "a.py", ...}\' --run k3f',
-    more="Exit code 0: admitted; 1: denied; 2: wrong use. Nothing is run or changed.\n"
+    more="Exit code 0: allowed; 1: denied; 2: wrong use. Nothing is run or changed.\n"
     'In the documentation: "Policies".',
 )
 
-Policy = Annotated[
-    list[str] | None,
-    typer.Option("--policy", help="One more rule, as `wink run` takes it. Repeat it for more."),
-]
-
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
     app.command("tools", epilog=_TOOLS_EXAMPLES)(tools)
-    policy = typer.Typer(help="Look at the policies that are in force.", no_args_is_help=True)
+    policy = typer.Typer(
+        help="Check and approve the rules of a directory.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
     policy.command("check", epilog=_CHECK_EXAMPLES)(check)
     policy.command("approve", epilog=_APPROVE_EXAMPLES)(approve)
     app.add_typer(policy, name="policy")
@@ -70,7 +68,7 @@ def tools(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Only this one, in full.",
+            help="Show only this tool, in full.",
             autocompletion=complete_tools,
             show_default=False,
         ),
@@ -78,7 +76,7 @@ def tools(
     workspace: Workspace = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Show the tools that an agent gets on a directory, with the settings that hold there."""
+    """List the tools that an agent gets on a directory."""
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.workbench import preview
 
@@ -87,9 +85,15 @@ def tools(
         chosen = list(offers.values()) if name is None else [_named(offers, name)]
         if as_json:
             for offer in chosen:
-                echo(json.dumps(_described(offer)))
+                names = [policy.name for policy in offer.policies]
+                more = {"reach": offer.tool.reach, "policies": names}
+                echo(json.dumps({**offer.tool.definition(), **more}))
         elif name is None:
-            _list(chosen)
+            width = max((len(name) for name in offers), default=0)
+            for offer in chosen:
+                tool = offer.tool
+                words = harmless(tool.description)
+                echo(f"{tool.name:<{width}}  {tool.reach or 'unstated':<12}  {words}")
         else:
             _show(chosen[0])
 
@@ -99,7 +103,7 @@ def check(
         str | None,
         typer.Argument(
             metavar="TOOL",
-            help="A tool; without one, the policies in force are listed.",
+            help="A tool; without it, list the policies in force.",
             autocompletion=complete_tools,
             show_default=False,
         ),
@@ -109,16 +113,12 @@ def check(
     ] = "{}",
     workspace: Workspace = Path(),
     policy: Policy = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--run",
-            help="Ask with what a run knows: the files it has read, the calls it has made.",
-            autocompletion=complete_runs,
-        ),
-    ] = None,
+    run: RunOption = None,
 ) -> int:
-    """Say whether a call would be admitted now, and which policy denies it. Nothing is run."""
+    """Tell whether a call would be allowed, and which policy denies it. Nothing is run.
+
+    With --run, policies know what that run has read and called.
+    """
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.workbench import preview
 
@@ -130,11 +130,10 @@ def check(
             _list_policies(settings, offers.values())
             return 0
         offer = _named(offers, tool)
-        params = _parsed(offer, arguments)
-        denial, notes = _verdict(offer, params, workbench)
+        denial, notes = _verdict(offer, _parsed(offer, arguments), workbench)
     for note in notes:
         echo(harmless(note))
-    verdict = "is admitted." if denial is None else f"is denied by {denial}"
+    verdict = "is allowed." if denial is None else f"is denied by {denial}"
     echo(harmless(f"{tool} {verdict}"))
     return 0 if denial is None else 1
 
@@ -144,14 +143,14 @@ def approve(
         list[Path] | None,
         typer.Argument(
             metavar="FILE",
-            help="More files that this code loads, where its text does not tell.",
+            help="More files that this code loads, if its imports do not show it.",
             show_default=False,
         ),
     ] = None,
     workspace: Workspace = Path(),
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Approve without a question.")] = False,
+    yes: Yes = False,
 ) -> int:
-    """Approve the settings and the code of a directory that run outside of every sandbox."""
+    """Approve the settings and code of a directory that run outside the sandbox."""
     from weakincentives.cli.config import load_settings
     from weakincentives.cli.trust import APPROVE, is_interactive, trust_of
 
@@ -172,9 +171,6 @@ def approve(
     return 0
 
 
-# What there is
-
-
 def _named(offers: Mapping[str, Offer], name: str) -> Offer:
     if name in offers:
         return offers[name]
@@ -192,31 +188,25 @@ def _session_of(settings: Settings, run: str) -> Session:
         load_types(settings)
         return Session.from_snapshot(SavedSessionData.read(found.path).snapshot())
     except (OSError, SnapshotError) as error:
-        raise Misuse(f"the run {found.id} cannot be read: {error}") from error
-
-
-# What a call would be told
+        raise Misuse(f"cannot read the run {found.id}: {error}") from error
 
 
 def _parsed(offer: Offer, arguments: str) -> object:
     from weakincentives.errors import InvalidArguments
 
     try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        raise Misuse(f"the arguments are not JSON: {error}; such as '{_example(offer)}'") from error
-    try:
-        return offer.tool.parse(given)
+        return offer.tool.parse(json.loads(arguments))
     except InvalidArguments as error:
-        raise Misuse(f"{offer.tool.name} does not take these arguments: {error}") from error
-
-
-def _example(offer: Offer) -> str:
-    return json.dumps(dict.fromkeys(offer.tool.parameters.get("required", ()), "..."))
+        raise Misuse(f"invalid arguments for {offer.tool.name}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        example = json.dumps(dict.fromkeys(offer.tool.parameters.get("required", ()), "..."))
+        raise Misuse(f"the arguments are not JSON: {error}; such as '{example}'") from error
 
 
 def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | None, list[str]]:
-    """Return the policy that denies and why, or None; and what else there is to say."""
+    """Return the policy that denies a call with its reason, or None; and notes."""
+    import asyncio
+
     from weakincentives.prompt import ToolContext
 
     context = ToolContext(
@@ -225,60 +215,26 @@ def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | 
     notes: list[str] = []
     for policy in offer.policies:
         if policy.asks_a_person:
-            notes.append(f"{policy.name}: a person is asked first")
+            notes.append(f"{policy.name}: needs approval")
             continue
         try:
-            verdict = policy.check(offer.tool, params, context=context)
-            denial = policy.denial(_awaited(verdict) if policy.is_async else verdict)
-        except Exception as error:  # as the pipeline does: a policy that cannot decide denies
-            denial = f"it could not decide: {error!r}"
+            verdict: Any = policy.check(offer.tool, params, context=context)
+            denial = policy.denial(asyncio.run(verdict) if policy.is_async else verdict)
+        except Exception as error:  # as in the pipeline: a policy that fails denies
+            denial = f"could not decide: {error!r}"
         if denial is not None:
             return f"{policy.name}: {denial}", notes
     return None, notes
 
 
-def _awaited(verdict: Any) -> object:
-    import asyncio
-
-    return asyncio.run(verdict)
-
-
-# What is shown
-
-
-def _described(offer: Offer) -> dict[str, Any]:
-    names = [policy.name for policy in offer.policies]
-    return {**offer.tool.definition(), "reach": offer.tool.reach, "policies": names}
-
-
-def _list(offers: Sequence[Offer]) -> None:
-    name = max((len(offer.tool.name) for offer in offers), default=0)
-    reach = max((len(_reach(offer.tool)) for offer in offers), default=0)
-    for offer in offers:
-        tool = offer.tool
-        words = harmless(tool.description)
-        echo(f"{tool.name:<{name}}  {_reach(tool):<{reach}}  {words}")
-
-
-def _reach(tool: Tool[Any, Any]) -> str:
-    return tool.reach or "unstated"
-
-
-_REACHES = {
-    "read": "changes nothing",
-    "reversible": "what it does is rolled back if it fails, and can be undone",
-    "compensable": "reaches outside, and has a way to take that back",
-    "irreversible": "reaches outside, and cannot be taken back",
-    "unstated": "rolled back as far as that can be",
-}
+# Output
 
 
 def _show(offer: Offer) -> None:
-    tool, reach = offer.tool, _reach(offer.tool)
+    tool, reach = offer.tool, offer.tool.reach or "unstated"
     echo(f"{tool.name}: {harmless(tool.description)}\n")
-    echo(f"Reach: {reach} ({_REACHES[reach]})")
-    names = ", ".join(policy.name for policy in offer.policies)
-    echo(f"Policies that watch it: {names or 'none'}")
+    echo(f"Reach: {reach} ({REACHES[reach]})")
+    echo(f"Policies: {', '.join(policy.name for policy in offer.policies) or 'none'}")
     echo(f"Parameters:\n{_indented(tool.parameters)}")
     for example in tool.definition().get("examples", ()):
         echo(f"Example: {harmless(example['description'])}\n{_indented(example['input'])}")
@@ -291,20 +247,15 @@ def _indented(value: object) -> str:
 
 def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
     file = settings.workspace / FILE_NAME
-    echo(f"{file}: {'valid' if file.exists() else 'there is none; the defaults hold'}")
-    watched: dict[str, list[str]] = {}
-    described: dict[str, AttachedPolicy] = {}
+    echo(f"{file}: {'valid' if file.exists() else 'no such file; using the defaults'}")
+    governed: dict[str, list[str]] = {}
+    purposes: dict[str, str] = {}
     for offer in offers:
         for policy in offer.policies:
-            watched.setdefault(policy.name, []).append(offer.tool.name)
-            described[policy.name] = policy
-    for name, names in watched.items():
+            governed.setdefault(policy.name, []).append(offer.tool.name)
+            document = type(policy.policy).__doc__ or ""
+            purposes[policy.name] = " ".join(document.strip().split("\n\n")[0].split())
+    for name, names in governed.items():
         which = "all tools" if len(names) == len(offers) else ", ".join(names)
-        purpose = _purpose(described[name].policy)
-        echo(f"{name}: {purpose}" if purpose else name)
-        echo(f"  watches {which}")
-
-
-def _purpose(policy: object) -> str:
-    text = (type(policy).__doc__ or "").strip().split("\n\n")[0]
-    return " ".join(text.split())
+        echo(f"{name}: {purposes[name]}" if purposes[name] else name)
+        echo(f"  applies to {which}")

@@ -1,9 +1,8 @@
 """Code of a workspace that runs in `wink` itself: only as the user has approved it.
 
-``wink.toml`` can name code, and so can a run that is resumed. Whoever can write in a workspace, an
-agent or a repository that was cloned, could put anything there. So a file of the workspace is
-loaded only if its digest is one that the user approved. Digests are kept, sealed, in the user's
-state directory. Byte code is never read: it could be anything.
+``wink.toml`` can name code, and so can a resumed run. An agent, or a cloned repository, could put
+anything there. So a file of the workspace is loaded only if the user approved its digest. The
+digests are sealed in the user's state directory. Byte code is never loaded.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ APPROVE = "Do you approve these files as they are now?"
 
 
 class NotApproved(ImportError):
-    """A file that code of the workspace loads is not as the user approved it."""
+    """Code of the workspace loads a file that the user has not approved as it is now."""
 
 
 class Found(NamedTuple):
-    """Something that runs in `wink` itself."""
+    """Something that is not approved."""
 
     name: str
     digest: str
     state: str
-    """``new``, or ``changed`` since it was approved."""
+    """``new`` or ``changed``."""
 
     def __str__(self) -> str:
         return f"{harmless(self.name)}  ({self.state}, sha256 {self.digest[:16]})"
 
 
 def is_interactive() -> bool:
-    """Tell whether somebody is at a terminal who can be asked."""
+    """Tell whether there is a terminal to ask at."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
 def _person_approves(found: Sequence[Found]) -> bool:
-    """Show what would run in `wink` itself, and ask; nobody at a terminal approves nothing."""
+    """Show what would run in `wink` itself, and ask; without a terminal the answer is no."""
     if not is_interactive():
         return False
     echo("These files decide what runs outside the sandbox. Review them first:", err=True)
@@ -67,25 +66,23 @@ def _person_approves(found: Sequence[Found]) -> bool:
 
 @cache
 def trust_of(workspace: Path) -> Trust:
-    """Return what is approved for a workspace; from now on nothing else is loaded from there."""
+    """Return the approvals of a workspace; from now on only approved code is loaded from there."""
     trust = Trust(workspace)
     sys.meta_path.insert(0, _Finder(trust))
     return trust
 
 
 class Trust:
-    """What of a workspace may be loaded: the digests that the user approved, by path."""
+    """The files of a workspace that may be loaded: their approved digests, by path."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         self._approves: Callable[[Sequence[Found]], bool] = lambda found: False
-        """Decides about files that are met while code is loaded."""
+        """Decides about unapproved files while code is loaded."""
         self._ours = (*our_code(), *our_environment())
 
-    # What is approved
-
     def approved(self) -> dict[str, str]:
-        """Return the digests by name, as they are on record now."""
+        """Return the approved digests by name."""
         try:
             line = self._record().read_bytes()
         except OSError:
@@ -94,7 +91,6 @@ class Trust:
         return {} if data is None else json.loads(data)
 
     def approve(self, found: Iterable[Found]) -> None:
-        """Put digests on record."""
         names = self.approved() | {each.name: each.digest for each in found}
         record = self._record()
         record.parent.mkdir(mode=0o700, exist_ok=True)
@@ -109,11 +105,10 @@ class Trust:
         mark = hashlib.sha256(os.fsencode(self.workspace)).hexdigest()[:32]
         return state_directory() / "approved" / mark
 
-    # What is asked for
-
     def missing(self, settings: Settings, more: Iterable[Path] = ()) -> list[Found]:
-        """Return what the settings would load without the user having named it just now, and some
-        more files, as far as it is not approved as it is now.
+        """Return what the settings would load, and ``more``, as far as it is not approved.
+
+        Code that the user has just named as a flag or variable needs no approval.
         """
         named = [each for each in settings.specs if each not in settings.given]
         loaded: list[tuple[str, bytes]] = []
@@ -129,7 +124,7 @@ class Trust:
         return [each for each in found if each is not None]
 
     def admit(self, settings: Settings) -> None:
-        """Have the user approve what is not approved; raise Misuse if that does not happen."""
+        """Ask the user to approve what is missing; raise Misuse if they do not."""
         found = self.missing(settings)
         if not found:
             return
@@ -138,8 +133,8 @@ class Trust:
             return
         names = ", ".join(f"{each.name} ({each.state})" for each in found)
         raise Misuse(
-            f"not approved: {names}. These files run code outside the sandbox, or lift a"
-            f" protection. Review them, then run: wink policy approve -w {self.workspace}"
+            f"not approved: {names}. These files run code outside the sandbox, or lift a "
+            f"protection. Review them, then run: wink policy approve -w {self.workspace}"
         )
 
     def _files_of(self, spec: str) -> list[Path]:
@@ -151,35 +146,32 @@ class Trust:
         return [file]
 
     def _unapproved(self, name: str, data: bytes) -> Found | None:
-        """Return what something is; None if it is approved as it is."""
         digest, known = hashlib.sha256(data).hexdigest(), self.approved().get(name)
         if digest == known:
             return None
         return Found(name, digest, "new" if known is None else "changed")
 
-    # Loading
-
     def name(self, path: Path | str) -> str:
-        """Return what a file is called on record."""
+        """Return the name that a file is approved under."""
         path = Path(os.path.abspath(path))
         inside = path.is_relative_to(self.workspace)
         return str(path.relative_to(self.workspace)) if inside else str(path)
 
     def source(self, path: str) -> bytes:
-        """Return the bytes of a file, which are as approved; else raise NotApproved."""
+        """Return the approved bytes of a file; otherwise raise NotApproved."""
         data = Path(path).read_bytes()
         found = self._unapproved(self.name(path), data)
         if found is not None:
             if not self._approves([found]):
                 raise NotApproved(
-                    f"{found.name} is not approved ({found.state}). Review it, then run: wink"
-                    f" policy approve {found.name} -w {self.workspace}"
+                    f"{found.name} is not approved ({found.state}). Review it, then run: wink "
+                    f"policy approve {found.name} -w {self.workspace}"
                 )
             self.approve([found])
         return data
 
     def covers(self, path: str) -> bool:
-        """Tell whether a path lies in the workspace, and not in our own installation there."""
+        """Tell whether a path is in the workspace, but not in our own installation there."""
         for each in {os.path.abspath(path), os.path.realpath(path)}:
             if Path(each).is_relative_to(self.workspace):
                 return not any(Path(each).is_relative_to(ours) for ours in self._ours)
@@ -193,16 +185,16 @@ class Trust:
         file = file_of(spec, self.workspace)
         if file is not None and not file.is_file():
             raise Misuse(f"{key}: there is no file {file}")
-        is_given = spec in settings.given  # who named it just now has decided
+        is_given = spec in settings.given
         if is_given:
             self.approve(filter(None, [self._unapproved(f"--policy {spec}", b"")]))
         before = self._approves
         self._approves = (lambda found: True) if is_given else _person_approves
         try:
             found: object = import_module(place) if file is None else self.module(file)
-        except (Exception, SystemExit) as error:  # a program that is no module ends itself
+        except (Exception, SystemExit) as error:  # a script, not a module, may exit
             reason = f"{type(error).__name__}: {error}"
-            raise Misuse(f"{key}: {place} cannot be loaded: {reason}") from error
+            raise Misuse(f"{key}: cannot load {place}: {reason}") from error
         finally:
             self._approves = before
         for part in name.split("."):
@@ -214,9 +206,9 @@ class Trust:
         return found
 
     def module(self, file: Path) -> ModuleType:
-        """Return the module that a file is: loaded once, under a name of its own.
+        """Load a file once, as a module under a name of its own.
 
-        A session that is taken up finds the types of its values by that name.
+        A resumed session finds its types by that name.
         """
         mark = hashlib.sha256(os.fsencode(file)).hexdigest()[:8]
         name = f"wink_file_{mark}_{file.stem}"
@@ -234,7 +226,7 @@ class Trust:
 
 
 def file_of(spec: str, workspace: Path) -> Path | None:
-    """Return the file of ``file.py:object``, which is meant from the workspace on."""
+    """Return the file of ``file.py:object``, relative to the workspace; else None."""
     place = spec.rpartition(":")[0]
     return (workspace / Path(place).expanduser()).resolve() if place.endswith(".py") else None
 
@@ -247,7 +239,7 @@ def _read(path: Path) -> bytes:
 
 
 class _Loader(SourceFileLoader):
-    """Runs a file as it was approved, from its text alone."""
+    """Runs the approved source of a file, never its byte code."""
 
     def __init__(self, name: str, path: str, trust: Trust) -> None:
         super().__init__(name, path)
@@ -259,10 +251,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Has what lies in a workspace loaded by ``_Loader``, and only if nothing else is found.
-
-    So no file there can take the place of a module that is installed.
-    """
+    """Loads modules of a workspace with ``_Loader``, and only if no installed module is found."""
 
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
@@ -288,7 +277,7 @@ class _Finder:
         if origin is None or not spec.has_location or not self._trust.covers(origin):
             return spec
         if not isinstance(spec.loader, SourceFileLoader):
-            raise NotApproved(f"{origin} is not loaded: in a workspace only source files are")
+            raise NotApproved(f"{origin} is not loaded: only source files of a workspace are")
         loader = _Loader(name, origin, self._trust)
         checked = spec_from_file_location(
             name, origin, loader=loader, submodule_search_locations=spec.submodule_search_locations
@@ -298,11 +287,11 @@ class _Finder:
         return checked
 
 
-# What a file loads, as far as its text tells
+# Imports, as far as the source shows them
 
 
 def _loaded_by(files: Iterable[Path], trust: Trust) -> Iterator[tuple[Path, bytes]]:
-    """Yield files with their content, and what they import of the workspace, each once."""
+    """Yield files and what they import from the workspace, each once, with their bytes."""
     seen: set[Path] = set()
     pending = list(files)
     while pending:
@@ -320,7 +309,7 @@ def _imports(source: bytes) -> Iterator[str]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return  # running it says what is wrong with it
+        return  # running it reports the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -332,7 +321,7 @@ def _imports(source: bytes) -> Iterator[str]:
 
 
 def _sources(name: str, trust: Trust, importer: Path | None) -> Iterator[Path]:
-    """Yield the files of the workspace that a module and its packages are, as far as there are."""
+    """Yield the files of the workspace that a module and its packages may come from."""
     dots = len(name) - len(name.lstrip("."))
     parts = [part for part in name.lstrip(".").split(".") if part]
     tops = [Path(each or os.getcwd()) for each in sys.path if trust.covers(each or os.getcwd())]

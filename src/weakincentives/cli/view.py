@@ -1,8 +1,7 @@
-"""How a run is shown: live on a terminal, as plain lines elsewhere, or as JSON for machines.
+"""How a run is shown: live on a terminal, as plain lines elsewhere, or as JSON.
 
-All three are made from the same events: the runtime's own, and three that only the command line
-knows. Whatever a model or a file brings is made harmless first: no control character and no escape
-sequence of theirs ever reaches a terminal.
+All three views render the same events: the runtime's own, and three of the command line. Text from
+models and files is escaped first: no control character of theirs ever reaches a terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
-from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.cli.common import diff_style, shortened, summary_of
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools import Plan
@@ -42,7 +40,9 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.planning import PlanStep
     from weakincentives.runtime import ToolInvoked
 
-# What happens in a run
+Outcome = Literal["done", "failed", "interrupted"]
+
+# Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,6 @@ class RunStarted:
     dry_run: bool = False
     resumed: bool = False
     notes: tuple[str, ...] = ()
-    """What the person should know before it begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,12 @@ class ChangedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEnded:
-    """The record of a call, with what only its run can tell."""
+    """The record of a call, and what it changed."""
 
     record: ToolInvoked
     arguments: Any
     """As the model gave them."""
     rolled_back: bool = False
-    """Whether it ran, and what it did was undone."""
     files: tuple[ChangedFile, ...] = ()
 
     @property
@@ -85,7 +83,7 @@ class CallEnded:
 
     @property
     def output(self) -> str:
-        """The end of what the model is given besides the message: of tests, what matters."""
+        """The end of the rendered value: of a test's output, the part that matters."""
         result = self.record.result
         text = "" if result.value is None else result.render()
         return text if len(text) <= _MAX_OUTPUT else f"...{text[-_MAX_OUTPUT:]}"
@@ -94,145 +92,65 @@ class CallEnded:
 _MAX_OUTPUT = 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunResult:
-    """The last event of a run."""
+    """The totals of a run so far, and its last event."""
 
-    run: str
-    outcome: Literal["done", "failed", "interrupted"]
+    run: str = ""
+    outcome: Outcome = "failed"
     text: str = ""
     error: str = ""
     turns: int = 0
     calls: int = 0
     rolled_back: int = 0
     denied: int = 0
-    files: tuple[ChangedFile, ...] = ()
+    files: dict[str, ChangedFile] = field(default_factory=dict[str, ChangedFile])
     input_tokens: int = 0
     output_tokens: int = 0
     cost_usd: float | None = None
-    """None where nobody knows the price."""
+    """None if the price is unknown."""
     seconds: float = 0.0
     dry_run: bool = False
     diff: str | None = None
     """Of a dry run: what it would have changed."""
     resume: str | None = None
-    """The command that continues it."""
-    notes: tuple[str, ...] = ()
+    """The command that resumes it."""
 
-
-Event: TypeAlias = RunStarted | RunEvent | CallEnded | Plan | RunResult
-"""A plan is told when it has changed."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a run is: its totals, and what happens now."""
-
-    turn: int = 0
-    text: str = ""
-    """What the model is saying."""
-    under_way: dict[str, tuple[ToolCall, float]] = field(
-        default_factory=dict[str, "tuple[ToolCall, float]"]
-    )
-    plan: Plan | None = None
-    usage: TokenUsage = NO_TOKENS
-    calls: int = 0
-    rolled_back: int = 0
-    denied: int = 0
-    files: dict[str, ChangedFile] = field(default_factory=dict[str, ChangedFile])
-    began: float = field(default_factory=SYSTEM_CLOCK.monotonic)
-
-    def note(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
         match event:
             case TurnStarted():
-                self.turn, self.text = event.number, ""
-            case TextDelta():
-                self.text = (self.text + event.text)[-2000:]
-            case Retrying():
-                self.text = ""
-            case TurnEnded():
-                self.text = ""
-                self.usage = self.usage + event.turn.usage
-            case ToolStarted():
-                self.under_way[event.call.id] = event.call, SYSTEM_CLOCK.monotonic()
+                self.turns = event.number
+            case TurnEnded(_, turn):
+                self.input_tokens += turn.usage.input_tokens
+                self.output_tokens += turn.usage.output_tokens
             case CallEnded():
-                self.under_way.pop(event.record.call_id, None)
                 self.calls += 1
                 self.rolled_back += event.rolled_back
                 self.denied += event.outcome == "denied"
                 for each in event.files:
-                    known = self.files.get(each.path, ChangedFile(each.path))
-                    lines = known.added + each.added, known.removed + each.removed
+                    before = self.files.get(each.path, ChangedFile(each.path))
+                    lines = before.added + each.added, before.removed + each.removed
                     self.files[each.path] = ChangedFile(each.path, *lines)
-            case Plan():
-                self.plan = event
             case _:
                 pass
 
+    @property
+    def counts(self) -> list[str]:
+        parts = [_count(self.calls, "call")]
+        parts += [f"{self.rolled_back} rolled back"] if self.rolled_back else []
+        return parts + ([f"{self.denied} denied"] if self.denied else [])
 
-# The three views
-
-
-class View:
-    """Shows a run, and keeps its progress."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._words = Words(is_utf8(out))
-        self._lock = threading.RLock()
-        self.progress = Progress()
-
-    def show(self, event: Event) -> None:
-        """Show what has happened."""
-        # Not while something is printed: the thread that draws has the console's lock then, and
-        # waits for this one.
-        with self._lock:
-            before = self.progress.plan
-            self.progress.note(event)
-        self._print(event, before)
-
-    def _print(self, event: Event, before: Plan | None) -> None:
-        raise NotImplementedError
-
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        """Put a question to the person at the terminal, and return one of the answers."""
-        return _ask_plainly(self._out, question, answers)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
+    @property
+    def tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
 
 
-@contextmanager
-def open_view(*, as_json: bool = False, quiet: bool = False) -> Generator[View]:
-    """Yield the view that fits where the output goes."""
-    out = sys.stdout if sys.stdout.isatty() else sys.stderr
-    if as_json:
-        view: View = JsonView(sys.stdout)
-    elif quiet or not out.isatty() or os.environ.get("TERM") == "dumb":
-        view = PlainView(out, sys.stdout, quiet=quiet)
-    else:
-        view = LiveView(out)
-    try:
-        yield view
-    finally:
-        view.close()
-
-
-class JsonView(View):
-    """One JSON object a line."""
-
-    def _print(self, event: Event, before: Plan | None) -> None:
-        fields = _json_fields(event)
-        if fields is not None:
-            # With escapes: what a terminal, or a log, makes of the line is not for a model to say.
-            print(json.dumps(fields, default=repr), file=self._out, flush=True)
-
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        return _ask_plainly(sys.stderr, question, answers)
+Event: TypeAlias = RunStarted | RunEvent | CallEnded | Plan | RunResult
+"""A plan is an event when it has changed."""
 
 
 def _json_fields(event: Event) -> dict[str, object] | None:
-    """Return an event as the documentation lists it; None for one that machines do not need."""
+    """Return an event as docs/cli.md lists it; None for one that is not listed."""
     match event:
         case RunStarted():
             return {"type": "run_started", **asdict(event)}
@@ -254,8 +172,7 @@ def _json_fields(event: Event) -> dict[str, object] | None:
                 "tool": call.name,
                 "arguments": call.params,
             }
-        case CallEnded():
-            record = event.record
+        case CallEnded(record=record):
             return {
                 "type": "tool_ended",
                 "call": record.call_id,
@@ -278,16 +195,91 @@ def _json_fields(event: Event) -> dict[str, object] | None:
         case SentBack():
             return {"type": "sent_back", "reason": event.reason}
         case RunResult():
-            return {"type": "result", **asdict(event)}
+            files = [asdict(event.files[path]) for path in sorted(event.files)]
+            return {"type": "result", **asdict(event), "files": files}
         case _:
             return None
 
 
-class PlainView(View):
-    """Plain lines, without a single control code.
+# The three views
 
-    Progress goes to ``out``; what the run is for, its answer and the diff, to ``results``.
-    """
+
+class View:
+    """Shows a run, and holds its progress."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._words = Words(is_utf8(out))
+        self._lock = threading.RLock()
+        self.totals = RunResult()
+        self.text = ""
+        """The end of what the model is saying."""
+        self.plan: Plan | None = None
+        self.running: dict[str, tuple[ToolCall, float]] = {}
+        """The calls that run now, by id, with their start."""
+        self.began = SYSTEM_CLOCK.monotonic()
+
+    def show(self, event: Event) -> None:
+        # Not while printing: the drawing thread then holds the console's lock and waits for ours.
+        with self._lock:
+            before = self.plan
+            self.totals.add(event)
+            match event:
+                case TextDelta():
+                    self.text = (self.text + event.text)[-2000:]
+                case TurnStarted() | Retrying() | TurnEnded():
+                    self.text = ""
+                case ToolStarted(call):
+                    self.running[call.id] = call, SYSTEM_CLOCK.monotonic()
+                case CallEnded():
+                    self.running.pop(event.record.call_id, None)
+                case Plan():
+                    self.plan = event
+                case _:
+                    pass
+        self._print(event, before)
+
+    def _print(self, event: Event, before: Plan | None) -> None:
+        raise NotImplementedError
+
+    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
+        """Ask the person at the terminal, and return the key of an answer."""
+        return _ask(self._out, question, answers)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+@contextmanager
+def open_view(*, as_json: bool = False, quiet: bool = False) -> Generator[View]:
+    """Yield the view that suits the output."""
+    out = sys.stdout if sys.stdout.isatty() else sys.stderr
+    if as_json:
+        view: View = JsonView(sys.stdout)
+    elif quiet or not out.isatty() or os.environ.get("TERM") == "dumb":
+        view = PlainView(out, sys.stdout, quiet=quiet)
+    else:
+        view = LiveView(out)
+    try:
+        yield view
+    finally:
+        view.close()
+
+
+class JsonView(View):
+    """One JSON object per line, in ASCII."""
+
+    def _print(self, event: Event, before: Plan | None) -> None:
+        fields = _json_fields(event)
+        if fields is not None:
+            print(json.dumps(fields, default=repr), file=self._out, flush=True)
+
+    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
+        return _ask(sys.stderr, question, answers)
+
+
+class PlainView(View):
+    """Plain lines: progress on ``out``, the answer and the diff on ``results``."""
 
     def __init__(self, out: TextIO, results: TextIO, *, quiet: bool = False) -> None:
         super().__init__(out)
@@ -296,56 +288,20 @@ class PlainView(View):
 
     def _print(self, event: Event, before: Plan | None) -> None:
         is_plan = isinstance(event, Plan)
-        lines = self._words.plan_news(event, before) if is_plan else self._words.lines(event)
+        lines = self._words.plan_changes(event, before) if is_plan else self._words.lines(event)
         for line in () if self._quiet else lines:
             print(line.plain.rstrip(), file=self._out, flush=True)
         if isinstance(event, RunResult):
-            diff = event.diff if event.diff is None else event.diff or _NO_DIFF
-            for text in filter(None, (diff, event.text)):
+            for text in filter(None, (_diff_of(event), event.text)):
                 print(self._words.text(text, lines=True), file=self._results, flush=True)
 
 
-def _ask_plainly(out: IO[str], question: Sequence[str], answers: Mapping[str, str]) -> str:
-    import termios  # not everywhere; but where it is not, there is no terminal to ask at
-
-    for line in question:
-        if not is_utf8(out):
-            line = line.encode("ascii", "backslashreplace").decode()
-        print(line, file=out, flush=True)
-    # What was typed before the question is no answer to it.
-    termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)
-    choices = f"{', '.join(answers.values())} [{'/'.join(answers)}]? "
-    while True:
-        print(choices, file=out, end="", flush=True)
-        try:
-            said = _line_from(sys.stdin.fileno()).strip().lower()
-        except EOFError:
-            print(file=out, flush=True)
-            raise
-        for key, answer in answers.items():
-            if said in (key, answer):
-                return key
-
-
-def _line_from(terminal: int) -> str:
-    """Return what a person types, up to the end of the line.
-
-    Not ``input``: this is not the main thread, and one that waits inside a file object when the
-    program ends would take the whole of it down.
-    """
-    said = b""
-    while not said.endswith(b"\n"):
-        if not select.select([terminal], [], [], 0.2)[0]:
-            continue
-        more = os.read(terminal, 1024)
-        if not more:
-            raise EOFError("the terminal was closed")
-        said += more
-    return said.decode(errors="replace")
+def _diff_of(result: RunResult) -> str | None:
+    return "(nothing would change)" if result.diff == "" else result.diff
 
 
 class LiveView(View):
-    """What happens now in a few lines at the bottom, and a line above for each call that ended."""
+    """A line for each call that ended, and below them a few live lines."""
 
     def __init__(self, out: TextIO) -> None:
         from rich.console import Console
@@ -358,24 +314,22 @@ class LiveView(View):
         self._start()
 
     def _print(self, event: Event, before: Plan | None) -> None:
-        if self._is_asking:  # Ctrl-C was the answer; below the question, not behind it
+        if self._is_asking:  # Ctrl-C was the answer: continue below the question
             self._is_asking = False
             self._console.print()
         lines = self._words.lines(event)
         if isinstance(event, RunResult):
             self.close()
-            lines = [*self._words.plan(self.progress.plan), *lines]
+            lines = [*self._words.plan_lines(self.plan), *lines]
         for line in lines:
             if line.no_wrap:
-                # The sign for what is left out is no ASCII.
-                overflow = "ellipsis" if self._words.is_utf8 else "crop"
+                overflow = "ellipsis" if self._words.is_utf8 else "crop"  # "…" is not ASCII
                 self._console.print(line, no_wrap=True, overflow=overflow)
-            else:
-                # What is to be copied must be in one piece: the terminal goes on a line below.
+            else:  # a command to copy is not broken into lines
                 self._console.print(line, soft_wrap=line.overflow == "ignore")
         if isinstance(event, RunResult):
-            if event.diff is not None:
-                for each in self._words.text(event.diff or _NO_DIFF, lines=True).split("\n"):
+            if diff := _diff_of(event):
+                for each in self._words.text(diff, lines=True).split("\n"):
                     self._console.print(_plain(each, diff_style(each)), soft_wrap=True)
             if event.text:
                 self._console.print(_plain(f"\n{self._words.text(event.text, lines=True)}"))
@@ -394,11 +348,10 @@ class LiveView(View):
         self._pause()
 
     def _start(self) -> None:
-        """Begin to draw, below all that stands there by now."""
         from rich.live import Live
 
         with self._switching:
-            if self._is_closed:  # a question was left open at the end, and is given up only now
+            if self._is_closed:  # a question was still open when the run ended
                 return
             self._live = Live(
                 get_renderable=self._region,
@@ -414,29 +367,62 @@ class LiveView(View):
         with self._switching:
             live, self._live = self._live, None
         if live is not None:
-            live.stop()  # not under our lock: it waits for the thread that draws
+            live.stop()  # without our lock: it waits for the drawing thread
 
     def _region(self) -> RenderableType:
-        """Return the lines at the bottom."""
         from rich.console import Group
 
         with self._lock:
             width, room = self._console.width, max(self._console.height - 2, 1)
-            lines = self._words.region(self.progress, width, SYSTEM_CLOCK.monotonic())
+            lines = self._words.region(self, width, SYSTEM_CLOCK.monotonic())
         return Group(*lines[-room:])
 
 
-_NO_DIFF = "(nothing would change)"
+def _ask(out: IO[str], question: Sequence[str], answers: Mapping[str, str]) -> str:
+    import termios  # only where there are terminals
+
+    for line in question:
+        if not is_utf8(out):
+            line = line.encode("ascii", "backslashreplace").decode()
+        print(line, file=out, flush=True)
+    termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)  # typed before the question
+    choices = f"{', '.join(answers.values())} [{'/'.join(answers)}]? "
+    while True:
+        print(choices, file=out, end="", flush=True)
+        try:
+            said = _line_from(sys.stdin.fileno()).strip().lower()
+        except EOFError:
+            print(file=out, flush=True)
+            raise
+        for key, answer in answers.items():
+            if said in (key, answer):
+                return key
 
 
-# In words
+def _line_from(terminal: int) -> str:
+    """Return a line that a person types.
+
+    Not ``input``: a thread that waits inside a file object when the program ends would crash it.
+    """
+    said = b""
+    while not said.endswith(b"\n"):
+        if not select.select([terminal], [], [], 0.2)[0]:
+            continue
+        more = os.read(terminal, 1024)
+        if not more:
+            raise EOFError("the terminal was closed")
+        said += more
+    return said.decode(errors="replace")
+
+
+# Words
 
 
 def is_utf8(out: IO[str]) -> bool:
-    """Whether what reads the output understands more than ASCII."""
+    """Tell whether the output can show more than ASCII."""
     named = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")
-    # Python itself takes these two for UTF-8; a terminal that is set to them need not.
+    # Python treats these two locales as UTF-8; a terminal may not.
     return encoding.startswith("utf") and named not in ("C", "POSIX")
 
 
@@ -446,27 +432,25 @@ _STYLES = {"committed": "green", "failed": "red", "denied": "yellow"}
 _STEPS = {"done": "✓", "in-progress": "▸", "blocked": "!", "pending": "·"}
 _ASCII_STEPS = {"done": "[x]", "in-progress": "[>]", "blocked": "[!]", "pending": "[ ]"}
 _STEP_STYLES = {"done": "green", "in-progress": "bold", "blocked": "yellow"}
-_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-_ASCII_SPINNER = "|/-\\"
 _PLAN_LINES = 7
 
 
 class Words:
-    """Events in words, with or without more than ASCII."""
+    """Events as lines of text, in UTF-8 or ASCII."""
 
     def __init__(self, is_utf8: bool) -> None:
         self.is_utf8 = is_utf8
         self._signs = _SIGNS if is_utf8 else _ASCII_SIGNS
         self._steps = _STEPS if is_utf8 else _ASCII_STEPS
-        self._spinner = _SPINNER if is_utf8 else _ASCII_SPINNER
+        self._spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏" if is_utf8 else "|/-\\"
 
     def text(self, text: str, *, lines: bool = False) -> str:
-        """Return a text that can be shown as it is."""
+        """Return a text that is safe to show."""
         text = harmless(text, lines=lines)
         return text if self.is_utf8 else text.encode("ascii", "backslashreplace").decode()
 
     def lines(self, event: Event) -> list[Text]:
-        """Return the lines that stay."""
+        """Return the lines that an event leaves."""
         match event:
             case RunStarted():
                 return self._started(event)
@@ -475,7 +459,7 @@ class Words:
             case CallEnded():
                 return self._ended(event)
             case Retrying():
-                words = f"asked again in {event.wait:.0f} s: {self.text(str(event.error))}"
+                words = f"retrying in {event.wait:.0f} s: {self.text(str(event.error))}"
                 return [_plain(words, "yellow")]
             case SentBack():
                 return [_plain(f"sent back: {self.text(event.reason)}", "yellow")]
@@ -496,7 +480,7 @@ class Words:
         line = _one_line()
         line.append(self._signs[event.outcome], style=_STYLES[event.outcome])
         line.append(f" {self.text(event.record.tool_name)}", style="bold")
-        if event.outcome == "denied" and self.is_utf8:  # else the sign is the word
+        if event.outcome == "denied" and self.is_utf8:  # in ASCII the sign is the word
             line.append(" denied", style="bold yellow")
         if event.rolled_back:
             line.append(" rolled back", style="bold red")
@@ -512,17 +496,16 @@ class Words:
         line.append(f" {_seconds(event.record.duration)}", style="dim")
         if event.outcome == "committed":
             return [line]
-        # The end of what a test or a compiler says is what matters of it.
         message, last = event.record.result.message, event.output.rstrip().rpartition("\n")[2]
         reasons = [message, last] if last and last not in message else [message]
         return [line, *(_one_line(f"  {self.text(shortened(r, 300))}", "dim") for r in reasons)]
 
     def _result(self, event: RunResult) -> list[Text]:
-        parts = [_count(event.turns, "turn"), *_counts(event)]
+        parts = [_count(event.turns, "turn"), *event.counts]
         if event.files and not event.dry_run:
             parts.append(f"{_count(len(event.files), 'file')} changed")
-        if tokens := event.input_tokens + event.output_tokens:
-            parts.append(f"{tokens:,} tokens")
+        if event.tokens:
+            parts.append(f"{event.tokens:,} tokens")
         if event.cost_usd is not None:
             parts.append(f"${event.cost_usd:.4f}")
         totals = f"{event.outcome}: {', '.join(parts)}, {_seconds(event.seconds)}"
@@ -530,60 +513,58 @@ class Words:
         if event.error:
             lines.append(_plain(self.text(event.error), "red"))
         if event.dry_run:
-            lines.append(_plain("Everything was rolled back: it was a dry run. The diff:"))
+            lines.append(_plain("Dry run: everything was rolled back. The diff:"))
         if event.resume:
-            lines.append(_plain(f"Go on with: {self.text(event.resume)}", "bold", "ignore"))
+            lines.append(_plain(f"Resume with: {self.text(event.resume)}", "bold", "ignore"))
         return lines
 
-    # The lines at the bottom of a terminal
-
-    def region(self, progress: Progress, width: int, now: float) -> list[Text]:
-        """Return what happens now: never more than a dozen lines."""
-        turning = self._spinner[int(now * 8) % len(self._spinner)]
-        said: list[str] = []  # the end of it
-        for line in self.text(progress.text, lines=True).split("\n")[-3:]:
+    def region(self, view: View, width: int, now: float) -> list[Text]:
+        """Return the live lines: at most about a dozen."""
+        spinner = self._spinner[int(now * 8) % len(self._spinner)]
+        said: list[str] = []
+        for line in self.text(view.text, lines=True).split("\n")[-3:]:
             said += re.findall(f".{{1,{max(width - 3, 10)}}}", line)
         lines = [_one_line(f"  {line}", "italic") for line in said[-3:]]
-        lines += self.plan(progress.plan, _PLAN_LINES)
-        for call, since in list(progress.under_way.values())[:3]:
+        lines += self.plan_lines(view.plan, _PLAN_LINES)
+        for call, since in list(view.running.values())[:3]:
             line = _one_line()
-            line.append(f"{turning} ", style="cyan")
+            line.append(f"{spinner} ", style="cyan")
             line.append(self.text(call.name), style="bold")
             line.append(f" {self.text(summary_of(call.params))}".rstrip())
             line.append(f" {_seconds(now - since)}", style="dim")
             lines.append(line)
-        if len(progress.under_way) > 3:
-            lines.append(_one_line(f"  and {len(progress.under_way) - 3} more calls", "dim"))
-        if not progress.under_way:
-            doing = "answering" if progress.text else "thinking"
-            what = f"turn {progress.turn}: {doing}" if progress.turn else "starting"
-            lines.append(_one_line(f"{turning} {what}", "cyan"))
-        tokens = progress.usage.input_tokens + progress.usage.output_tokens
-        parts = [*_counts(progress), f"{tokens:,} tokens", _seconds(now - progress.began)]
+        if len(view.running) > 3:
+            lines.append(_one_line(f"  and {len(view.running) - 3} more calls", "dim"))
+        if not view.running:
+            doing = "answering" if view.text else "thinking"
+            turn = view.totals.turns
+            what = f"turn {turn}: {doing}" if turn else "starting"
+            lines.append(_one_line(f"{spinner} {what}", "cyan"))
+        tokens = f"{view.totals.tokens:,} tokens"
+        parts = [*view.totals.counts, tokens, _seconds(now - view.began)]
         lines.append(_one_line(f"  {', '.join(parts)}, Ctrl-C stops", "dim"))
-        if not self.is_utf8:
-            for line in lines:
-                line.overflow = "crop"
+        for line in () if self.is_utf8 else lines:
+            line.overflow = "crop"
         return lines
 
-    def plan(self, plan: Plan | None, most: int | None = None) -> list[Text]:
-        """Return a plan as a checklist; of a long one, the part where the work is."""
+    def plan_lines(self, plan: Plan | None, most: int | None = None) -> list[Text]:
+        """Return a plan as a checklist; of a long one, the part around the current step."""
         if plan is None:
             return []
         steps = list(enumerate(plan.steps, 1))
         done = sum(1 for _, step in steps if step.status == "done")
-        first = next((n for n, step in steps if step.status != "done"), len(steps))
-        start = 0 if most is None else max(0, min(first - 2, len(steps) - most))
+        current = next((n for n, step in steps if step.status != "done"), len(steps))
+        start = 0 if most is None else max(0, min(current - 2, len(steps) - most))
         lines = [_one_line(f"plan: {done} of {len(steps)} done", "dim")]
         shown = steps[start:] if most is None else steps[start : start + most]
         return lines + [self._step(number, step) for number, step in shown]
 
-    def plan_news(self, plan: Plan, before: Plan | None) -> list[Text]:
-        """Return the steps of a plan that are not as they were."""
+    def plan_changes(self, plan: Plan, before: Plan | None) -> list[Text]:
+        """Return the steps of a plan that have changed."""
         known = dict(enumerate(() if before is None else before.steps, 1))
         steps = enumerate(plan.steps, 1)
-        news = [self._step(number, step) for number, step in steps if known.get(number) != step]
-        return [*self.plan(plan)[:1], *news]
+        changed = [self._step(number, step) for number, step in steps if known.get(number) != step]
+        return [*self.plan_lines(plan)[:1], *changed]
 
     def _step(self, number: int, step: PlanStep) -> Text:
         note = f" ({step.note})" if step.note and step.status == "blocked" else ""
@@ -602,15 +583,6 @@ def _one_line(text: str = "", style: str = "") -> Text:
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")
-
-
-def _counts(run: Progress | RunResult) -> list[str]:
-    parts = [_count(run.calls, "call")]
-    if run.rolled_back:
-        parts.append(f"{run.rolled_back} rolled back")
-    if run.denied:
-        parts.append(f"{run.denied} denied")
-    return parts
 
 
 def _seconds(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What an agent gets on a directory: its files, tools, rules, and the prompt that offers them."""
+"""What an agent gets on a directory: its files, tools, rules and prompt."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -42,28 +43,25 @@ from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
 
 if TYPE_CHECKING:
-    from weakincentives.cli.config import PolicySettings, Settings
+    from weakincentives.cli.config import Settings
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
     from weakincentives.prompt.completion import TaskCompletionChecker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Workbench:
-    """An agent's place of work, open until the end of its ``with`` block."""
+    """What an agent works with."""
 
-    settings: Settings
     session: Session
     prompt: Prompt[Any]
-    """What the model is told and offered; its resources are open."""
     filesystem: HostFilesystem
     shell: PodmanSandboxSection | None
-    """Has the sandbox that commands run in; None where no commands are offered."""
+    """Has the sandbox; None if no commands are offered."""
     completion: TaskCompletionChecker | None
-    """Says whether a plan is done; None where there is none."""
 
     @property
     def sandbox(self) -> str:
-        """What commands run in, in words; found by trying, which takes a moment."""
+        """What commands run in; found by trying, which takes a moment."""
         if self.shell is None:
             return "no commands"
         try:
@@ -71,34 +69,30 @@ class Workbench:
         except SandboxUnavailable:
             return "no commands: no sandbox works here"
 
-    @property
-    def tools(self) -> tuple[Tool[Any, Any], ...]:
-        """Every tool of the prompt, those of closed sections included."""
-        return tuple(tool for each in self.sections for tool in each.tools)
-
-    @property
-    def sections(self) -> tuple[Section[Any], ...]:
-        return tuple(_with_children(self.prompt.template.sections))
-
-    @property
+    @cached_property
     def offers(self) -> dict[str, Offer]:
-        """Every tool with the policies that govern it, as if all sections were open."""
+        """Every tool with its policies, as if all sections were open."""
         template = self.prompt.template
         return {
             tool.name: Offer.of(tool, (*attach(section.policies), *template.policies))
-            for section in self.sections
+            for section in _with_children(template.sections)
             for tool in section.tools
         }
+
+    @cached_property
+    def readers(self) -> set[str]:
+        """The tools that change nothing."""
+        return {name for name, offer in self.offers.items() if offer.tool.reach == "read"}
 
 
 @contextmanager
 def preview(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
-    """Yield what an agent would get. The directory may be in use: nothing is changed in it."""
+    """Yield what an agent would get, without a lock and without changing the directory."""
     workspace, unprotected = settings.workspace, settings.policy.unprotect
     with tempfile.TemporaryDirectory(prefix="wink-") as store:
         is_outside = not Path(store).resolve().is_relative_to(workspace)
         with (
-            # With a store of its own it needs no lock; it is only looked at.
+            # A store of its own needs no lock.
             HostFilesystem(workspace, store=store)
             if is_outside
             else open_workspace(workspace, unprotected=unprotected) as files,
@@ -116,15 +110,15 @@ def open_workbench(
     files: HostFilesystem | None = None,
     policies: Sequence[object] = (),
 ) -> Generator[Workbench]:
-    """Open the workspace and yield all that an agent needs on it.
+    """Open the workspace and yield what an agent needs on it.
 
     Args:
-        ask: Asked about the calls that need approval; without it they are denied.
-        files: The workspace, where it is open already; else it is opened here, and closed.
+        ask: Decides about calls that need approval; without it they are denied.
+        files: The workspace, if it is open already.
         policies: More rules for all tools.
     """
     session = Session() if session is None else session
-    admit_code(settings)
+    trust_of(settings.workspace).admit(settings)
     opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
     with opening if files is None else nullcontext(files) as files:
         sections, shell, planning = _sections(settings, session, files)
@@ -134,45 +128,50 @@ def open_workbench(
                 key="workbench",
                 name="Workbench",
                 sections=sections,
-                policies=[*policies, *_policies(settings, ask or _nobody)],
+                policies=[*policies, *_policies(settings, ask or _deny)],
                 resources={Filesystem: files},
             )
             prompt = Prompt(template)
         except PromptValidationError as error:
-            raise Misuse(f"these tools and rules do not go together: {error}") from error
+            raise Misuse(f"these tools and rules do not fit together: {error}") from error
         workbench = Workbench(
-            settings=settings,
             session=session,
             prompt=prompt,
             filesystem=files,
             shell=shell,
             completion=None if planning is None else planning.completion,
         )
-        _check_names(settings, workbench.tools)
+        _check_names(settings, workbench.offers)
         with prompt.resources:
             yield workbench
 
 
-# What is offered
+# Sections
 
 
 def _sections(
     settings: Settings, session: Session, files: HostFilesystem
 ) -> tuple[list[Section[Any]], PodmanSandboxSection | None, PlanningToolsSection | None]:
-    from weakincentives.contrib.tools import PlanningToolsSection, WorkspaceDigestSection
+    from weakincentives.contrib.tools import (
+        PlanningToolsSection,
+        VfsConfig,
+        VfsToolsSection,
+        WorkspaceDigestSection,
+    )
 
     sections: list[Section[Any]] = [MarkdownSection(title="Your work", template=_WORK)]
     planning = shell = None
+    rules = (ReadBeforeWritePolicy(),) if settings.policy.read_before_write else ()
     if "planning" in settings.suites:
         planning = PlanningToolsSection(session=session)
         sections.append(planning)
     if "shell" in settings.suites:
-        shell = _shell(settings, files)
+        shell = _shell(settings, files, rules)
         sections.append(shell)
     elif "files" in settings.suites:
-        sections.append(_files(settings, files))
+        sections.append(VfsToolsSection(config=VfsConfig(filesystem=files), policies=rules))
     if "python" in settings.suites:
-        sections.append(_python(beside_shell=shell is not None))
+        sections.append(_python(has_shell=shell is not None))
     if "digest" in settings.suites:
         sections.append(WorkspaceDigestSection(filesystem=files))
     for spec in settings.sections:
@@ -180,12 +179,14 @@ def _sections(
     return sections, shell, planning
 
 
-def _shell(settings: Settings, files: HostFilesystem) -> PodmanSandboxSection:
+def _shell(
+    settings: Settings, files: HostFilesystem, rules: tuple[object, ...]
+) -> PodmanSandboxSection:
     from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection
 
     config = PodmanSandboxConfig(filesystem=files, sandbox=cast("Any", settings.sandbox))
-    section = PodmanSandboxSection(config=config, policies=_section_policies(settings.policy))
-    if settings.sandbox != "auto":  # one that was chosen is used, or nothing is begun
+    section = PodmanSandboxSection(config=config, policies=rules)
+    if settings.sandbox != "auto":  # a chosen sandbox must work
         try:
             _ = section.sandbox
         except SandboxUnavailable as error:
@@ -193,26 +194,19 @@ def _shell(settings: Settings, files: HostFilesystem) -> PodmanSandboxSection:
     return section
 
 
-def _files(settings: Settings, files: HostFilesystem) -> Section[Any]:
-    from weakincentives.contrib.tools import VfsConfig, VfsToolsSection
-
-    config = VfsConfig(filesystem=files)
-    return VfsToolsSection(config=config, policies=_section_policies(settings.policy))
-
-
-def _python(*, beside_shell: bool) -> Section[Any]:
+def _python(*, has_shell: bool) -> Section[Any]:
     from weakincentives.contrib.tools import AstevalConfig, AstevalSection
 
     # The shell's section has a tool called evaluate_python.
-    name = "evaluate_script" if beside_shell else "evaluate_python"
+    name = "evaluate_script" if has_shell else "evaluate_python"
     try:
         return AstevalSection(config=AstevalConfig(tool_name=name))
     except MissingExtra as error:
-        raise Misuse(f'the suite "python" cannot be used: {error}') from error
+        raise Misuse(f'cannot use the suite "python": {error}') from error
 
 
 def _as_sections(spec: str, found: object, session: Session) -> list[Section[Any]]:
-    """Return what was named in any of the forms that can be offered, as sections."""
+    """Return a named object as sections."""
     title = spec.rpartition(":")[2].replace("_", " ").capitalize()
     if not isinstance(found, Tool) and callable(found):
         return _as_sections(spec, _made(spec, found, session), session)
@@ -224,8 +218,8 @@ def _as_sections(spec: str, found: object, session: Session) -> list[Section[Any
     if several and all(isinstance(each, Section) for each in several):
         return list(cast("Sequence[Section[Any]]", several))
     raise Misuse(
-        f"sections: {spec} is a {type(cast('object', found)).__name__}; it must be a section, a "
-        "ToolRegistry, a tool, a list of tools, or a function that returns one of these"
+        f"sections: {spec} is a {type(cast('object', found)).__name__}; expected a section, a "
+        "ToolRegistry, a tool, a list of these, or a function that returns one"
     )
 
 
@@ -234,12 +228,12 @@ def _several(found: object) -> Sequence[object]:
 
 
 def _made(spec: str, make: Callable[..., object], session: Session | None = None) -> object:
-    """Return what a function makes: without arguments, or of the session."""
+    """Return the result of a function that takes nothing, or a session."""
     try:
         takes_session = "session" in inspect.signature(make).parameters
         return make(session=session) if takes_session else make()
     except (Exception, SystemExit) as error:
-        raise Misuse(f"{spec} cannot be made: {type(error).__name__}: {error}") from error
+        raise Misuse(f"{spec} failed: {type(error).__name__}: {error}") from error
 
 
 def _with_children(sections: Iterable[Section[Any]]) -> Iterable[Section[Any]]:
@@ -249,27 +243,23 @@ def _with_children(sections: Iterable[Section[Any]]) -> Iterable[Section[Any]]:
 
 
 _WORK = """
-You work on the directory that your tools show you, for the person whose words come next. Do what
-they ask for: all of it, and nothing beside it.
+You work on the directory that your tools show you, for the user whose message follows. Do
+everything they ask for, and nothing else.
 
-- Look before you change anything: read the files that matter, and how the project does such things.
-- Make small changes, in the style of what is there. Run the project's tests after a change where
-  commands can be run; a change that is not checked is not finished.
-- Every call is a transaction. One that fails has changed nothing: read why, and try another way.
-  A call that is denied is denied by a rule of the person's: do not look for a way around it.
-- Say in the end, in a few plain sentences, what you did, how you checked it, and what is left.
+- Look before you change anything: read the relevant files, and learn the project's conventions.
+- Make small changes in the existing style. Run the project's tests after a change if you can run
+  commands; an untested change is not finished.
+- Every call is a transaction. A failed call has changed nothing: read why, and try another way.
+  A denied call breaks one of the user's rules: do not look for a way around it.
+- At the end, say in a few plain sentences what you did, how you tested it, and what remains.
 """
 
 
-# What is refused
-
-
-def _section_policies(policy: PolicySettings) -> tuple[object, ...]:
-    return (ReadBeforeWritePolicy(),) if policy.read_before_write else ()
+# Rules
 
 
 def _policies(settings: Settings, ask: Ask) -> list[object]:
-    """Return the rules for all tools; a person is asked last, about what the others allow."""
+    """Return the rules for all tools; approval comes last, for what the others allow."""
     rules = settings.policy
     try:
         policies: list[object] = [ProtectedPathsPolicy(_protected(settings))]
@@ -281,29 +271,31 @@ def _policies(settings: Settings, ask: Ask) -> list[object]:
         after = {tool: frozenset(needed) for tool, needed in rules.after.items()}
         policies.append(SequentialDependencyPolicy(dependencies=after))
     for tool, most in rules.quota.items():
-        tools = frozenset[str]() if tool == "*" else frozenset({tool})
-        policies.append(QuotaPolicy(most, tools=tools, name=f"quota of {tool}"))
+        policies.append(QuotaPolicy(most, tools=_tools(tool), name=f"quota of {tool}"))
     for tool, rate in rules.rate.items():
-        tools = frozenset[str]() if tool == "*" else frozenset({tool})
         most = int(rate.partition("/")[0])
-        policies.append(RateLimitPolicy(most, tools=tools, name=f"rate of {tool}"))
+        policies.append(RateLimitPolicy(most, tools=_tools(tool), name=f"rate of {tool}"))
     for spec in rules.use:
         policies += _own_policies(spec, settings)
     if settings.ask:
         known = _reaches()
         reaches = frozenset[Any](known[name] for name in settings.ask if name in known)
         tools = frozenset(name for name in settings.ask if name not in known)
-        # A person may be away for a while, and Ctrl-C ends the wait.
+        # Ctrl-C ends the wait.
         policies.append(ApprovalPolicy(ask=ask, tools=tools, reaches=reaches, timeout=None))
     return policies
 
 
+def _tools(name: str) -> frozenset[str]:
+    return frozenset() if name == "*" else frozenset({name})
+
+
 def _protected(settings: Settings) -> tuple[str, ...]:
-    """Return what must stay as it is: also what says so, and code that runs outside of calls."""
+    """Return the protected globs, with those of the settings and the code that they name."""
     files = (*settings.files, *(file_of(spec, settings.workspace) for spec in settings.specs))
     inside = (each for each in files if each and each.is_relative_to(settings.workspace))
     own = (f"/{FILE_NAME}", *(f"/{each.relative_to(settings.workspace)}" for each in inside))
-    # A pattern is one from the workspace on; so is a whole path, as a shell completes it.
+    # An absolute path, as a shell completes it, becomes a pattern relative to the workspace.
     whole = f"{settings.workspace}/"
     named = (
         f"/{each.removeprefix(whole)}" if each.startswith(whole) else each
@@ -314,7 +306,7 @@ def _protected(settings: Settings) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _DenyPolicy:
-    """Refuses calls of the named tools."""
+    """Denies calls of the named tools."""
 
     tools: tuple[str, ...]
     name: str = "deny"
@@ -323,7 +315,7 @@ class _DenyPolicy:
         return any(fnmatchcase(tool.name, pattern) for pattern in self.tools)
 
     def check(self, tool_name: str, params: object, context: object) -> str | None:
-        return f"'{tool_name}' is not allowed here. Do without it, or say why you need it"
+        return f"'{tool_name}' is not allowed here. Do without it, or explain why you need it"
 
 
 def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
@@ -334,26 +326,26 @@ def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
     for each in several:
         if not callable(getattr(each, "check", None)):
             raise Misuse(
-                f"policy.use: {spec} is a {type(each).__name__}; it must be a policy (it has a "
-                "method check), a list of policies, or a function that returns one of these"
+                f"policy.use: {spec} is a {type(each).__name__}; expected a policy (with a method "
+                "check), a list of policies, or a function that returns one"
             )
     return several
 
 
-def _nobody(request: ApprovalRequest) -> Approval:
-    return Approval(False, reason="nobody is here to be asked")
+def _deny(request: ApprovalRequest) -> Approval:
+    return Approval(False, reason="there is no one to ask")
 
 
 def _reaches() -> Mapping[str, Reach | None]:
-    """Return the reaches by how they are written; None is that of tools which state none."""
+    """Return the reaches by name; a tool that states none is ``unstated``."""
     stated: tuple[Reach, ...] = get_args(Reach)
     return {**{str(reach): reach for reach in stated}, "unstated": None}
 
 
-def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
+def _check_names(settings: Settings, offered: Iterable[str]) -> None:
     """Refuse a rule about an unknown tool: it would silently never apply."""
     rules = settings.policy
-    known = suite_tools() | {tool.name for tool in offered}
+    known = suite_tools() | set(offered)
     named = {
         "ask": [name for name in settings.ask if name not in _reaches()],
         "policy.deny": list(rules.deny),
@@ -367,12 +359,12 @@ def _check_names(settings: Settings, offered: Iterable[Tool[Any, Any]]) -> None:
                 continue
             if key == "policy.deny" and any(fnmatchcase(tool, name) for tool in known):
                 continue
-            near = hint(name, known, f"there are {', '.join(sorted(known))}", cutoff=0.5)
-            raise Misuse(f"{key}: there is no tool {name!r}; {near}")
+            near = hint(name, known, f"the tools are {', '.join(sorted(known))}", cutoff=0.5)
+            raise Misuse(f"{key}: unknown tool {name!r}: the rule would never apply; {near}")
 
 
 def suite_tools() -> set[str]:
-    """Return the tools of all suites: a rule may be about one that is switched off."""
+    """Return the tools of all suites: a rule may be about one that is disabled."""
     from weakincentives.contrib.tools import file_tools, planning_tools
 
     tools = {tool.name for tool in (*file_tools(), *planning_tools())}
@@ -380,20 +372,12 @@ def suite_tools() -> set[str]:
     return tools | commands | {"update_digest", "open_sections", "read_section"}
 
 
-# Code of the user's
-
-
-def admit_code(settings: Settings) -> None:
-    """Have the user approve the code of the workspace that the settings name.
-
-    Raises Misuse where it is not approved as it is now, and nobody is here to be asked.
-    """
-    trust_of(settings.workspace).admit(settings)
+# Code that the settings name
 
 
 def load_types(settings: Settings) -> None:
-    """Load what defines the values that a session may hold: one that is resumed needs them."""
-    admit_code(settings)
+    """Import the types that a saved session may hold."""
+    trust_of(settings.workspace).admit(settings)
     for name in ("asteval", "digest", "planning", "sandbox.section", "file_values", "files"):
         importlib.import_module(f"weakincentives.contrib.tools.{name}")
     for spec in settings.sections:

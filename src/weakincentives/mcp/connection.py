@@ -1,7 +1,7 @@
-"""A connection to an MCP server: opened when it is needed, and again after it broke off.
+"""A connection to an MCP server: opened on first use, and again after it was lost.
 
-The SDK's client is async and belongs to one event loop, and calls come from many: so a connection
-has a loop of its own, in a thread of its own, for as long as it is open.
+The SDK's client belongs to one event loop, and calls come from many. So an open connection has a
+loop and a thread of its own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _logger = get_logger(__name__)
 
 _PATIENCE = 5.0
 _CERTAIN = 150.0
-"""Seconds for an end that is sure to come: a server is killed when nothing else helps."""
+"""Seconds to wait for a server that is killed if nothing else helps."""
 _MAX_LOST = 3
 _MAX_PAGES = 100
 _MAX_LISTED = 32_000_000
-"""Characters in all that a server may say of its tools."""
+"""Characters in a server's whole list of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,18 @@ class StdioServer:
     command: str
     args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """What it finds in its environment beside HOME, PATH and the like. Of this process's own it
-    gets nothing else."""
+    """Added to HOME, PATH and the like; the rest of our environment is not passed on."""
     cwd: str | os.PathLike[str] | None = None
     max_message: int = 32_000_000
-    """Bytes that it may send in one message; it is ended when it sends more."""
+    """Bytes in one message; a server that sends more is ended."""
 
     def __str__(self) -> str:
-        return Path(self.command).name  # what may be secret is not shown: arguments may
+        return Path(self.command).name  # arguments may be secret
 
 
 @dataclass(frozen=True, slots=True)
 class HttpServer:
-    """A server that is reached over streamable HTTP."""
+    """A server over streamable HTTP."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -75,7 +74,7 @@ class HttpServer:
             raise ValueError(f"a URL starts with http:// or https://, got {self.url!r}")
 
     def __str__(self) -> str:
-        scheme, place, path, _, _ = urlsplit(self.url)  # the same holds for the rest
+        scheme, place, path, _, _ = urlsplit(self.url)  # the rest may be secret
         return urlunsplit((scheme, place.rpartition("@")[2], path, "", ""))
 
 
@@ -99,9 +98,9 @@ def as_server(server: object) -> Server:
     if isinstance(server, str):
         if server.startswith(("http://", "https://")):
             return HttpServer(server)
-        raise TypeError(f"{server!r} is no URL; give a command as a list: {server.split()!r}")
+        raise TypeError(f"{server!r} is not a URL; give a command as a list: {server.split()!r}")
     if isinstance(server, Sequence):
-        words = [str(each) for each in server]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # whatever it holds
+        words = [str(each) for each in server]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if words:
             return StdioServer(words[0], tuple(words[1:]))
     elif hasattr(server, "list_tools") or hasattr(server, "get_request_handler"):
@@ -113,11 +112,10 @@ def as_server(server: object) -> Server:
 
 
 class McpConnection:
-    """A server's tools, to be listed and called from any thread and any event loop.
+    """A server's tools, for any thread and any event loop.
 
-    ``on_tools`` is told which tools the server has, whenever it was started or says that it has
-    others, on the connection's thread.
-    After ``close`` the next use opens it again.
+    ``on_tools`` gets the list of tools, on the connection's thread, when the server has started and
+    when it reports a change. After ``close`` the next use opens the connection again.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class McpConnection:
         self._users = 0
 
     def open(self) -> Sequence[types.Tool]:
-        """Connect if need be, and return the tools that the server lists."""
+        """Connect if necessary, and return the server's tools."""
         return self._submit(lambda runner: runner.tools()).result()
 
     async def call(
@@ -163,16 +161,15 @@ class McpConnection:
             ) from None
 
     async def stop(self) -> None:
-        """End the server at once, whatever it does; the next use starts it again."""
+        """Kill the server; the next use starts it again."""
         await asyncio.wrap_future(self._submit(lambda runner: runner.stop(kill=True)))
 
     def enter(self) -> None:
-        """Note one more that uses it."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Close it when nobody uses it any more."""
+        """Undo one ``enter``; the last one closes the connection."""
         with self._lock:
             self._users -= 1
             if self._users > 0:
@@ -187,7 +184,7 @@ class McpConnection:
             runner.close()
 
     def _submit(self, work: Callable[[_Runner], Coroutine[Any, Any, T]]) -> Future[T]:
-        # A connection outlives the call that opened it, and must not keep what belongs to that.
+        # A connection outlives the call that opened it, so it must not inherit its transaction.
         context = copy_context()
         context.run(transaction_under_way.set, None)
         with self._lock:
@@ -198,25 +195,25 @@ class McpConnection:
 
 
 class _Runner:
-    """The loop of an open connection, and the link of now."""
+    """The loop of an open connection, and its current session."""
 
     def __init__(self, connection: McpConnection) -> None:
         self._connection = connection
         self._server = connection.server
         self._link: _Link | None = None
         self._lost = 0
-        """How often in a row the server ended without having answered a call."""
+        """How often in a row the server ended without having answered."""
         self._last_words = ""
         self._linking = asyncio.Lock()
         self.loop = asyncio.new_event_loop()
-        # A daemon: a server that does not answer must not keep the process alive.
+        # A daemon: an unresponsive server must not keep the process alive.
         self._thread = threading.Thread(target=self._serve, name="wink-mcp", daemon=True)
         self._thread.start()
         self._process = os.getpid()
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was made in this process: a forked child has neither thread nor server."""
+        """Whether this is the process that made it: a forked child has no such thread."""
         return self._process == os.getpid()
 
     def _serve(self) -> None:
@@ -241,7 +238,7 @@ class _Runner:
                 raise
             await link.end()
             how = "was lost" if isinstance(self._server, HttpServer) else "ended"
-            text = f"The MCP server {self._server} {how} in the middle of the call."
+            text = f"The MCP server {self._server} {how} during the call."
             raise McpServerError(f"{text} {link.last_words}".rstrip(), code=link.code) from error
         finally:
             link.has_answered = link.has_answered or link.is_open
@@ -255,23 +252,23 @@ class _Runner:
                 self._link, self._last_words = None, self._link.last_words
             if self._lost >= _MAX_LOST:
                 raise McpServerError(
-                    f"The MCP server {self._server} ended {self._lost} times in a row and is not "
-                    f"started again before the connection is closed. {self._last_words}".rstrip()
+                    f"The MCP server {self._server} ended {self._lost} times in a row, and is not "
+                    f"restarted until the connection is closed. {self._last_words}".rstrip()
                 )
             self._link = _Link(self._connection)
             await self._link.start()
-            self._link.tell_of_tools()
+            self._link.publish_tools()
             return self._link
 
     async def stop(self, *, kill: bool = False) -> None:
         if self._link is not None:
-            self._link.has_answered = True  # that it ends now is not its fault
+            self._link.has_answered = True  # it does not end by itself
             await self._link.end(kill=kill)
 
     def close(self) -> None:
         ended = asyncio.run_coroutine_threadsafe(self._shut_down(), self.loop)
         if threading.current_thread() is self._thread:
-            # The collector came by here: waiting would be for ourselves.
+            # Called by the garbage collector: waiting would be a deadlock.
             ended.add_done_callback(lambda _: self.loop.stop())
             return
         try:
@@ -295,7 +292,7 @@ class _Link:
     client: Client
     tools: Sequence[types.Tool] = ()
     has_answered = False
-    """Whether it was of use: a server that ends before it is, again and again, is given up."""
+    """A server that repeatedly ends before it answers is not restarted."""
 
     def __init__(self, connection: McpConnection) -> None:
         self._connection = connection
@@ -303,8 +300,8 @@ class _Link:
         self._process: ServerProcess | None = None
         self._refusal = ""
         self._wake = asyncio.Event()
-        self._was_closed = self._ending = False
-        self._changed = False
+        """Set when the session ends, or when the server's tools have changed."""
+        self._ending = False
         self._scope: CancelScope | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -315,7 +312,7 @@ class _Link:
 
     @property
     def last_words(self) -> str:
-        """What is known of how it ended."""
+        """How it ended, as far as that is known."""
         return self._refusal if self._process is None else self._process.last_words()
 
     @property
@@ -323,23 +320,20 @@ class _Link:
         return NETWORK if isinstance(self._server, HttpServer) else SERVER_ERROR
 
     async def start(self) -> None:
-        """Connect and list the tools; raises McpServerError with all that is known of a failure."""
+        """Connect and list the tools; raise McpServerError on failure."""
         self._task = asyncio.create_task(self._keep())
         try:
             await asyncio.shield(self._ready)
-        except asyncio.CancelledError:  # nobody waits for it any more
+        except asyncio.CancelledError:
             await self.end(kill=True)
             raise
 
-    def tell_of_tools(self) -> None:
-        """Say which tools the server has now."""
+    def publish_tools(self) -> None:
         if self._connection.on_tools is not None:
             self._connection.on_tools(self.tools)
 
     async def end(self, *, kill: bool = False) -> None:
-        """End it; returns when it has ended."""
-        self._was_closed = self._ending = True
-        self._wake.set()
+        self._lose()
         if kill and self._process is not None:
             self._process.kill()
         if self._task is None:
@@ -347,20 +341,20 @@ class _Link:
         if self._ready.done():
             await asyncio.wait([self._task], timeout=_PATIENCE)
         if self._scope is not None:
-            self._scope.cancel()  # it waits for an answer that does not come
+            self._scope.cancel()  # it still waits for an answer
         await asyncio.wait([self._task])
 
     def is_lost_with(self, error: Exception) -> bool:
-        """Whether the server is gone, and not only unwilling."""
+        """Tell whether an error means that the server is gone."""
         from mcp import types
 
         gone = {types.CONNECTION_CLOSED}
         if isinstance(self._server, HttpServer):
-            gone.add(types.INVALID_REQUEST)  # it does not know the session: it was started again
+            gone.add(types.INVALID_REQUEST)  # a restarted server does not know the session
         return not self.is_open or getattr(error, "code", None) in gone
 
     async def _keep(self) -> None:
-        """Hold the session open: what the SDK opens in a task it wants closed there."""
+        """Hold the session open, in one task: the SDK must close it where it was opened."""
         import anyio
         from mcp import Client, types
 
@@ -376,29 +370,32 @@ class _Link:
                     client_info=types.Implementation(name="wink", version=__version__),
                     cache=None,
                 ) as self.client:
-                    # Theirs is bounded in nothing: the server's schema, on the server's answer.
+                    # The SDK's own validation of answers has no limits.
                     self.client.session.validate_tool_result = self._check_answer
                     self.tools = await _listed(self.client)
                     self._scope.deadline = math.inf
                     self._ready.set_result(None)
                     await self._stay()
             if not self._ready.done():
-                if self._was_closed:
+                if self._ending:
                     raise McpServerError("the connection was closed")
                 raise McpServerError(f"it did not answer within {seconds:g} s", code=TIMEOUT)
         except BaseException as error:
-            self._failed(error)
+            if not self._ready.done():
+                self._ready.set_exception(self._not_started(_first(error)))
+            elif not self._ending:
+                _logger.warning("an MCP server is lost: %s", self._server, exc_info=error)
         finally:
             self._ending = True
 
     async def _check_answer(self, name: str, result: types.CallToolResult) -> None:
-        """Raise ValueError where an answer is not what the server said it would be."""
+        """Raise ValueError if an answer does not match the tool's output schema."""
         schema = next((tool.output_schema for tool in self.tools if tool.name == name), None)
         if schema is None:
             return
         if "structured_content" not in result.model_fields_set:
             raise ValueError(f"tool {name} has an output schema, but gave no structured content")
-        # In a thread: meanwhile others of this connection go on.
+        # In a thread, so that other calls of this connection go on.
         wrong = await asyncio.to_thread(_first_error, schema, result.structured_content)
         if wrong:
             raise ValueError(f"invalid structured content of tool {name}: {wrong}")
@@ -435,27 +432,25 @@ class _Link:
         from mcp import types
 
         if isinstance(message, types.ToolListChangedNotification):
-            # Asked for elsewhere: while this runs, no answer is heard.
-            self._changed = True
-            self._wake.set()
+            self._wake.set()  # listed elsewhere: while this runs, no answer is received
 
     async def _stay(self) -> None:
-        """Wait for the end, and list the tools again when there are others."""
+        """Wait for the end; meanwhile list the tools again when they change."""
         subscription = asyncio.create_task(self._subscribe())
         try:
-            while not self._ending:
+            while True:
                 await self._wake.wait()
                 self._wake.clear()
-                if self._changed and not self._ending:
-                    self._changed = False
-                    self.tools = await _listed(self.client)
-                    self.tell_of_tools()
+                if self._ending:
+                    return
+                self.tools = await _listed(self.client)
+                self.publish_tools()
         finally:
             subscription.cancel()
             await asyncio.wait([subscription])
 
     async def _subscribe(self) -> None:
-        """Ask newer servers to tell of changes; older ones do without being asked."""
+        """Subscribe to changes of the tools; older servers report them unasked."""
         from mcp import MCPError
         from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 
@@ -465,14 +460,7 @@ class _Link:
         with suppress(ListenNotSupportedError, SubscriptionLost, MCPError):
             async with self.client.listen(tools_list_changed=True) as changes:
                 async for _ in changes:
-                    self._changed = True
                     self._wake.set()
-
-    def _failed(self, error: BaseException) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(self._not_started(_first(error)))
-        elif not self._ending:
-            _logger.warning("an MCP server is lost: %s", self._server, exc_info=error)
 
     def _not_started(self, error: BaseException) -> McpServerError:
         from mcp import MCPError, types
@@ -490,7 +478,7 @@ class _Link:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return what went wrong, out of the groups that the SDK's tasks wrap it in."""
+    """Return the error inside the exception groups of the SDK's tasks."""
     inner = getattr(error, "exceptions", ())
     return _first(inner[0]) if inner else error
 
@@ -502,7 +490,7 @@ async def _over_http(
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
-    # No limit on an answer: calls have one of their own.
+    # No limit for answers: calls have timeouts of their own.
     timeout = httpx2.Timeout(30.0, read=None)
     async with (
         httpx2.AsyncClient(
@@ -514,16 +502,14 @@ async def _over_http(
 
 
 def _first_error(schema: Mapping[str, Any], value: object) -> str:
-    """Return what is wrong with a value, in a few words."""
     try:
         error = next(BoundedSchema(schema).errors(value), None)
-    except Exception as error:  # too much to check, or a schema that is none
+    except Exception as error:  # too much to check, or an invalid schema
         return str(error)[:300]
     return "" if error is None else str(error.message)[:300]
 
 
 async def _listed(client: Client) -> tuple[types.Tool, ...]:
-    """Return all tools, page by page."""
     from pydantic import ValidationError
 
     tools: list[types.Tool] = []
@@ -536,7 +522,7 @@ async def _listed(client: Client) -> tuple[types.Tool, ...]:
             found = error.errors()[0]
             place = ".".join(map(str, found["loc"]))
             raise McpServerError(
-                f"its list of tools is not what MCP prescribes, at {place}: {found['msg']}"
+                f"its list of tools is invalid at {place}: {found['msg']}"
             ) from error
         tools += page.tools
         size += len(page.model_dump_json())

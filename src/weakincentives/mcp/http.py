@@ -1,4 +1,4 @@
-"""MCP over streamable HTTP: on loopback unless told otherwise, and only with the token."""
+"""MCP over streamable HTTP: on loopback by default, and only with the token."""
 
 from __future__ import annotations
 
@@ -32,18 +32,14 @@ PATH = "/mcp"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")
 _GRACE = 1
-"""Seconds that answers on their way have when the server is told to end."""
+"""Seconds that running responses have when the server is stopped."""
 _PATIENCE = 10.0
-"""Seconds that a client has to send the head of a request; more bytes do not give it more."""
+"""Seconds that a client has to send the whole head of a request."""
 _MAX_CONNECTIONS = 128
 
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> sockets.socket:
-    """Open a port, with 0 any free one; close it, or use it in a ``with`` block.
-
-    Raises:
-        OSError: The port is in use, or there is no such address here.
-    """
+    """Open a port, with 0 any free one; raise OSError if that fails."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     both = family == sockets.AF_INET6 and sockets.has_dualstack_ipv6()
     return sockets.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
@@ -52,13 +48,13 @@ def listen(host: str = "127.0.0.1", port: int = 0) -> sockets.socket:
 async def serve(
     server: McpServer, listening: sockets.socket, token: str, *, patience: float = _PATIENCE
 ) -> None:
-    """Serve on an open port until cancelled; calls under way are rolled back then.
+    """Serve on an open port until cancelled; running calls are then rolled back.
 
     A connection on which no request comes within ``patience`` seconds is closed.
     """
     config = uvicorn.Config(
         http_app(server, token, host=listening.getsockname()[0]),
-        http=partial(_Connection, patience=patience),  # pyright: ignore[reportArgumentType]  # it is only called
+        http=partial(_Connection, patience=patience),  # pyright: ignore[reportArgumentType]
         log_config=None,
         access_log=False,
         ws="none",
@@ -75,7 +71,7 @@ async def serve(
 
 
 class _Uvicorn(uvicorn.Server):
-    """A server that leaves signals to whoever runs it."""
+    """Leaves signals to the program."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -83,9 +79,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """A connection that is not kept for a client that asks for nothing.
+    """Closes a connection on which no request comes in time.
 
-    Uvicorn limits the time between requests, and not the time until the head of one has come.
+    Uvicorn limits the time between requests, but not the time for the head of one.
     """
 
     def __init__(self, *, patience: float, **options: Any) -> None:
@@ -126,31 +122,31 @@ class _Connection(H11Protocol):
             self._limit = self.loop.call_later(self._patience, self.transport.abort)
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request; this one where none does."""
+        """Close the connection that has been idle longest, or this one if none is idle."""
         others = [cast("_Connection", each) for each in self.connections if each is not self]
         waiting = [(each._limit.when(), n, each) for n, each in enumerate(others) if each._limit]
         (min(waiting)[2] if waiting else self).transport.abort()
 
 
 def http_app(server: McpServer, token: str, *, host: str) -> ASGIApp:
-    """Return the server as an ASGI application that lets in who knows the token.
+    """Return the server as an ASGI application that requires the token.
 
-    ``host`` is the address it is served at: clients must know it by that name. At an address that
-    stands for all of the machine's, they may know it by any.
+    ``host`` is the address it is served at; requests for another host are refused, unless it is a
+    wildcard address.
     """
     if not token:
-        raise ValueError("a server over HTTP needs a token: whoever has it can change files")
+        raise ValueError("a server over HTTP needs a token: its clients can change files")
     app = server.protocol.streamable_http_app(
         streamable_http_path=PATH,
         max_request_body_size=MAX_MESSAGE,
-        # Looked at before anything else, by the guard.
+        # The guard does that.
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
     return _Guard(app, token, _LOOPBACK if host in _LOOPBACK else (host,))
 
 
 class _Guard:
-    """Refuses who comes by a wrong name, from a page in a browser, or without the token."""
+    """Refuses a foreign Host or Origin header, and a missing or wrong token."""
 
     def __init__(self, app: ASGIApp, token: str, names: tuple[str, ...]) -> None:
         self._app = app
@@ -163,16 +159,16 @@ class _Guard:
 
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         host = _name_in(f"//{headers.get('host', '')}")
-        # A page whose own name was made to lead here comes with that name.
+        # DNS rebinding: a foreign name that resolves to this address.
         if host is None or not (host in self._names or self._names[0] in _ANY):
-            return PlainTextResponse("This server is not known by that name\n", 403)
+            return PlainTextResponse("Host header not allowed\n", 403)
         origin = headers.get("origin")
         if origin is not None and _name_in(origin) not in (host, *self._names):
-            return PlainTextResponse("Pages of other sites are not served\n", 403)
+            return PlainTextResponse("Origin header not allowed\n", 403)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
             return PlainTextResponse(
-                "Send the header `Authorization: Bearer TOKEN` with the server's token\n",
+                "Send the header `Authorization: Bearer TOKEN`\n",
                 401,
                 headers={"www-authenticate": "Bearer"},
             )

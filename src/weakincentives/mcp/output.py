@@ -1,4 +1,4 @@
-"""What an MCP server answers, and how the model sees it.
+"""Answers of MCP servers, and how the model sees them.
 
 Saved sessions name these types by this module.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class McpMedia:
-    """An image, a sound or a file that is no text: not for the model, but for programs."""
+    """An image, sound or binary file: for programs, not for the model."""
 
     kind: Literal["image", "audio", "resource"]
     mime_type: str
@@ -30,9 +30,9 @@ class McpOutput:
     """A server's answer."""
 
     text: str
-    """What the model is shown."""
+    """What the model sees."""
     structured: Any = None
-    """The answer as data, where the server gives it as such."""
+    """The answer as data, if the server gives it."""
     media: tuple[McpMedia, ...] = ()
 
     def render(self) -> str:
@@ -47,14 +47,13 @@ def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
         text = json.dumps(structured, ensure_ascii=False)
     if len(text) > limit:
         text = (
-            f"{text[:limit]}\n[Cut: these are the first {limit} of {len(text)} characters. "
+            f"{text[:limit]}\n[Truncated: the first {limit} of {len(text)} characters. "
             "Ask for less.]"
         )
     return McpOutput(text, structured, tuple(_media(answer.content)))
 
 
 def _texts(content: Iterable[types.ContentBlock]) -> Iterator[str]:
-    """Yield what the model sees of each part."""
     from mcp import types
 
     for part in content:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
     from mcp.server.session import ServerSession
 
-    from weakincentives.mcp.wire import Wire
+    from weakincentives.mcp.stdio import Wire
 
 T = TypeVar("T")
 Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
@@ -58,24 +58,24 @@ _logger = get_logger(__name__)
 _ENDING = (PromptEvaluationError, Suspended)
 
 CALL_ID = "weakincentives/callId"
-"""Where a result's ``_meta`` names the call: ``undo`` and ``history`` know it by that."""
+"""The key of the call id in a result's ``_meta``, for ``undo`` and ``history``."""
 FAILURE = "weakincentives/failure"
-"""Where the ``_meta`` of a failed call says why, for programs."""
+"""The key of the failure in the ``_meta`` of a failed call."""
 
 
 class McpServer:
     """Serves tools to MCP clients; every call goes through the pipeline.
 
-    What is served is a prompt, sections, or a registry, which brings a session of its own. One
-    session serves all clients: their calls run one after the other, in the order in which they
-    came. A call that fails or is cancelled is rolled back, and says so with ``isError``.
+    It serves a prompt, sections, or a registry, which has a session of its own. One session serves
+    all clients; their calls run one after the other, in the order of arrival. A call that fails or
+    is cancelled is rolled back, and its result has ``isError``.
 
-    With ``undo``, clients are also offered ``undo``, ``history`` and ``checkpoint``. ``time_limit``
-    is how many seconds a call may take, so that a tool that hangs does not keep others waiting for
-    good. Tools find ``config`` in their context, and the client's name in ``context.agent_id``.
+    With ``undo``, clients also get ``undo``, ``history`` and ``checkpoint``. ``time_limit`` is the
+    number of seconds a call may take. Tools find ``config`` in their context, and the client's name
+    in ``context.agent_id``.
 
-    Run it with ``await server.run_stdio()`` or ``await server.run_http(...)``, or hand
-    ``server.protocol`` to a transport of yours, in a ``with server:`` block.
+    Run it with ``await server.run_stdio()`` or ``await server.run_http(...)``, or use
+    ``server.protocol`` with another transport, in a ``with server:`` block.
     """
 
     def __init__(
@@ -97,13 +97,21 @@ class McpServer:
             ids = served.run_context or ids
             self.session = served.session
             self._resources = None
-            self._surroundings: Callable[[], ToolContext] = served.context
+            self._context: Callable[[], ToolContext] = served.context
+            self._render = lambda: cast("RenderedPrompt", served.context().rendering)
             self._policies: tuple[AttachedPolicy, ...] = ()
         else:
             prompt = _as_prompt(served)
             self.session = Session() if session is None else session
             self._resources = prompt.resources
-            self._surroundings = lambda: self._rendered(prompt)
+            self._context = lambda: ToolContext(
+                session=self.session,
+                prompt=prompt,
+                resources=prompt.resources,
+                config=self._config,
+            )
+            # With examples, which do not all fit into a tool's definition.
+            self._render = lambda: prompt.render(self.session, examples=True)
             self._policies = prompt.policies
         run_id = new_id()
         self._ids = ids.filled(run_id=run_id, loop_id=name, trace_id=run_id)
@@ -137,7 +145,7 @@ class McpServer:
             self._resources.__exit__(*error)
 
     async def run_stdio(self, wire: Wire | None = None) -> None:
-        """Serve the client at standard input and output, or at another wire, until it leaves."""
+        """Serve one client over standard input and output, or another wire, until it leaves."""
         from weakincentives.mcp.stdio import stdio_streams
 
         with self:
@@ -146,7 +154,7 @@ class McpServer:
                 await self.protocol.run(incoming, outgoing, options)
 
     async def run_http(self, *, host: str = "127.0.0.1", port: int = 0, token: str) -> None:
-        """Serve streamable HTTP at ``/mcp`` until cancelled, to clients that know the token."""
+        """Serve streamable HTTP at ``/mcp`` until cancelled, to clients that have the token."""
         from weakincentives.mcp.http import listen, serve
 
         with self, listen(host, port) as socket:
@@ -154,44 +162,29 @@ class McpServer:
 
     # What is offered
 
-    def _rendered(self, prompt: Prompt[Any]) -> ToolContext:
-        # With examples: a tool's definition has no place for all that they say.
-        rendered = prompt.render(self.session, examples=True)
-        offered = self._offered
-        if offered is not None and offered.rendered is rendered:
-            return offered.surroundings
-        return ToolContext(
-            session=self.session,
-            prompt=prompt,
-            rendered_prompt=rendered,
-            resources=prompt.resources,
-            config=self._config,
-        )
-
     def _look(self) -> _Offered:
-        """Return what is offered now; whoever was told something else before is told again."""
-        surroundings, before = self._surroundings(), self._offered
-        rendered = cast("RenderedPrompt", surroundings.rendering)
+        """Return the current tools; notify clients if they have changed."""
+        rendered, before = self._render(), self._offered
         if before is not None and before.rendered is rendered:
             return before
         extra = () if self._undo is None else self._undo.tools
-        # A tool of the user's own goes before one of ours with the same name.
+        # A tool of the user replaces ours of the same name.
         extra = tuple(tool for tool in extra if tool.name not in rendered.offers)
         offers = {
             tool.name: Offer.of(tool, self._policies, rendered.listeners) for tool in extra
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        now = _Offered(rendered, surroundings, surroundings.having(rendered_prompt=whole), whole)
+        now = _Offered(rendered, self._context().having(rendered_prompt=whole), whole)
         self._offered = now
         guide = () if self._undo is None else (self._undo.guide,)
         self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
         if before is not None and before.whole.tools != whole.tools:
-            self._say_that_tools_changed()
+            self._notify_of_changed_tools()
         return now
 
-    def _say_that_tools_changed(self) -> None:
-        """Tell all clients, without waiting for one that does not listen."""
+    def _notify_of_changed_tools(self) -> None:
+        """Notify all clients, without waiting for them."""
 
         async def tell() -> None:
             await self._bus.publish(ToolsListChanged())
@@ -203,7 +196,7 @@ class McpServer:
         task.add_done_callback(self._notices.discard)
 
     async def _list_tools(self, request: ServerRequestContext, _: object) -> ListToolsResult:
-        # The one way to the connection: what can be told to a client outlives its requests.
+        # There is no public way to the connection, which outlives the request.
         self._clients.add(request.session._connection)  # pyright: ignore[reportPrivateUsage]
         return ListToolsResult(tools=[_definition(tool) for tool in self._look().whole.tools])
 
@@ -225,21 +218,23 @@ class McpServer:
         async with self._turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
+            limit = self._time_limit
+            deadline = None if limit is None else Deadline.after(limit, clock=self.session.clock)
             context = offered.context.having(
-                deadline=self._new_deadline(), heartbeat=beats.heart, run_context=ids
+                deadline=deadline, heartbeat=beats.heart, run_context=ids
             )
             if self._undo is not None:
                 self._undo.before(call, offer, context)
             result = await self._result(call, context)
-            # Before the next call, but the client need not wait for it.
+            # Before the next call, but after the answer.
             asyncio.get_running_loop().call_soon(self._settle, call, result)
         await beats.end()
         return _answer(None if offer is None else offer.tool, result)
 
     def _turn(self) -> asyncio.Lock:
-        """Return what lets calls through one at a time, in the order in which they came."""
+        """Return the lock that lets calls run one at a time, in order of arrival."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # a lock belongs to the loop that waited for it first
+        if loop is not self._loop:  # a lock belongs to one loop
             self._loop, self._lock = loop, asyncio.Lock()
         return self._lock
 
@@ -247,11 +242,6 @@ class McpServer:
         if self._undo is not None:
             self._undo.after(call, result)
         self._look()
-
-    def _new_deadline(self) -> Deadline | None:
-        if self._time_limit is None:
-            return None
-        return Deadline.after(self._time_limit, clock=self.session.clock)
 
     async def _result(self, call: ToolCall, context: ToolContext) -> ToolResult[Any]:
         try:
@@ -267,26 +257,25 @@ class McpServer:
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, Exception) and not isinstance(error, _ENDING):
                 raise
-            # It would end a run; but here others may have calls to make. What is on record is that
-            # it failed, and was rolled back.
+            # It would end a run, but a server goes on. The record says that the call failed and was
+            # rolled back.
             return cast("ToolInvoked", self.session[ToolInvoked].latest()).result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offered:
-    """What clients are offered at one moment."""
+    """The tools at one moment."""
 
     rendered: RenderedPrompt
-    """As it was rendered: what has not changed is the same object."""
-    surroundings: ToolContext
+    """The same object as long as nothing changes."""
     context: ToolContext
-    """What surrounds the next call."""
+    """The context of the next call."""
     whole: RenderedPrompt
-    """With the tools that the server itself has."""
+    """With the server's own tools."""
 
 
 class _Protocol(Server[Any]):
-    """The server of the ``mcp`` package, which says over every transport that tools may change."""
+    """The server of the ``mcp`` package; announces over every transport that tools may change."""
 
     def create_initialization_options(
         self, notification_options: NotificationOptions | None = None, *args: Any, **kwargs: Any
@@ -302,10 +291,10 @@ def _as_prompt(served: Prompt[Any] | Section[Any] | Iterable[Section[Any]]) -> P
     return Prompt(PromptTemplate(sections=sections))
 
 
-# What a client is told of a tool
+# Definitions and results
 
 
-@lru_cache(maxsize=1024)  # the same tools come by with every list and every answer
+@lru_cache(maxsize=1024)  # needed for every list and every answer
 def _definition(tool: Tool[Any, Any]) -> McpTool:
     parameters = tool.parameters
     if tool.examples:
@@ -323,10 +312,7 @@ def _definition(tool: Tool[Any, Any]) -> McpTool:
 
 
 def _annotations(reach: Reach | None) -> ToolAnnotations:
-    """Return what the reach says. What is left out is what a client has to fear.
-
-    Whether a tool that only reads does so in this workspace or in the world is not stated.
-    """
+    """Return the hints that follow from a reach; a missing hint means the worst case."""
     if reach == "read":
         return ToolAnnotations(read_only_hint=True, destructive_hint=False, idempotent_hint=True)
     may_last = reach != "reversible"
@@ -336,7 +322,7 @@ def _annotations(reach: Reach | None) -> ToolAnnotations:
 
 
 def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
-    """Return the schema of a tool's value, where that is a JSON object."""
+    """Return the schema of a tool's value, if that is a JSON object."""
     if not isinstance(tool.result_type, type) or tool.result_type is type(None):
         return None
     try:
@@ -345,13 +331,13 @@ def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
         return None
     if found.get("type") != "object":
         return None
-    # A call may also succeed without a value, or with one that the model is not to see: then {}.
+    # A call without a value, or with one hidden from the model, has {}.
     found.pop("required", None)
     return found
 
 
 def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, Any]:
-    """Return a result as it goes over the wire; the ``mcp`` package checks it there."""
+    """Return a result in the wire format, which the ``mcp`` package validates."""
     meta: dict[str, Any] = {CALL_ID: result.call_id}
     if (failure := result.failure) is not None:
         meta[FAILURE] = {
@@ -378,23 +364,23 @@ def _structured(tool: Tool[Any, Any], result: ToolResult[Any]) -> Mapping[str, A
     if not result.success or _definition(tool).output_schema is None:
         return None
     value: object = result.value
-    # Exactly: what a subclass adds is not in the schema.
+    # Exactly: a subclass may not fit the schema.
     if result.exclude_value_from_context or type(value) is not tool.result_type:
         return {}
     return cast("Mapping[str, Any]", dump(value))
 
 
-# How calls run
+# Running calls
 
 
 class _Beats:
-    """Passes a handler's beats on to the client as progress, from whatever thread they come."""
+    """Reports a handler's heartbeats, from any thread, to the client as progress."""
 
     def __init__(self, client: ServerSession) -> None:
         self.heart = Heartbeat(on_beat=self._beat)
         self._client = client
         self._loop = asyncio.get_running_loop()
-        self._told = 1  # the first beat is the runtime's own, and no news
+        self._told = 1  # the first beat is the runtime's own
         self._telling: asyncio.Task[None] | None = None
 
     def _beat(self) -> None:
@@ -406,21 +392,20 @@ class _Beats:
             self._telling = self._loop.create_task(self._tell())
 
     async def _tell(self) -> None:
-        while self._told < self.heart.beats:  # those that came meanwhile are one notification
+        while self._told < self.heart.beats:  # beats in between share a notification
             self._told = self.heart.beats
             await self._client.report_progress(self._told - 1)
 
     async def end(self) -> None:
-        """Wait until what was to be told is told: nothing may follow the answer."""
+        """Wait for the last report: nothing may follow the answer."""
         if self._telling is not None:
             await self._telling
 
 
 async def _cancelled_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run a call, and when it is cancelled, wait until it is rolled back.
+    """Run a call; when it is cancelled, wait until it is rolled back.
 
-    A cancelled scope of anyio's cancels its task again and again: that would keep a handler from
-    cleaning up.
+    A cancelled anyio scope cancels its task repeatedly, which would interrupt the cleanup.
     """
     task = asyncio.ensure_future(work)
     try:

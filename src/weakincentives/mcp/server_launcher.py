@@ -1,7 +1,7 @@
-"""A program that starts an MCP server and ends all of it when whoever asked for it is gone.
+"""A program that runs an MCP server, and kills its process group when the parent is gone.
 
-Handed over as text, with the number of the process that asks and the command. The server's input
-and output are its own: nothing goes through here.
+It is passed to Python as text, with the id of the parent and the command. The server's input and
+output do not go through here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ NOT_STARTED = 127
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Run a command as long as the process ``parent`` lives; returns its exit code."""
+    """Run a command as long as the process ``parent`` lives; return its exit code."""
 
     def look(*_: object) -> None:
-        # From whom asked for it when it ends the server: that has got the signal, too. From the
-        # system when whoever asked is gone: then the whole group has to go.
+        # A SIGTERM from the parent goes to the server, too. One from the kernel means that the
+        # parent is gone.
         if os.getppid() != parent:
             os.killpg(0, signal.SIGKILL)
 
@@ -36,7 +36,7 @@ def main(parent: int, command: list[str]) -> int:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         return NOT_STARTED
     nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the server's alone: its end is the end of what it says
+    for stream in range(3):  # only the server holds its streams open
         os.dup2(nothing, stream)
     _, status = os.waitpid(child, 0)
     end_the_others()
@@ -44,7 +44,7 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def end_the_others() -> None:
-    """End what the server has started and left behind."""
+    """Kill what the server has started and left running."""
     while left := living_in(os.getpgrp()) - {os.getpid()}:
         for pid in left:
             with suppress(ProcessLookupError):
@@ -52,7 +52,7 @@ def end_the_others() -> None:
 
 
 def living_in(group: int) -> set[int]:
-    """Return the processes of a group, where the system says which these are."""
+    """Return the processes of a group; none where there is no /proc."""
     if not os.path.isdir("/proc"):
         return set()
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
@@ -60,7 +60,7 @@ def living_in(group: int) -> set[int]:
 
 
 def group_of(pid: int) -> int:
-    """Return the group of a process; 0 once there is none, or nothing but its exit code is."""
+    """Return the group of a process; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as about:
             state, _, group = about.read().rpartition(b")")[2].split()[:3]

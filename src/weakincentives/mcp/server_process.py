@@ -1,4 +1,4 @@
-"""An MCP server as a process of ours: what it says line by line, and its end whatever happens."""
+"""An MCP server as a child process: its messages, and its end whatever happens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _logger = get_logger(__name__)
 _LAUNCHER = source_of(__file__, "server_launcher.py")
 
 _GRACE = 2.0
-"""Seconds that a server has to do what it is asked."""
+"""Seconds that a server has to end when asked."""
 _LEAVING = 10.0
-"""Seconds for one to end that has closed its output by itself: its exit code is worth a wait."""
+"""Seconds to wait for the exit code of a server that has closed its output."""
 _CERTAIN = 60.0
-"""Seconds for what is sure to happen: a killed process ends, however busy the machine is."""
+"""Seconds to wait for a killed process, however busy the machine is."""
 _LINES, _LINE = 20, 500
 
 
 class ServerProcess:
     """A command that speaks MCP on its input and output; start it with ``async with running()``.
 
-    Unlike the SDK's own transport it bounds what the server may send in one message, keeps the
-    last lines of what it complains about, and takes the server along when this process is killed.
+    Unlike the SDK's own transport it limits the size of a message, keeps the last lines of standard
+    error, and ends the server when this process is killed.
     """
 
     def __init__(
@@ -61,16 +61,14 @@ class ServerProcess:
         self._said: deque[str] = deque(maxlen=_LINES)
         self._fault = ""
         self._has_left = False
-        """Whether it ended by itself."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[TransportStreams, None]:
-        """Start the server; yields the streams of its messages, and ends it."""
+        """Start the server, yield the streams of its messages, and end it."""
         import anyio
         from mcp.shared.message import SessionMessage
 
         process = self._process = await self._start()
-        # The reader's end of one and the writer's end of the other are the session's.
         heard, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
         outgoing, to_say = anyio.create_memory_object_stream[SessionMessage](0)
         complaints = asyncio.create_task(self._listen(process))
@@ -87,24 +85,24 @@ class ServerProcess:
         finally:
             for stream in (heard, incoming, outgoing, to_say):
                 stream.close()
-            with suppress(TimeoutError):  # what has left the group may hold it open
+            with suppress(TimeoutError):  # a process that left the group may hold it open
                 await asyncio.wait_for(complaints, 0.5)
-            # Else it stays open, with a warning, as long as something left behind holds a pipe.
-            process._transport.close()  # type: ignore[attr-defined]  # nothing public closes it
+            # There is no public way to close it while another process holds a pipe.
+            process._transport.close()  # type: ignore[attr-defined]
 
     def kill(self) -> None:
-        """End the server and all it has started, at once."""
+        """Kill the server and everything it has started."""
         if self._process is not None:
-            _tell(self._process, signal.SIGKILL)
+            _signal(self._process, signal.SIGKILL)
 
     def last_words(self) -> str:
-        """Return how it ended and what it said last, as far as that is known."""
+        """Return its exit code and its last lines, as far as they are known."""
         parts: list[str] = [self._fault] if self._fault else []
         code = None if self._process is None else self._process.returncode
         if code is not None and self._has_left:
             parts.append(f"It ended with exit code {code}.")
         if self._said:
-            parts.append("It said last:\n" + "\n".join(f"  {line}" for line in self._said))
+            parts.append("Its last output:\n" + "\n".join(f"  {line}" for line in self._said))
         return " ".join(parts)
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -112,7 +110,7 @@ class ServerProcess:
         found = shutil.which(program, path=self._env.get("PATH", os.defpath))
         if found is None and not (self._cwd and os.path.isfile(Path(self._cwd, program))):
             raise McpServerError(
-                f"there is no program {program!r}: install it, or give its whole path"
+                f"there is no program {program!r}: install it, or give its full path"
             )
         try:
             return await asyncio.create_subprocess_exec(
@@ -126,7 +124,7 @@ class ServerProcess:
                 limit=self._max_message,
             )
         except (OSError, ValueError) as error:
-            raise McpServerError(f"{program!r} cannot be started: {error}") from error
+            raise McpServerError(f"cannot start {program!r}: {error}") from error
 
     async def _hear(
         self,
@@ -142,14 +140,14 @@ class ServerProcess:
                 try:
                     message = jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
-                    self._note(line, "on its output, which is for messages only: ")
+                    self._note(line, "on standard output, which is for messages only: ")
                     continue
                 await heard.send(SessionMessage(message))
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the session has ended
         finally:
             self._on_end()
-            heard.close()  # whoever waits for an answer gets none
+            heard.close()  # ends all requests that wait for an answer
 
     async def _lines(self, process: asyncio.subprocess.Process) -> AsyncGenerator[bytes, None]:
         assert process.stdout is not None
@@ -174,14 +172,14 @@ class ServerProcess:
                 process.stdin.write(text.encode() + b"\n")
                 await process.stdin.drain()
         except OSError:
-            heard.close()  # it does not listen any more: nothing that is asked will be answered
+            heard.close()  # it no longer reads: no request will be answered
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while True:
             try:
                 line = await process.stderr.readline()
-            except ValueError:  # longer than any complaint: what is left of it comes next
+            except ValueError:  # a very long line: the rest comes next
                 continue
             if not line:
                 return
@@ -195,28 +193,28 @@ class ServerProcess:
 
 
 def _launched(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command with what takes the server along when this process is killed."""
+    """Return the command inside the launcher, which ends the server when we are killed."""
     if sys.platform != "linux" or not sys.executable:
         return tuple(command)
     return (*program(_LAUNCHER, str(os.getpid())), *command)
 
 
 async def _end(process: asyncio.subprocess.Process, grace: float) -> None:
-    """End the server: asked by closing its input, then told, then killed."""
+    """End the server: close its input, then terminate it, then kill it."""
     assert process.stdin is not None
     process.stdin.close()
-    # Not process.wait(): that waits for the pipes, too, which a child of the server may hold.
+    # Not process.wait(): it also waits for the pipes, which a child of the server may hold.
     for step, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, _GRACE)):
         if await _until(lambda: process.returncode is not None, patience):
             break
-        _tell(process, step)
+        _signal(process, step)
     await _until(lambda: process.returncode is not None, _CERTAIN)
-    # A launcher that was killed with its server may be gone first.
+    # A killed launcher may end before its server.
     await _until(lambda: not living_in(process.pid), _CERTAIN)
 
 
 async def _until(holds: Callable[[], bool], seconds: float) -> bool:
-    """Wait for something, but no longer than that; returns whether it holds then."""
+    """Wait until something holds; return False after a timeout."""
     until = asyncio.get_running_loop().time() + seconds
     while not holds():
         if asyncio.get_running_loop().time() > until:
@@ -225,7 +223,7 @@ async def _until(holds: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _tell(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,7 +1,7 @@
-"""MCP over standard input and output: one JSON message a line, and nothing else on that wire.
+"""MCP over standard input and output: one JSON message per line.
 
-Nothing here blocks: a client that sends half a line, or does not read, keeps nobody waiting and
-nothing from ending.
+Nothing here blocks: a client that sends half a line, or does not read, delays nobody else and
+does not keep the server from ending.
 """
 
 from __future__ import annotations
@@ -12,36 +12,40 @@ import os
 import re
 import select
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
 
-import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from mcp.shared.message import SessionMessage
-from mcp.types import (
-    INVALID_REQUEST,
-    PARSE_ERROR,
-    ErrorData,
-    JSONRPCError,
-    JSONRPCMessage,
-    jsonrpc_message_adapter,
-)
-
+from weakincentives.errors import MissingExtra
 from weakincentives.logs import get_logger
-from weakincentives.mcp.wire import Wire, claimed_wire
+
+try:
+    import anyio
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp.shared.message import SessionMessage
+    from mcp.types import (
+        INVALID_REQUEST,
+        PARSE_ERROR,
+        ErrorData,
+        JSONRPCError,
+        JSONRPCMessage,
+        jsonrpc_message_adapter,
+    )
+except ImportError as error:
+    raise MissingExtra("mcp", "mcp") from error
 
 _logger = get_logger(__name__)
 
 MAX_MESSAGE = 16 << 20
-"""Bytes that one message may have; a longer one is refused, and never held in memory."""
+"""Bytes in one message; a longer one is refused, and never held in memory."""
 
 _CHUNK = 1 << 16
 _PIECE = 4096
-"""Bytes that a pipe takes without blocking whenever it says that it takes any."""
+"""Bytes that a pipe takes without blocking when it is ready."""
 _MUCH = 1 << 20
-"""Bytes that may wait for the client to read them before the server stops sending more."""
+"""Unsent bytes beyond which the server waits for the client."""
 _GRACE = 2
-"""Seconds that a client has for reading what is left when the server ends."""
+"""Seconds that a client has to read the rest when the server ends."""
 _TEXT = rb'"(?:jsonrpc|method)"\s*:\s*"[^"\\]*"\s*'
 _ID = rb'"id"\s*:\s*(?:(\d{1,18})|"([^"\\]*)")\s*'
 _ID_AT_THE_START = re.compile(rb"\s*\{\s*(?:" + _TEXT + rb",\s*)*" + _ID + rb"[,}]")
@@ -49,6 +53,34 @@ _ID_AT_THE_END = re.compile(rb",\s*" + _ID + rb"(?:,\s*" + _TEXT + rb")*\}\s*$")
 
 Incoming = MemoryObjectReceiveStream[SessionMessage | Exception]
 Outgoing = MemoryObjectSendStream[SessionMessage]
+
+
+class Wire(NamedTuple):
+    """The descriptors that a client writes to and reads from."""
+
+    incoming: int
+    outgoing: int
+
+
+@contextmanager
+def claimed_wire() -> Generator[Wire]:
+    """Reserve standard input and output for the protocol.
+
+    In the block, output of everyone else goes to standard error, also that of programs which tools
+    start; and standard input is empty for them.
+    """
+    wire = Wire(os.dup(0), os.dup(1))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        yield wire
+    finally:
+        os.dup2(wire.incoming, 0)
+        os.dup2(wire.outgoing, 1)
+        os.close(nothing)
+        os.close(wire.outgoing)
+        # Not the other one: a thread may still read it, and the number must not be reused.
 
 
 @asynccontextmanager
@@ -77,7 +109,7 @@ async def stdio_streams(wire: Wire | None = None) -> AsyncGenerator[tuple[Incomi
 
 
 class _Receiver:
-    """Hands the server what a client writes."""
+    """Passes a client's messages to the server; holds at most one message in memory."""
 
     def __init__(
         self,
@@ -89,12 +121,15 @@ class _Receiver:
         self._to_server = to_server
         self._answer = answer
         self._loop = asyncio.get_running_loop()
-        self._lines = _Lines()
+        self._line = bytearray()
+        self._length = 0
+        self._start = self._end = b""
+        """The two ends of a line that is too long."""
 
     def begin(self) -> None:
         try:
             self._loop.add_reader(self._descriptor, self._read)
-        except PermissionError:  # a file, which cannot be waited for; nor need it be
+        except PermissionError:  # a regular file
             threading.Thread(target=self._read_all, name="wink-stdio", daemon=True).start()
 
     def end(self) -> None:
@@ -107,43 +142,59 @@ class _Receiver:
             self.end()
 
     def _read_all(self) -> None:
-        with suppress(RuntimeError):  # the loop has ended: nobody serves any more
+        with suppress(RuntimeError):  # the loop has ended
             while chunk := _read_from(self._descriptor):
                 self._loop.call_soon_threadsafe(self._take, chunk)
             self._loop.call_soon_threadsafe(self._take, b"")
 
     def _take(self, chunk: bytes) -> None:
-        for line in self._lines.add(chunk):
-            self._take_line(line)
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            self._add(end)
+            self._take_line()
+        self._add(rest)
         if not chunk:
-            if self._lines.is_within_one:
-                _logger.warning("the client left in the middle of a line")
+            if self._length:
+                _logger.warning("the client left in the middle of a message")
             self._to_server.close()
 
-    def _take_line(self, line: bytes | tuple[bytes, bytes]) -> None:
-        if isinstance(line, tuple):
+    def _add(self, part: bytes) -> None:
+        self._length += len(part)
+        if self._length <= MAX_MESSAGE:
+            self._line += part
+            return
+        self._start = self._start or bytes(self._line[:_CHUNK])
+        self._end = (self._end + part)[-_CHUNK:]
+        self._line.clear()
+
+    def _take_line(self) -> None:
+        line, length, start, end = bytes(self._line), self._length, self._start, self._end
+        self._line.clear()
+        self._length, self._start, self._end = 0, b"", b""
+        if length > MAX_MESSAGE:
             _logger.warning("refused a message of more than %d bytes", MAX_MESSAGE)
-            self._refuse(INVALID_REQUEST, f"a message has {MAX_MESSAGE} bytes at most", *line)
-            return
-        if not line.strip():
-            return
-        try:
-            message = jsonrpc_message_adapter.validate_json(line, by_name=False)
-        except ValueError:
-            _logger.warning("ignored a line that is no JSON-RPC message: %.80r", line)
-            self._refuse(PARSE_ERROR, "not a JSON-RPC message", line, line)
-            return
-        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self._to_server.send_nowait(SessionMessage(message))
+            self._refuse(INVALID_REQUEST, f"a message has {MAX_MESSAGE} bytes at most", start, end)
+        elif line.strip():
+            try:
+                message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+            except ValueError:
+                _logger.warning("ignored a line that is not a JSON-RPC message: %.80r", line)
+                self._refuse(PARSE_ERROR, "not a JSON-RPC message", line, line)
+                return
+            with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+                self._to_server.send_nowait(SessionMessage(message))
 
     def _refuse(self, code: int, why: str, start: bytes, end: bytes) -> None:
-        """Answer what the server never sees."""
+        """Answer a request that cannot be read, if its id can be found at either end."""
+        found = _ID_AT_THE_START.match(start[:_CHUNK]) or _ID_AT_THE_END.search(end[-_CHUNK:])
+        number, text = (None, None) if found is None else found.groups()
+        name = text.decode("utf-8", "replace") if text is not None else None
         error = ErrorData(code=code, message=why)
-        self._answer(JSONRPCError(jsonrpc="2.0", id=_id_in(start, end), error=error))
+        self._answer(JSONRPCError(jsonrpc="2.0", id=int(number) if number else name, error=error))
 
 
 class _Sender:
-    """Writes to a client as far as it reads."""
+    """Writes to a client as fast as it reads."""
 
     def __init__(self, descriptor: int, leave: Callable[[], object]) -> None:
         self._descriptor = descriptor
@@ -158,7 +209,7 @@ class _Sender:
         self._poll.register(descriptor, select.POLLOUT)
 
     async def send_all(self, messages: MemoryObjectReceiveStream[SessionMessage]) -> None:
-        """Write what the server sends until it ends; a client that does not read then loses it."""
+        """Write messages until the server ends; then wait a moment for the client to read."""
         async with messages:
             async for each in messages:
                 self.put(each.message)
@@ -170,7 +221,7 @@ class _Sender:
         self._wait(False)
 
     def end(self) -> None:
-        """Take what is left without waiting for the client to read."""
+        """Accept the rest without waiting for the client."""
         self._most = math.inf
         self._has_room.set()
 
@@ -189,7 +240,7 @@ class _Sender:
                 written = os.write(self._descriptor, self._unsent[:_PIECE])
                 del self._unsent[:written]
         except OSError as error:
-            _logger.info("the client has gone: %s", error)
+            _logger.info("the client has left: %s", error)
             self._unsent.clear()
             self._leave()
         self._wait(bool(self._unsent))
@@ -208,50 +259,5 @@ def _read_from(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, _CHUNK)
     except OSError as error:
-        _logger.info("the client has gone: %s", error)
+        _logger.info("the client has left: %s", error)
         return b""
-
-
-def _id_in(start: bytes, end: bytes) -> int | str | None:
-    """Return the id of a request that cannot be read: whoever sent it waits for an answer."""
-    # At either end, where it is not inside of something else.
-    found = _ID_AT_THE_START.match(start[:_CHUNK]) or _ID_AT_THE_END.search(end[-_CHUNK:])
-    if found is None:
-        return None
-    number, text = found.groups()
-    return int(number) if number is not None else text.decode("utf-8", "replace")
-
-
-class _Lines:
-    """Puts lines together from what comes in, and holds no more than a message may have."""
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._kept = bytearray()
-        self._length = 0
-        self._start = self._end = b""  # of a line that is too long
-
-    @property
-    def is_within_one(self) -> bool:
-        return self._length > 0
-
-    def add(self, chunk: bytes) -> Iterator[bytes | tuple[bytes, bytes]]:
-        """Yield the lines that are whole now; of one that is too long, its start and its end."""
-        *ends, rest = chunk.split(b"\n")
-        for end in ends:
-            self._keep(end)
-            is_short = self._length <= MAX_MESSAGE
-            yield bytes(self._kept) if is_short else (self._start, self._end)
-            self._begin()
-        self._keep(rest)
-
-    def _keep(self, part: bytes) -> None:
-        self._length += len(part)
-        if self._length <= MAX_MESSAGE:
-            self._kept += part
-            return
-        self._start = self._start or bytes(self._kept[:_CHUNK])
-        self._end = (self._end + part)[-_CHUNK:]
-        self._kept.clear()

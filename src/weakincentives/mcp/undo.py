@@ -1,23 +1,23 @@
-"""Tools that show what was done and take it back: files, session state and resources alike.
+"""Tools that list and undo calls: files, session state and resources alike.
 
-What there is to undo is read from the session's record of calls, which outlives the process where
-the session is saved. How the session was before a call is known for as long as the process lives.
+The calls are read from the session, which outlives the process if it is saved. The state before a
+call is known only as long as the process lives.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.events import ToolInvoked
-from weakincentives.filesystem import Committed, Filesystem, HostFilesystem
+from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
@@ -27,31 +27,31 @@ from weakincentives.session import Session, Snapshot
 from weakincentives.slices import SlicePolicy, slice_policy
 from weakincentives.tool_result import ToolResult
 
-_MOST_POINTS = 200
-"""Calls whose session state can be undone; what files were is kept on disk, by size."""
+_MAX_POINTS = 200
+"""Calls whose session state can be undone; the history of files is on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class UndoParams:
     call_id: str | None = None
-    """Undo this call, as `history` names it. By default the last one that changed something and was
+    """Undo this call, by its id in `history`. By default the last one that changed something and is
     not undone yet."""
     and_later: bool = False
-    """Undo all that came after that call, too."""
+    """Undo everything after that call, too."""
     checkpoint: str | None = None
-    """Go back to this checkpoint instead: all that came after it is undone."""
+    """Return to this checkpoint instead: everything after it is undone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What was taken back."""
+    """The calls that were undone."""
 
     calls: tuple[str, ...]
-    """The ids of the calls, the newest first."""
+    """Their ids, newest first."""
     tools: tuple[str, ...]
     """The tools that they called."""
     notes: tuple[str, ...] = ()
-    """What is not as it was, a sentence each."""
+    """What could not be undone."""
 
     def render(self) -> str:
         made = ", ".join(self.tools)
@@ -62,23 +62,23 @@ class Undone:
 @dataclass(frozen=True, slots=True)
 class CheckpointParams:
     name: str
-    """What to call the state of now. A name that is taken stands for now from here on."""
+    """A name for the current state. It replaces an earlier checkpoint of the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A name for the state at one moment."""
+    """A named state."""
 
     name: str
 
     def render(self) -> str:
-        return f'To come back here, call `undo` with checkpoint "{self.name}".'
+        return f'To return here, call `undo` with checkpoint "{self.name}".'
 
 
 @slice_policy(SlicePolicy.LOG)
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """The session's state at a checkpoint, for another process to go back to."""
+    """The session's state at a checkpoint, for another process to restore."""
 
     call_id: str
     state: str
@@ -87,15 +87,13 @@ class CheckpointState:
 @dataclass(frozen=True, slots=True)
 class HistoryParams:
     limit: int = 20
-    """How many calls to show, the newest ones."""
+    """How many of the newest calls to list."""
     call_id: str | None = None
     """Show what this call changed in files, as a diff."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallSummary:
-    """One call, as the history shows it."""
-
     call_id: str
     tool: str
     success: bool
@@ -114,86 +112,130 @@ class CallSummary:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The last calls, the oldest first."""
+    """The last calls, oldest first."""
 
     calls: tuple[CallSummary, ...]
     diff: str = ""
 
     def render(self) -> str:
-        lines = [call.render() for call in self.calls] or ["Nothing was called yet."]
+        lines = [call.render() for call in self.calls] or ["No calls yet."]
         return self.diff or "\n".join(lines)
 
 
 @dataclass(slots=True)
 class _Point:
-    """How things were before a call, but for files on disk: those have a history of their own."""
+    """The state before a call, except files on disk: those have a history of their own."""
 
     session: Snapshot
     resources: dict[str, object]
     changed: bool = True
-    """Whether the call has changed any of it, as far as one can tell."""
+    """Whether the call has changed any of it, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is to be undone, the newest first, and what the way back leads to."""
+    """The calls to undo, newest first, and the call whose state to restore."""
 
     undone: list[ToolInvoked]
     to: ToolInvoked
     """The oldest of them, or a checkpoint."""
     later: Sequence[ToolInvoked] = ()
-    """What came after them, and stays."""
+    """Later calls, which are not undone."""
+
+
+class _Past:
+    """The calls of a session, and what they changed in files."""
+
+    def __init__(self, context: ToolContext) -> None:
+        files = context.resources.find(Filesystem)
+        self.files = files if isinstance(files, HostFilesystem) else None
+        history = () if self.files is None else self.files.history()
+        self.paths = {each.call_id: each.paths for each in history}
+        """The paths that calls have changed on disk."""
+        self.undone = self.paths.keys() - not_undone(history)
+        """The calls whose changes to files are undone now; `wink undo` can do that, too."""
+        self.reaches: dict[str, Reach | None] = {}
+        if context.rendering is not None:
+            offers = context.rendering.offers
+            self.reaches = {name: offer.tool.reach for name, offer in offers.items()}
+        self._records = context.session[ToolInvoked]
+
+    def standing(self) -> Iterator[ToolInvoked]:
+        """Yield the calls that succeeded and are not undone, newest first."""
+        undone: set[str] = set()  # older calls that a later undo has undone
+        for record in self._records.newest_first():
+            value = record.result.value
+            if record.call_id in undone:
+                undone.remove(record.call_id)
+            elif not (record.success and record.ran) or record.call_id in self.undone:
+                continue
+            elif isinstance(value, Undone):
+                undone.update(value.calls)
+            elif not (isinstance(value, Checkpoint) and undone):
+                # A checkpoint is void when something before it was undone.
+                yield record
+
+    def undo_files(self, calls: list[str]) -> list[str]:
+        """Undo what calls did to files; return a sentence for each thing that could not be."""
+        if self.files is None or not calls:
+            return []
+        try:
+            return list(self.files.undo(*calls))
+        except UndoRefused as error:
+            standing = {record.call_id for record in self.standing()}
+            ours = {record.call_id for record in self._records}
+            lines = ["Nothing was undone:"]
+            for path, others in sorted(error.paths.items()):
+                # A call that was undone, and its undo, leave a file unchanged.
+                named = [call for call in others if call in standing or call not in ours]
+                lines.append(f"{path} was changed since by {', '.join(named) or 'someone else'}")
+            raise ToolValidationError("\n".join(lines)) from error
 
 
 class UndoTools:
     """The tools ``undo``, ``history`` and ``checkpoint`` for the calls of one session."""
 
     guide = (
-        "Every call is a transaction: one that fails has changed nothing. `undo` takes back the "
-        "last call that changed something, `checkpoint` names a state to come back to, and "
-        "`history` shows what was done."
+        "Every call is a transaction: a failed call has changed nothing. `undo` undoes the last "
+        "call that changed something, `checkpoint` names a state to return to, and `history` lists "
+        "the calls."
     )
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._points: OrderedDict[str, _Point] = OrderedDict()
-
-    @cached_property
-    def tools(self) -> tuple[Tool[Any, Any], ...]:
-        return (
+        self.tools: tuple[Tool[Any, Any], ...] = (
             Tool[UndoParams, Undone](
                 name="undo",
-                description="Take back the last change, or all since a call or a checkpoint: "
-                "files and session state. What somebody else changed is never lost.",
+                description="Undo the last change, or everything since a call or a checkpoint: "
+                "files and session state. Changes by others are never lost.",
                 handler=self._undo,
                 reach="reversible",
             ),
             Tool[HistoryParams, History](
                 name="history",
-                description="Show the last calls and the files they changed, or one call's diff.",
+                description="List the last calls and the files they changed, or show one diff.",
                 handler=self._history,
                 reach="read",
             ),
             Tool[CheckpointParams, Checkpoint](
                 name="checkpoint",
-                description="Name the present state of files and session, to come back to it "
-                "with `undo`.",
+                description="Name the current state of files and session, to return to it with "
+                "`undo`.",
                 handler=self._checkpoint,
                 reach="reversible",
             ),
         )
 
-    # What is noted of each call
-
     def before(self, call: ToolCall, offer: Offer | None, context: ToolContext) -> None:
-        """Note how things are, where the call may change them."""
+        """Remember the state before a call that may change it."""
         if offer is not None and offer.tool.reach != "read" and offer.tool not in self.tools:
             self._points[call.id] = _point(self._session, context)
-            if len(self._points) > _MOST_POINTS:
+            if len(self._points) > _MAX_POINTS:
                 self._points.popitem(last=False)
 
     def after(self, call: ToolCall, result: ToolResult[Any]) -> None:
-        """Note whether the call has changed something; forget it where it has failed."""
+        """Note whether the call has changed the state; forget a failed call."""
         point = self._points.get(call.id)
         if point is None:
             return
@@ -206,7 +248,7 @@ class UndoTools:
         before, now = point.session.state, self._session.snapshot_here().state
         if before is now:
             return False
-        # What policies remember of calls is no change that anybody would want to undo by itself.
+        # What policies remember is not a change that anyone wants to undo.
         return bool(before.keys() - now.keys()) or any(
             before.get(kind) is not values
             for kind, values in now.items()
@@ -218,41 +260,34 @@ class UndoTools:
     def _undo(self, params: UndoParams, *, context: ToolContext) -> ToolResult[Undone]:
         if params.checkpoint is not None and params.call_id is not None:
             return ToolResult.error("Name a call or a checkpoint, not both")
-        on_disk = _changed_on_disk(context)
-        reaches = _reaches(context)
-        chosen = self._chosen(params, on_disk, reaches, context)
+        past = _Past(context)
+        chosen = self._chosen(params, past)
         if not chosen.undone:
             return ToolResult.error("Nothing has changed since: there is nothing to undo")
         ids = tuple(record.call_id for record in chosen.undone)
-        notes = _undo_files([each for each in ids if each in on_disk], context)
+        notes = past.undo_files([each for each in ids if each in past.paths])
         notes += self._restore_state(chosen, context)
         notes += [
-            f"What {record.tool_name} did outside of files and session stays."
+            f"The effects of {record.tool_name} outside files and session are not undone."
             for record in chosen.undone
-            if reaches.get(record.tool_name) in ("compensable", "irreversible")
+            if past.reaches.get(record.tool_name) in ("compensable", "irreversible")
         ]
         tools = tuple(record.tool_name for record in chosen.undone)
         return ToolResult.ok(Undone(ids, tools, tuple(dict.fromkeys(notes))))
 
-    def _chosen(
-        self,
-        params: UndoParams,
-        on_disk: Mapping[str, object],
-        reaches: Mapping[str, Reach | None],
-        context: ToolContext,
-    ) -> _Chosen:
-        """Return what is to be undone, or say why nothing can be."""
+    def _chosen(self, params: UndoParams, past: _Past) -> _Chosen:
+        """Return the calls to undo; raise ToolValidationError if there are none."""
         later: list[ToolInvoked] = []
         checkpoints: dict[str, None] = {}
-        for record in _standing(context):
+        for record in past.standing():
             value = record.result.value
             if isinstance(value, Checkpoint):
                 if value.name == params.checkpoint:
                     return _Chosen(later, record)
                 checkpoints[value.name] = None
-            elif self._may_have_changed(record, on_disk, reaches):
-                # Of what was before a restart, only files are known for sure.
-                is_known = record.call_id in on_disk or record.call_id in self._points
+            elif self._may_have_changed(record, past):
+                # After a restart, only changes to files are certain.
+                is_known = record.call_id in past.paths or record.call_id in self._points
                 is_it = is_known if params.call_id is None else record.call_id == params.call_id
                 if is_it and params.checkpoint is None:
                     if params.and_later:
@@ -261,34 +296,28 @@ class UndoTools:
                 later.append(record)
         if params.checkpoint is not None:
             known = ", ".join(checkpoints) or "none"
-            raise ToolValidationError(
-                f"There is no checkpoint {params.checkpoint!r}. Checkpoints: {known}"
-            )
+            raise ToolValidationError(f"No checkpoint {params.checkpoint!r}. Checkpoints: {known}")
         if params.call_id is None:
-            raise ToolValidationError("There is no change that could be undone")
+            raise ToolValidationError("There is no change to undo")
         raise ToolValidationError(
-            f"The call {params.call_id!r} changed nothing that could be undone; look at the history"
+            f"The call {params.call_id!r} changed nothing that can be undone; see the history"
         )
 
-    def _may_have_changed(
-        self,
-        record: ToolInvoked,
-        on_disk: Mapping[str, object],
-        reaches: Mapping[str, Reach | None],
-    ) -> bool:
-        if record.call_id in on_disk:
+    def _may_have_changed(self, record: ToolInvoked, past: _Past) -> bool:
+        if record.call_id in past.paths:
             return True
         point = self._points.get(record.call_id)
         if point is not None:
             return point.changed
-        return reaches.get(record.tool_name, "read") != "read"
+        return past.reaches.get(record.tool_name, "read") != "read"
 
     def _restore_state(self, chosen: _Chosen, context: ToolContext) -> list[str]:
-        """Go back to the state before what is undone; return what there is to say about it."""
+        """Restore session and resources; return what could not be restored."""
         point = self._points.get(chosen.to.call_id)
-        if any(self._changed_state(record) for record in chosen.later):
+        later = (self._points.get(record.call_id) for record in chosen.later)
+        if any(each is not None and each.changed for each in later):
             if point is not None and not point.changed:
-                return []  # it only changed files, and what came later is not to be lost
+                return []  # it changed only files, and the later state must not be lost
             raise ToolValidationError(
                 "Later calls have changed the session's state, too: undo those first, or pass "
                 "and_later=true"
@@ -300,89 +329,54 @@ class UndoTools:
         else:
             snapshot = None
         if snapshot is None or not context.session.can_restore(snapshot):
-            return ["The session's state (plans and the like) stays: how it was is not known now."]
+            return ["The session's state (such as plans) is not undone: it is no longer known."]
         context.session.restore(snapshot)
         if point is not None:
-            _restore_resources(point, context)
+            resources: Any = context.resources
+            for name, resource in resources.snapshotables:
+                if name in point.resources:
+                    resource.restore(point.resources[name])
         return []
-
-    def _changed_state(self, record: ToolInvoked) -> bool:
-        point = self._points.get(record.call_id)
-        return point is not None and point.changed
 
     def _checkpoint(
         self, params: CheckpointParams, *, context: ToolContext
     ) -> ToolResult[Checkpoint]:
         point = self._points[context.call_id] = _point(context.session, context)
-        try:
+        # State that has no JSON form is known only to this process.
+        with suppress(SnapshotError):
             state = point.session.to_json(include_log=False)
             context.session.dispatch(CheckpointState(context.call_id, state))
-        except SnapshotError:
-            pass  # it has something that cannot be written: known as long as the process lives
         return ToolResult.ok(Checkpoint(params.name), f"Checkpoint: {params.name}")
 
     def _history(self, params: HistoryParams, *, context: ToolContext) -> ToolResult[History]:
+        past = _Past(context)
         if params.call_id is not None:
-            files = _host_files(context)
-            try:
-                diff = "" if files is None else files.diff(params.call_id)
-            except LookupError:
-                diff = ""
+            diff = ""
+            if past.files is not None:
+                with suppress(LookupError):
+                    diff = past.files.diff(params.call_id)
             if not diff:
-                return ToolResult.error(
-                    f"The call {params.call_id!r} changed no file that is known"
-                )
+                return ToolResult.error(f"The call {params.call_id!r} changed no known file")
             return ToolResult.ok(History((), diff))
-        on_disk = _changed_on_disk(context)
         calls: list[CallSummary] = []
-        undone = _undone_on_disk(context)
+        undone = set(past.undone)
         for record in islice(context.session[ToolInvoked].newest_first(), max(params.limit, 1)):
-            calls.append(_summary(record, on_disk, undone))
-            if isinstance(record.result.value, Undone):
-                undone.update(record.result.value.calls)
+            value = record.result.value
+            paths = past.paths.get(record.call_id, ())
+            calls.append(
+                CallSummary(
+                    call_id=record.call_id,
+                    tool=record.tool_name,
+                    success=record.success,
+                    time=f"{datetime.fromtimestamp(record.timestamp, UTC):%Y-%m-%d %H:%M:%SZ}",
+                    paths=tuple(path for path in paths if path != "."),
+                    undone=record.call_id in undone,
+                    checkpoint=value.name if isinstance(value, Checkpoint) else "",
+                )
+            )
+            if isinstance(value, Undone):
+                undone.update(value.calls)
         return ToolResult.ok(History(tuple(reversed(calls))))
-
-
-# Reading the record of calls
-
-
-def _reaches(context: ToolContext) -> dict[str, Reach | None]:
-    rendered = context.rendering
-    if rendered is None:
-        return {}
-    return {name: offer.tool.reach for name, offer in rendered.offers.items()}
-
-
-def _standing(context: ToolContext) -> Iterator[ToolInvoked]:
-    """Yield the calls that succeeded and were not undone, the newest first."""
-    undone: set[str] = set()  # those that are still to come
-    undone_on_disk = _undone_on_disk(context)
-    for record in context.session[ToolInvoked].newest_first():
-        value = record.result.value
-        if record.call_id in undone:
-            undone.remove(record.call_id)
-        elif not (record.success and record.ran) or record.call_id in undone_on_disk:
-            continue
-        elif isinstance(value, Undone):
-            undone.update(value.calls)
-        elif not (isinstance(value, Checkpoint) and undone):
-            # A checkpoint is none any more when something from before it was undone.
-            yield record
-
-
-def _summary(
-    record: ToolInvoked, on_disk: dict[str, tuple[str, ...]], undone: Container[str]
-) -> CallSummary:
-    value = record.result.value
-    return CallSummary(
-        call_id=record.call_id,
-        tool=record.tool_name,
-        success=record.success,
-        time=datetime.fromtimestamp(record.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%SZ"),
-        paths=tuple(path for path in on_disk.get(record.call_id, ()) if path != "."),
-        undone=record.call_id in undone,
-        checkpoint=value.name if isinstance(value, Checkpoint) else "",
-    )
 
 
 def _saved_state(call_id: str, session: Session) -> Snapshot | None:
@@ -392,62 +386,13 @@ def _saved_state(call_id: str, session: Session) -> Snapshot | None:
     return None
 
 
-# Files and other resources
-
-
-def _host_files(context: ToolContext) -> HostFilesystem | None:
-    files = context.resources.find(Filesystem)
-    return files if isinstance(files, HostFilesystem) else None
-
-
-def _history_of(context: ToolContext) -> Sequence[Committed]:
-    files = _host_files(context)
-    return () if files is None else files.history()
-
-
-def _changed_on_disk(context: ToolContext) -> dict[str, tuple[str, ...]]:
-    """Return the paths that calls have changed on disk, by call, the oldest first."""
-    return {each.call_id: each.paths for each in _history_of(context)}
-
-
-def _undone_on_disk(context: ToolContext) -> set[str]:
-    """Return the calls whose changes to files are undone now: `wink undo` can do that, too."""
-    history = _history_of(context)
-    return {each.call_id for each in history} - not_undone(history)
-
-
-def _undo_files(calls: list[str], context: ToolContext) -> list[str]:
-    """Undo what calls did to files, all of it; return a sentence for each thing that is left."""
-    files = _host_files(context)
-    if files is None or not calls:
-        return []
-    try:
-        return list(files.undo(*calls))
-    except UndoRefused as error:
-        standing = {record.call_id for record in _standing(context)}
-        ours = {record.call_id for record in context.session[ToolInvoked]}
-        told: list[str] = []
-        for path, others in sorted(error.paths.items()):
-            # What was undone, and undoing it, leaves a file as it was.
-            named = [call for call in others if call in standing or call not in ours]
-            told.append(f"{path} was changed since by {', '.join(named) or 'somebody else'}")
-        raise ToolValidationError("\n".join(["Nothing is undone:", *told])) from error
-
-
 def _point(session: Session, context: ToolContext) -> _Point:
     resources: Any = getattr(context.resources, "context", context.resources)
     named: Iterable[tuple[str, Any]] = getattr(resources, "snapshotables", ())
     tokens = {
         name: resource.snapshot_here() if isinstance(resource, Participant) else resource.snapshot()
         for name, resource in named
-        # A snapshot would keep its history from being cut to size.
+        # A snapshot of files would keep their history from being trimmed.
         if not isinstance(resource, HostFilesystem)
     }
     return _Point(session.snapshot(), tokens)
-
-
-def _restore_resources(point: _Point, context: ToolContext) -> None:
-    resources: Any = context.resources
-    for name, resource in resources.snapshotables:
-        if name in point.resources:
-            resource.restore(point.resources[name])
