@@ -80,6 +80,8 @@ class FileWriteParams:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
+    """A file that was written."""
+
     path: str
     bytes_written: int
     timestamp: float
