@@ -22,8 +22,8 @@ def test_the_code_fixer_may_not_touch_the_tests_and_its_wrong_fix_is_undone():
 
     assert shown.startswith("Commands run in")
     assert "-- write_file    Cannot change test_mean.py: it is protected." in shown
-    assert shown.count("-- shell_execute The command ended with exit code 1. Nothing that") == 2
-    assert "ok shell_execute The command ended with exit code 0.\n" in shown
+    assert shown.count("-- shell_execute The command exited with code 1. Its changes") == 2
+    assert "ok shell_execute The command exited with code 0.\n" in shown
     assert "All tests pass." in shown
     assert shown.count("+++") == 1  # of all calls, one has changed something
     assert "+    return sum(values) / (len(values) or 1)\n" in shown

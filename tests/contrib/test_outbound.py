@@ -6,7 +6,7 @@ import socket
 import pytest
 from pages import Site
 
-from weakincentives.contrib.tools.outbound import Door, OutboundRules, is_public
+from weakincentives.contrib.tools.outbound import OutboundProxy, OutboundRules, is_public
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_hosts_are_several():
         OutboundRules(allow_hosts="example.com")
 
 
-async def _ask(door: Door, host: str, port: int) -> tuple[int, bytes]:
+async def _ask(proxy: OutboundProxy, host: str, port: int) -> tuple[int, bytes]:
     """Ask as a browser does: by name, through SOCKS5; returns the answer and what the site said."""
-    proxy_port = int((await door.open()).rpartition(":")[2])
+    proxy_port = int((await proxy.open()).rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy_port)
     name = host.encode()
     writer.write(b"\x05\x01\x00" + b"\x05\x01\x00\x03" + bytes([len(name)]) + name)
@@ -54,7 +54,7 @@ async def _ask(door: Door, host: str, port: int) -> tuple[int, bytes]:
         writer.write(b"GET / HTTP/1.0\r\n\r\n")
         said = await reader.read()
     writer.close()
-    await door.close()
+    await proxy.close()
     return verdict, said
 
 
@@ -69,9 +69,9 @@ def test_what_a_name_means_is_found_out_once_and_looked_at(allowed: bool):
     site = Site()
     site.pages["/"] = "here"
     hosts = {"name.example"} if allowed else set[str]()
-    door = Door(OutboundRules(allow_hosts=hosts, resolve=resolve), max_bytes=10_000)
+    proxy = OutboundProxy(OutboundRules(allow_hosts=hosts, resolve=resolve), max_bytes=10_000)
     try:
-        verdict, said = asyncio.run(_ask(door, "name.example", site.port))
+        verdict, said = asyncio.run(_ask(proxy, "name.example", site.port))
     finally:
         site.close()
 
@@ -79,26 +79,26 @@ def test_what_a_name_means_is_found_out_once_and_looked_at(allowed: bool):
     assert (verdict, said.endswith(b"here"), site.asked) == (
         (0, True, ["/"]) if allowed else (2, False, [])
     )
-    assert len(door.refused) == (not allowed)
+    assert len(proxy.refused) == (not allowed)
 
 
 def test_the_system_says_where_a_name_is():
-    door = Door(OutboundRules(), max_bytes=10_000)
+    proxy = OutboundProxy(OutboundRules(), max_bytes=10_000)
 
-    verdict, _ = asyncio.run(_ask(door, "localhost", 80))
+    verdict, _ = asyncio.run(_ask(proxy, "localhost", 80))
 
     assert verdict == 2
-    assert "is not a public address" in door.refused[0]
+    assert "is not a public address" in proxy.refused[0]
 
 
 def test_a_name_that_nobody_knows_is_a_failure_and_no_refusal():
     async def resolve(host: str, port: int) -> list[str]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    door = Door(OutboundRules(resolve=resolve), max_bytes=10_000)
+    proxy = OutboundProxy(OutboundRules(resolve=resolve), max_bytes=10_000)
 
-    verdict, _ = asyncio.run(_ask(door, "nobody.example", 80))
+    verdict, _ = asyncio.run(_ask(proxy, "nobody.example", 80))
 
     assert verdict == 2
-    assert not door.refused
-    assert "nobody.example was not found" in door.failed[0]
+    assert not proxy.refused
+    assert "nobody.example was not found" in proxy.failed[0]

@@ -75,6 +75,8 @@ def agent(site: Site) -> Iterator[Agent]:
 
 # Without a browser
 
+UNTRIED = web_scrape_tool(retry=RetryPolicies.NONE)
+
 
 def test_the_parameters_are_those_of_the_protocol():
     properties = scrape.parameters["properties"]
@@ -104,41 +106,28 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("/nowhere/chromium", "there is no program /nowhere/chromium"),
-        (shutil.which("false"), "does not start"),
-        (None, "no browser program is installed"),
-    ],
-)
-def test_a_browser_that_cannot_start_is_not_available(
-    program: str | None, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_browser_program_that_does_not_exist_is_not_available():
     """Known before anything is run, with the reason and what to do."""
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
-    agent = Agent(Browser(executable=program))
+    agent = Agent(Browser(executable="/nowhere/chromium"))
 
     result = agent.scrape("http://127.0.0.1/")
 
     assert result.failure is not None
     assert result.failure.code == "PRECONDITION_FAILED"
     assert "Browser must be available" in result.message
-    assert said in result.message
+    assert "there is no program /nowhere/chromium" in result.message
 
 
 @pytest.mark.skipif(find_spec("playwright") is None, reason="needs the extra 'web'")
-def test_whether_a_browser_starts_is_asked_once(tmp_path: Path):
-    started = tmp_path / "started"
-    program = tmp_path / "chromium"
-    program.write_text(f"#!/bin/sh\necho x >> {started}\necho Chromium 1.0\n")
-    program.chmod(0o755)
-    browser = Browser(executable=str(program))
+def test_a_browser_that_does_not_start_is_a_failure_with_the_reason():
+    agent = Agent(Browser(executable=shutil.which("false")), tool=UNTRIED)
 
-    assert all(browser.is_available() for _ in range(3))
+    result = agent.scrape("http://127.0.0.1/")
+    agent.tools.close()
 
-    assert started.read_text() == "x\n"
+    assert result.failure is not None
+    assert "The browser did not start" in result.message
+    assert "playwright install chromium" in result.message
 
 
 def test_the_cache_keeps_the_newest_hundred_pages():
@@ -362,7 +351,7 @@ class TestWhatPagesMayReach:
 
         assert result.value.content == "here"
         assert private.host in result.value.refused[0]
-        assert f"Left out: {private.host}" in result.message
+        assert f"Refused: {private.host}" in result.message
         assert private.asked == []
 
     def test_a_name_that_is_at_an_inner_address_is_refused(self, private: Site):

@@ -521,7 +521,7 @@ def test_a_topic_has_one_note(agent: Agent):
     agent.note("Prices", "In euros.", "/workspace/LICENSE")
 
     assert [note.text for note in agent.digest.notes] == ["None.", "In euros."]
-    assert agent.note("Prices", "", "LICENSE").message == "Forgotten"
+    assert agent.note("Prices", "", "LICENSE").message == "Note removed"
     assert [note.topic for note in agent.digest.notes] == ["Taxes"]
 
 
@@ -536,7 +536,7 @@ def test_the_oldest_notes_go_when_there_are_too_many(agent: Agent):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"rests_on": ["no.txt"]}, "There is nothing at no.txt"),
+        ({"rests_on": ["no.txt"]}, "No such file or directory: no.txt"),
         ({"rests_on": ["../x"]}, "../x is outside the root"),
         ({"rests_on": []}, "rests_on"),
         ({"topic": ""}, "topic"),

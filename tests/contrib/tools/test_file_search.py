@@ -38,7 +38,7 @@ def found(agent: Agent, **arguments: Any) -> list[tuple[str, int, str]]:
 @pytest.fixture(autouse=True)
 def _ask_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask about a few files, too: they are quicker to read, and quicker to test with."""
-    monkeypatch.setattr(file_search, "WORTH_ASKING", 1)
+    monkeypatch.setattr(file_search, "RIPGREP_MIN_FILES", 1)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_it_is_asked_about_a_directory_that_is_seen_as_it_is(tmp_path: Path, bli
 def test_it_is_not_asked_about_a_few_files(
     tmp_path: Path, blind_ripgrep: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(file_search, "WORTH_ASKING", 3)
+    monkeypatch.setattr(file_search, "RIPGREP_MIN_FILES", 3)
     with agent_on("disk", tmp_path, {"a.txt": "abc", "b.txt": "abc"}) as agent:
         assert len(found(agent, pattern="abc")) == 2
         agent.call("write_file", path="c.txt", content="abc")

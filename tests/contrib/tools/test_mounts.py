@@ -97,8 +97,7 @@ def test_what_is_too_much_is_left_out_and_said(tmp_path: Path):
         ("d", "over the limit of the mount"),
     ]
     assert section.body(None, None).endswith(
-        "Not everything could be taken into the workspace:\n"
-        "- over the limit of the mount: d\n- too large: b"
+        "Files that are not in the workspace:\n- over the limit of the mount: d\n- too large: b"
     )
     assert taken(mounted(tmp_path, max_files=1)) == ("a",)
 
@@ -135,11 +134,11 @@ def test_links_are_followed_as_long_as_they_stay_inside(tmp_path: Path):
 
     assert taken(section) == ("a", "d/b", "to_a")
     assert sorted((each.path, each.reason) for each in section.left_out) == [
-        ("loop", "a link that leads nowhere, or out of the mount"),
-        ("nowhere", "a link that leads nowhere, or out of the mount"),
-        ("odd\udcff", "a name that is not text"),
-        ("out", "a link that leads nowhere, or out of the mount"),
-        ("outdir", "a link that leads nowhere, or out of the mount"),
+        ("loop", "a broken link, or a link out of the mount"),
+        ("nowhere", "a broken link, or a link out of the mount"),
+        ("odd\udcff", "a name that is not UTF-8"),
+        ("out", "a broken link, or a link out of the mount"),
+        ("outdir", "a broken link, or a link out of the mount"),
         ("pipe", "not a regular file"),
         ("to_d", "a link to a directory"),
     ]

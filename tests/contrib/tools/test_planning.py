@@ -90,7 +90,7 @@ def test_the_plan_has_the_status_of_its_steps(agent: Agent, statuses: list[str],
 def test_the_last_step_done_is_said(agent: Agent):
     assert agent.call("update_step", step=1, status="done").message == "Updated step 1"
     assert agent.call("update_step", step=2, status="done").message == (
-        "Updated step 2. Nothing is left to be done"
+        "Updated step 2. All steps are finished"
     )
 
 
@@ -102,11 +102,11 @@ def test_the_last_step_done_is_said(agent: Agent):
         (
             "update_step",
             {"step": 1, "status": "blocked"},
-            "Say in note what the step is blocked by",
+            "Give the reason in note",
         ),
         ("update_step", {"step": 0, "status": "done"}, "Invalid parameters"),
         ("update_step", {"step": 1, "status": "finished"}, "in-progress"),
-        ("setup_plan", SETUP, "There is a plan that is not finished:\nPlan: Fix it"),
+        ("setup_plan", SETUP, "The current plan is not finished:\nPlan: Fix it"),
         ("add_steps", {"steps": []}, "Invalid parameters"),
         ("add_steps", {"steps": [""]}, "Invalid parameters"),
     ],
@@ -148,7 +148,7 @@ def test_steps_may_be_plain_texts():
 
     assert plan == Plan(steps=[PlanStep("step1")])
     assert Plan(steps=(*plan.steps, "step2")).steps == (PlanStep("step1"), PlanStep("step2"))
-    with pytest.raises(TypeError, match="several steps"):
+    with pytest.raises(TypeError, match="a list of steps"):
         Plan(steps="step1")
 
 

@@ -78,7 +78,7 @@ def test_the_section_offers_files_a_shell_and_python():
         assert {"read_file", "write_file", "edit_file", "list_directory"} <= set(names)
         assert agent.call("read_file", path="a.txt").success
         assert agent.call("shell_execute", command="cat /workspace/a.txt").render() == (
-            "The command ended with exit code 0.\none"
+            "The command exited with code 0.\none"
         )
 
 
@@ -98,8 +98,7 @@ def test_a_command_that_fails_is_undone_and_the_model_is_told():
 
         assert not result.success
         assert result.render() == (
-            "The command ended with exit code 3. Nothing that it changed was kept.\n"
-            "so\n[stderr]\nwhy"
+            "The command exited with code 3. Its changes were undone.\nso\n[stderr]\nwhy"
         )
         assert (result.value.exit_code, result.value.kept) == (3, False)
         assert result.failure is not None
@@ -141,7 +140,7 @@ def test_a_command_that_takes_too_long_is_killed():
         longer = agent.call("shell_execute", command="sleep 1000", timeout=500)
 
         assert result.message == (
-            "The command was killed: it took longer than 0.5 s. Nothing that it changed was kept."
+            "The command was killed: it took longer than 0.5 s. Its changes were undone."
         )
         assert result.failure is not None
         assert result.failure.code == "TIMEOUT"
@@ -197,8 +196,8 @@ def test_python_gives_value_and_output():
     [
         ("def f():\n    return 1 / 0\nf()", 'File "<code>", line 3, in f'),
         ("def f(:", "SyntaxError: invalid syntax"),
-        ("import sys\nsys.exit(4)", "ended with exit code 4"),
-        ("import os\nos.kill(os.getpid(), 9)", "ended with exit code 137"),
+        ("import sys\nsys.exit(4)", "exited with code 4"),
+        ("import os\nos.kill(os.getpid(), 9)", "exited with code 137"),
     ],
 )
 def test_python_that_fails_is_undone(code: str, said: str):
@@ -239,7 +238,9 @@ def test_without_a_sandbox_commands_are_refused_and_files_work(monkeypatch: pyte
         result = agent.call("shell_execute", command="echo hello")
 
         assert "Commands cannot be run" in agent.text
-        assert result.message.startswith("No sandbox works here, so no command is run (they need")
+        assert result.message.startswith(
+            "No sandbox works here, so commands are not run (sandboxes need"
+        )
         assert "sandbox='none'" in result.message
         assert agent.call("read_file", path="a.txt").success
 
@@ -283,7 +284,7 @@ def test_commands_need_a_directory():
 
     result = Agent(section).call("shell_execute", command="true")
 
-    assert "these are in a MemoryFilesystem" in result.message
+    assert "not a MemoryFilesystem" in result.message
 
 
 def test_a_directory_of_its_own_is_filled_and_removed(tmp_path: Path):
@@ -338,8 +339,8 @@ def test_the_example_undoes_the_first_fix_and_keeps_the_second():
         [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True
     ).stdout
 
-    assert "-- shell_execute    The command ended with exit code 1. Nothing that it" in shown
-    assert "ok shell_execute    The command ended with exit code 0." in shown
+    assert "-- shell_execute    The command exited with code 1. Its changes" in shown
+    assert "ok shell_execute    The command exited with code 0." in shown
     assert "return sum(prices) / len(prices)" in shown
 
 

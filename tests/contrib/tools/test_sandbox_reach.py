@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from installed import Installed
-from weakincentives.contrib.tools.sandbox.engines import INSIDE, Order, Sandbox, find_sandbox
+from weakincentives.contrib.tools.sandbox.engines import Sandbox, SandboxedCommand, find_sandbox
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, SandboxWatch
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
@@ -159,15 +159,13 @@ def test_nobody_but_root_can_write_what_root_reads_back(engine: str):
     sandbox = find_sandbox(engine)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as place:
         os.chown(place, 12345, 12345)
-        order = Order(
+        command = SandboxedCommand(
             argv=["true"],
             workspace=Path(place),
-            cwd=INSIDE,
             env={"SECRET": "hunter2"},
-            owner=(12345, 12345),
             limits=SandboxLimits(),
         )
-        with sandbox.engine.wrapped(order):
+        with sandbox.engine.wrapped(command):
             kit = sandbox.engine.kit.place  # type: ignore[attr-defined]
             found = [kit, *kit.rglob("*")]
             writable = {
@@ -270,7 +268,7 @@ def test_a_command_makes_so_many_files_and_no_more(
         fewer = sandbox.run(files, "rm -f *", timeout=PATIENCE)
 
     assert fine.ok
-    assert quick.stopped == endless.stopped == f"it made or changed more than {most:,} files"
+    assert quick.stopped == endless.stopped == f"it created or changed more than {most:,} files"
     assert (quick.kept, endless.kept, fewer.ok) == (False, False, True)
     assert list((tmp_path / "work").iterdir()) == []
 
@@ -291,11 +289,11 @@ def test_files_that_others_make_do_not_count(tmp_path: Path, monkeypatch: pytest
     assert watch(last) is None
     for number in range(11):
         (layer / str(number)).touch()
-    assert watch(last) == "it made or changed more than 10 files"
+    assert watch(last) == "it created or changed more than 10 files"
 
     free = None
     watch = SandboxWatch(limits, places=[tmp_path], processes=False)
-    assert watch(last) == "it made or changed more than 10 files"
+    assert watch(last) == "it created or changed more than 10 files"
     (layer / "0").unlink()
     assert watch(last) is None
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.asteval import AstevalParams as AstevalParams
     from weakincentives.contrib.tools.asteval import AstevalSection as AstevalSection
     from weakincentives.contrib.tools.asteval import Evaluation as Evaluation
-    from weakincentives.contrib.tools.browser import Browser as Browser
-    from weakincentives.contrib.tools.browser import Page as Page
     from weakincentives.contrib.tools.digest import DigestConfig as DigestConfig
     from weakincentives.contrib.tools.digest import DigestNote as DigestNote
     from weakincentives.contrib.tools.digest import UpdateDigestParams as UpdateDigestParams
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.sandbox.section import (
         ShellExecuteParams as ShellExecuteParams,
     )
+    from weakincentives.contrib.tools.web import Browser as Browser
+    from weakincentives.contrib.tools.web import Page as Page
     from weakincentives.contrib.tools.web import ScrapedPage as ScrapedPage
     from weakincentives.contrib.tools.web import ScrapeParams as ScrapeParams
     from weakincentives.contrib.tools.web import scrape as scrape

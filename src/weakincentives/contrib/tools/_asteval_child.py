@@ -1,12 +1,11 @@
-"""The process that a script is evaluated in: a program that imports nothing of the library.
+"""The process in which a script is evaluated: a program that imports nothing of the library.
 
-It loads what scripts may use, gives up all it could do harm with, and only then reads the script.
-Whatever the script makes of the interpreter, what is left to it is to compute and to ask the
-parent for files.
+It loads the modules that scripts may use, drops its rights, and only then reads the script. Even a
+script that controls the interpreter can only compute, and ask the parent for files.
 """
 
 # pyright: basic
-# Scripts pass whatever they like to these functions, and asteval has no types.
+# Scripts pass any value to these functions, and asteval has no types.
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ import sys
 import types
 import warnings
 
-TYPE_CHECKING = False  # to import typing takes as long as all of this
+TYPE_CHECKING = False  # importing typing is slow
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 INNER = {"numpy": ("fft", "linalg", "random")}
-"""Modules that are offered as a part of others."""
+"""Submodules that are offered."""
 
 LAZY = {"datetime": "_strptime", "time": "_strptime"}
-"""What modules load when it is first needed, when nothing can be loaded any more."""
+"""Modules that others load on first use, when nothing can be loaded any more."""
 
 ENCODINGS = ("ascii", "latin-1", "cp1252", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be")
 
@@ -45,13 +44,13 @@ WORDS = {
     "NamedExpr": ":=",
     "Match": "match",
 }
-"""What a model calls the syntax that is not supported."""
+"""Names of the syntax that is not supported."""
 
 CHANNEL = 0
-"""The descriptor of the socket to the parent: all that is open."""
+"""The descriptor of the socket to the parent, the only open one."""
 
 MAX_RECURSION = 5_000
-"""The interpreter takes a dozen frames for each of a script's."""
+"""The interpreter uses a dozen frames for each frame of a script."""
 
 
 def main() -> None:
@@ -60,24 +59,24 @@ def main() -> None:
     try:
         limit_resources(options["memory"], options["cpu"], optional=options["seccomp"] is None)
         evaluate = prepare(options["modules"], options["numpy"], options["output"])
-    except Exception as error:  # memory that is too small for it, a package that is broken
+    except Exception as error:  # too little memory, or a broken package
         return send({"failed": f"{type(error).__name__}: {error}"})
     try:
-        give_up(options["seccomp"])
+        drop_rights(options["seccomp"])
     except OSError as error:
         return send({"refused": str(error)})
     send({"ready": True})
     send(evaluate(receive()["code"]))
-    os._exit(0)  # tidying up takes longer than most scripts
+    os._exit(0)  # a regular exit takes longer than most scripts
 
 
-# Giving up
+# Dropping rights
 
 
 def limit_resources(memory: int, cpu: int, optional: bool) -> None:
     import resource
 
-    # Not every system has all of them; without seccomp, nothing depends on them.
+    # Not every system has all of them; with seccomp they are required.
     missing = (ValueError, OSError) if optional else ()
     for kind, limit in (
         (resource.RLIMIT_AS, memory),
@@ -98,8 +97,8 @@ def set_limit(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, limit))
 
 
-def give_up(seccomp: list | None) -> None:
-    """Keep nothing but the channel to the parent, and the system calls of the filter."""
+def drop_rights(seccomp: list | None) -> None:
+    """Close everything but the channel to the parent, and set the filter of system calls."""
     import resource
 
     os.closerange(CHANNEL + 1, 4096)
@@ -113,7 +112,7 @@ SET_MODE_FILTER, ALL_THREADS = 1, 1
 
 
 def filter_syscalls(number: int, program: bytes) -> None:
-    """Set the filter by the system call of that number, which sets it for all threads."""
+    """Set the filter for all threads, with the system call of that number."""
     import ctypes
     import struct
 
@@ -124,10 +123,10 @@ def filter_syscalls(number: int, program: bytes) -> None:
         long(number), long(SET_MODE_FILTER), long(ALL_THREADS), filters
     ):
         reason = os.strerror(ctypes.get_errno())
-        raise OSError(f"the kernel sets no seccomp filter ({reason})")
+        raise OSError(f"the kernel refuses the seccomp filter ({reason})")
 
 
-# Talking to the parent, which uses the same class
+# The channel; the parent uses the same class
 
 
 class Channel:
@@ -177,7 +176,7 @@ send, receive = PARENT.send, PARENT.receive
 
 
 def ask(operation: str, argument: str, content: bytes | None = None) -> Any:
-    """Return what the parent answers; raise what it says went wrong."""
+    """Return the answer of the parent; raise its error."""
     send({"operation": operation, "argument": argument})
     if content is not None:
         PARENT.send_bytes(content)
@@ -187,15 +186,15 @@ def ask(operation: str, argument: str, content: bytes | None = None) -> Any:
     return PARENT.receive_bytes() if operation == "read" else answer["value"]
 
 
-# The workspace, as scripts see it
+# The workspace
 
 
 UNCLOSED: list[io.IOBase] = []
-"""Files that were opened to be written: what a script does not close is closed at its end."""
+"""Files opened for writing: those that a script leaves open are closed at its end."""
 
 
 class Writing(io.BytesIO):
-    """A file that is being written; the workspace gets it when it is closed."""
+    """A file opened for writing; closing it writes it to the workspace."""
 
     def __init__(self, path: str, start: bytes) -> None:
         super().__init__()
@@ -206,7 +205,7 @@ class Writing(io.BytesIO):
         if self.closed:
             return
         content = self.getvalue()
-        super().close()  # first: what is refused is not tried again
+        super().close()  # first: a refused write is not retried
         ask("write", self._path, content)
 
 
@@ -238,7 +237,7 @@ def read_file(path):
 
 
 def write_file(path, content):
-    """Write text or bytes to a file; directories are made."""
+    """Write text or bytes to a file; directories are created."""
     ask("write", path, content.encode() if isinstance(content, str) else bytes(content))
 
 
@@ -253,7 +252,7 @@ def glob_files(pattern):
 
 
 def file_exists(path):
-    """Tell whether there is something at a path."""
+    """Tell whether a path exists."""
     return ask("exists", path)
 
 
@@ -284,7 +283,7 @@ WORKSPACE = {
 
 
 class Printed(io.TextIOBase):
-    """What was printed, up to a limit."""
+    """Output of print, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self.parts: list[str] = []
@@ -300,17 +299,17 @@ class Printed(io.TextIOBase):
 
 
 def prepare(modules: list[str], numpy: bool, output: int):
-    """Return the function that evaluates a script; all it may need is loaded by then."""
+    """Return the function that evaluates a script; load everything it may need."""
     for encoding in ENCODINGS:
         codecs.lookup(encoding)
     for name in ("unicodedata", *(LAZY[each] for each in modules if each in LAZY)):
         __import__(name)
     warnings.simplefilter("ignore")
     if not numpy:
-        sys.modules["numpy"] = None  # type: ignore[assignment]  # its import then fails at once
+        sys.modules["numpy"] = None  # type: ignore[assignment]  # makes its import fail
     import asteval
 
-    # It takes a tokenizer to each name that is assigned to, every time.
+    # It tokenizes each assigned name, every time.
     inner = sys.modules["asteval.asteval"]
     inner.valid_symbol_name = functools.cache(inner.valid_symbol_name)  # type: ignore[attr-defined]
     sys.setrecursionlimit(MAX_RECURSION)
@@ -318,7 +317,7 @@ def prepare(modules: list[str], numpy: bool, output: int):
     interpreter = asteval.Interpreter(  # pyright: ignore[reportAttributeAccessIssue]  # not ours
         writer=printed, err_writer=printed, use_numpy=numpy, user_symbols=WORKSPACE
     )
-    # With numpy, sum, any, round and others would be numpy's.
+    # With numpy, it would replace sum, any, round and others.
     interpreter.symtable.update(sys.modules["asteval.astutils"].BUILTINS_TABLE)
     offered = {name: public(__import__(name), *INNER.get(name, ())) for name in modules}
     Syntax(interpreter, offered)
@@ -331,7 +330,7 @@ def prepare(modules: list[str], numpy: bool, output: int):
 
 
 def public(module, *inner: str):
-    """Return a module's public names without the modules it uses itself: os, sys and the like."""
+    """Return a module's public names without the modules that it imports, such as os."""
     names = getattr(module, "__all__", None) or [n for n in dir(module) if n[0] != "_"]
     found = {name: getattr(module, name, None) for name in names}
     kept = {n: each for n, each in found.items() if not isinstance(each, types.ModuleType)}
@@ -339,8 +338,8 @@ def public(module, *inner: str):
 
 
 class Syntax:
-    """What the interpreter does not know, or gets wrong: errors in ``try`` that nobody hears of,
-    ``with`` that does not end, ``raise`` of a class.
+    """Syntax that the interpreter lacks or gets wrong: it loses errors in ``try``, does not exit
+    ``with``, and cannot ``raise`` a class.
     """
 
     def __init__(self, interpreter, offered: dict[str, types.SimpleNamespace]) -> None:
@@ -352,7 +351,7 @@ class Syntax:
                 "import": self.on_import,
                 "importfrom": self.on_import_from,
                 "annassign": self.on_annotated,
-                "generatorexp": interpreter.on_listcomp,  # all of it at once
+                "generatorexp": interpreter.on_listcomp,  # not lazily
                 "assert": self.on_assert,
                 "raise": self.on_raise,
                 "try": self.on_try,
@@ -415,7 +414,7 @@ class Syntax:
             else:
                 self._block(node.orelse)
         finally:
-            # After an error or a return the interpreter runs nothing.
+            # After an error or a return the interpreter runs no more statements.
             state, self._state = self._state, NOTHING_HAPPENED
             self._block(node.finalbody)
             if self._state == NOTHING_HAPPENED:
@@ -426,7 +425,7 @@ class Syntax:
             self.run(statement)
 
     def _cause(self, raised):
-        """Return what was raised first; what arrives is another one with another text."""
+        """Return the original exception; the interpreter raises another one."""
         first = self.interpreter.error[0] if self.interpreter.error else None
         cause = None if first is None else first.exc_info[1]
         return raised if cause is None else cause
@@ -451,7 +450,7 @@ def catches(clause: ast.ExceptHandler, error: Exception) -> bool:
 
 
 def caught(clause: ast.ExceptHandler) -> list:
-    """Return the built-in names that a clause names, with None for one that does not exist."""
+    """Return the built-in exceptions that a clause names; None for an unknown name."""
     if clause.type is None:
         return []
     named = clause.type.elts if isinstance(clause.type, ast.Tuple) else [clause.type]
@@ -459,7 +458,7 @@ def caught(clause: ast.ExceptHandler) -> list:
 
 
 def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
-    """Return value, output and error of a script, as the parent is told."""
+    """Return value, output and error of a script, as a message to the parent."""
     text, error = "", None
     try:
         value = interpreter.eval(parsed(code, interpreter.node_handlers), show_errors=False)
@@ -470,7 +469,7 @@ def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
             text = "" if value is None else repr(value)
     except SyntaxError as raised:
         error = {"type": "SyntaxError", "message": raised.msg, "line": raised.lineno}
-    except BaseException as raised:  # also a SystemExit: the parent waits for an answer
+    except BaseException as raised:  # SystemExit included: the parent waits for an answer
         error = {"type": type(raised).__name__, "message": str(raised), "line": None}
     if error is not None:
         error["message"] = error["message"][:output]
@@ -484,7 +483,7 @@ def evaluated(interpreter, code: str, printed: Printed, output: int) -> dict:
 
 
 def parsed(code: str, handlers: dict) -> ast.AST:
-    """Return a script as the interpreter takes it; refuse what it does not know, or gets wrong."""
+    """Return the syntax tree of a script; refuse unsupported syntax."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         what = unsupported(node, handlers)
@@ -495,7 +494,7 @@ def parsed(code: str, handlers: dict) -> ast.AST:
 
 
 def unsupported(node: ast.AST, handlers: dict) -> str:
-    """Return what about a node is not supported, in words; empty for nothing."""
+    """Return the name of the unsupported syntax of a node; empty if it is supported."""
     kind = type(node).__name__
     if isinstance(node, (ast.stmt, ast.expr)) and kind.lower() not in handlers:
         return WORDS.get(kind, kind)
@@ -515,12 +514,12 @@ def unsupported(node: ast.AST, handlers: dict) -> str:
 
 
 def failure(errors: list) -> dict | None:
-    """Return the first of the interpreter's errors, which is where it went wrong."""
+    """Return the first of the interpreter's errors, the original one."""
     if not errors:
         return None
     first = errors[0]
     cause = first.exc_info[1]
-    # The innermost statement that knows where it is.
+    # The innermost statement with a line number.
     line = next((each.lineno for each in errors if each.lineno), None)
     message = str(cause) if cause is not None and type(cause) is first.exc else first.msg
     return {"type": first.exc.__name__, "message": message, "line": line}

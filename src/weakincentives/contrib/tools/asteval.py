@@ -1,7 +1,7 @@
 """``evaluate_python``: expressions and small scripts over the workspace, in a process of their own.
 
-Interpreters of this kind have been escaped from before. So the protection is not the interpreter
-but its process, which can open, connect, start and signal nothing, whatever runs in it.
+Scripts have escaped from such interpreters before. So the protection is not the interpreter but its
+process, which can open, connect, start and signal nothing, whatever runs in it.
 """
 
 from __future__ import annotations
@@ -48,46 +48,46 @@ _START_SECONDS = 60.0
 """For Python to start, also on a busy machine."""
 
 _LOOK_SECONDS = 0.05
-"""How often to look whether the call was cancelled."""
+"""How often to check whether the call was cancelled."""
 
 _TEMPLATE = """
 Use `{tool}` to compute, and to {purpose} many files at once. It runs a subset of
 Python: no classes, `yield`, decorators, `global`, `*` before a value or `str.format`; functions,
-comprehensions, f-strings, `with` and `try` work. The last expression is the value. Variables do
-not live on to the next call.
+comprehensions, f-strings, `with` and `try` work. The last expression is the value. Variables are
+not shared between calls.
 
 - Files of the workspace: `read_file(path)`, `write_file(path, content)`, `open(path, mode)`,
   `list_directory(path)` gives `(path, kind, size)`, `glob_files("**/*.py")`, `file_exists(path)`,
-  `delete_file(path)`. There are no others, no network and no programs to start.
+  `delete_file(path)`. There are no other files, no network and no programs.
 - `import` works for: {modules}.
 - {writing}
 - It may take {timeout:g} seconds.
 """
 
-_WRITING = "A script that fails changes nothing: what it wrote is taken back."
-_READING = "Files cannot be changed: what writes or deletes one is refused."
+_WRITING = "The changes of a script that fails are undone."
+_READING = "Files cannot be changed: writing and deleting are refused."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AstevalConfig:
-    """What a script may use, and how much of it."""
+    """What a script may use, and how much."""
 
     timeout: float = 10.0
     """Seconds; then it is killed."""
     memory_bytes: int = 512 << 20
     output_limit: int = 20_000
-    """Characters of what it prints, and of its value, that the model is given."""
+    """Characters of its output, and of its value, that the model gets."""
     file_bytes: int = 16 << 20
-    """Bytes of files that it may read, and that it may write, in all."""
+    """Total bytes of files that it may read, and that it may write."""
     file_operations: int = 10_000
     numpy: bool = False
-    """Offer numpy, which must be installed; a script then starts in a multiple of the time."""
+    """Offer numpy, which must be installed; scripts then start more slowly."""
     read_only: bool = False
-    """Let scripts change no files."""
+    """Scripts cannot change files."""
     tool_name: str = "evaluate_python"
-    """Another name where that one is taken: a ``PodmanSandboxSection`` has a tool called so."""
+    """Use another name with a ``PodmanSandboxSection``, which has a tool of this name."""
     isolation: Literal["seccomp", "none"] = "seccomp"
-    """``"none"`` leaves limits and the interpreter's own rules, which are known to have holes."""
+    """``"none"`` relies on limits and the interpreter's own rules, which have known holes."""
 
     def __post_init__(self) -> None:
         for name in ("timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"):
@@ -100,7 +100,7 @@ class AstevalConfig:
     def modules(self) -> frozenset[str]:
         """What scripts may import."""
         numpy = frozenset({"numpy"} if self.numpy else ())
-        # Modules lead round the interpreter's own rules, and without isolation there are no others.
+        # Modules bypass the rules of the interpreter, the only ones without isolation.
         return numpy | frozenset(MODULES if self.isolation == "seccomp" else ())
 
 
@@ -112,7 +112,7 @@ class AstevalParams:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a script came to."""
+    """The result of a script."""
 
     value: str
     """The ``repr`` of the last expression's value; empty for None."""
@@ -124,8 +124,8 @@ class Evaluation:
 
 
 class AstevalSection(MarkdownSection[Any]):
-    """The tool ``evaluate_python`` with its guidance. Needs the extra ``asteval`` and a workspace:
-    a :class:`~weakincentives.filesystem.Filesystem` among the resources.
+    """The tool ``evaluate_python`` with its guidance. Needs the extra ``asteval``, and a
+    :class:`~weakincentives.filesystem.Filesystem` among the resources.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class AstevalSection(MarkdownSection[Any]):
 
 
 def _library_path(package: str) -> list[str]:
-    """Return where a package is: the process for scripts finds nothing else that is installed."""
+    """Return where a package is: the process of a script finds no other packages."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise MissingExtra("asteval", package)
@@ -160,7 +160,7 @@ def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluat
     def evaluate(params: AstevalParams, *, context: ToolContext) -> ToolResult[Evaluation]:
         try:
             outcome = _run(params.code, config, path, context)
-        except _Ended as ended:
+        except _Stopped as ended:
             return ToolResult.error(str(ended), code=ended.code, recoverable=ended.recoverable)
         return outcome.result(params.code, config.output_limit)
 
@@ -173,8 +173,8 @@ def _tool(config: AstevalConfig, path: list[str]) -> Tool[AstevalParams, Evaluat
     )
 
 
-class _Ended(Exception):
-    """The script was ended before it finished."""
+class _Stopped(Exception):
+    """The script was stopped before it finished."""
 
     def __init__(self, message: str, *, code: str, recoverable: bool = True) -> None:
         super().__init__(message)
@@ -182,17 +182,14 @@ class _Ended(Exception):
         self.recoverable = recoverable
 
 
-def _nonsense() -> _Ended:
-    # Only a script that has taken over the interpreter gets here.
-    return _Ended("The script broke the interpreter and was ended", code="SCRIPT_ENDED")
+def _malformed() -> _Stopped:
+    # Only a script that controls the interpreter gets here.
+    return _Stopped("The script broke the interpreter and was stopped", code="SCRIPT_ENDED")
 
 
-def _refusal(
-    reason: str, remedy: str = "Whoever runs this can choose AstevalConfig(isolation='none')"
-) -> _Ended:
-    return _Ended(
-        f"Python cannot be evaluated here: {reason}, so scripts could not be kept from the "
-        f"machine. {remedy}",
+def _refusal(reason: str, remedy: str = "AstevalConfig(isolation='none') allows it") -> _Stopped:
+    return _Stopped(
+        f"Python cannot be evaluated here: {reason}, so scripts cannot be confined. {remedy}",
         code="NO_ISOLATION",
         recoverable=False,
     )
@@ -202,12 +199,12 @@ def _refusal(
 
 
 def _run(code: str, config: AstevalConfig, path: list[str], context: ToolContext) -> _Outcome:
-    """Evaluate a script in a process of its own; nothing of it is left afterwards."""
+    """Evaluate a script in a process of its own, which is killed afterwards."""
     argv = program(_CHILD, json.dumps(_options(code, config, path)))
     deadline = context.deadline
     seconds = config.timeout if deadline is None else min(config.timeout, deadline.remaining())
     bridge = _Bridge(context, config)
-    # A character may take twelve bytes: printed, in the value, and in the error.
+    # Up to twelve bytes per character, in the output, the value and the error.
     largest = 36 * config.output_limit + (1 << 16)
     with _process(argv) as (process, ours):
         channel = _Channel(ours, lambda: context.signal.cancelled, largest)
@@ -219,22 +216,22 @@ def _run(code: str, config: AstevalConfig, path: list[str], context: ToolContext
                 bridge.answer(message, channel)
             return _Outcome.of(message)
         except TimeoutError:
-            raise _Ended(
-                f"The script took longer than {seconds:g} s and was ended. Do less at once",
+            raise _Stopped(
+                f"The script took longer than {seconds:g} s and was stopped. Do less at once",
                 code=TIMEOUT,
             ) from None
         except ConnectionError:
             ended = _end(process)
             why = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
-            raise _Ended(
-                f"The script broke the interpreter ({why}). It may take too much memory or CPU "
-                "time, or go too deep",
+            raise _Stopped(
+                f"The script broke the interpreter ({why}). It may use too much memory or CPU "
+                "time, or recurse too deeply",
                 code="SCRIPT_ENDED",
             ) from None
 
 
 def _options(code: str, config: AstevalConfig, path: list[str]) -> dict[str, object]:
-    """Return what the process is told; raise where scripts could not be confined."""
+    """Return the options of the process; raise where scripts cannot be confined."""
     seccomp = None
     if config.isolation == "seccomp":
         if sys.platform != "linux":
@@ -247,10 +244,10 @@ def _options(code: str, config: AstevalConfig, path: list[str]) -> dict[str, obj
         raise _refusal("there are no limits on processes", "Use a POSIX system")
     return {
         "memory": config.memory_bytes,
-        # Wall time ends a script first, unless our process is gone.
+        # Wall time stops a script first, unless our process has ended.
         "cpu": int(config.timeout) + 2,
         "path": path,
-        # Only those that are named: to load them all takes as long again as Python itself.
+        # Only those that are named: loading all takes as long as starting Python.
         "modules": sorted(config.modules.intersection(re.findall(r"\w+", code))),
         "numpy": config.numpy,
         "output": config.output_limit,
@@ -260,7 +257,7 @@ def _options(code: str, config: AstevalConfig, path: list[str]) -> dict[str, obj
 
 @contextmanager
 def _process(argv: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], socket.socket]]:
-    """Give a process, and a socket to its input; it is killed at the end."""
+    """Give a process and a socket to it; it is killed at the end."""
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
@@ -270,7 +267,7 @@ def _process(argv: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], so
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                # More threads of numpy's would only compete for the one CPU's time that there is.
+                # More threads of numpy would only compete for the CPU time of the limit.
                 env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
@@ -281,14 +278,14 @@ def _process(argv: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], so
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    if process.returncode is None:  # its number, and that of its group, is still its own
+    if process.returncode is None:  # its process id is still its own
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
 def _start(process: subprocess.Popen[bytes], channel: _Channel) -> None:
-    """Wait until the process has given up its rights; raise if it could not."""
+    """Wait until the process has dropped its rights; raise if it could not."""
     channel.limit(_START_SECONDS)
     try:
         hello = channel.receive()
@@ -297,15 +294,15 @@ def _start(process: subprocess.Popen[bytes], channel: _Channel) -> None:
     if "refused" in hello:
         raise _refusal(str(hello["refused"]))
     if "failed" in hello:
-        raise _Ended(
-            f"The process for scripts cannot be started: {hello['failed']}",
+        raise _Stopped(
+            f"The process of the script cannot be started: {hello['failed']}",
             code="NOT_STARTED",
             recoverable=False,
         )
 
 
 class _Channel(Channel):
-    """Our end of the channel: what the process sends is limited in time and size."""
+    """Our end of the channel: messages of the process are limited in time and size."""
 
     def __init__(self, ours: socket.socket, stopped: Callable[[], bool], largest: int) -> None:
         super().__init__(partial(self._waiting, ours.recv), partial(self._waiting, ours.send))
@@ -315,7 +312,7 @@ class _Channel(Channel):
         self._until = 0.0
 
     def limit(self, seconds: float) -> None:
-        """Raise TimeoutError from what takes longer, counted from now."""
+        """Raise TimeoutError when this time has passed from now."""
         self._socket.settimeout(_LOOK_SECONDS)
         self._until = SYSTEM_CLOCK.monotonic() + seconds
 
@@ -323,31 +320,31 @@ class _Channel(Channel):
         try:
             message: object = json.loads(self.receive_bytes(self._largest))
         except (ValueError, OverflowError, RecursionError):
-            raise _nonsense() from None
+            raise _malformed() from None
         if not isinstance(message, dict):
-            raise _nonsense()
+            raise _malformed()
         return cast("dict[str, object]", message)
 
     def _waiting(self, operation: Callable[[Any], Any], argument: object) -> Any:
         while True:
             if self._stopped():
-                raise _Ended("Nobody waits for the script any more", code="CANCELLED")
+                raise _Stopped("The call was cancelled", code="CANCELLED")
             if SYSTEM_CLOCK.monotonic() >= self._until:
-                # What came in time is taken, also when it is we who are late.
+                # A message that came in time counts, even if we are late.
                 self._socket.setblocking(False)
             try:
                 return operation(argument)
             except BlockingIOError:
                 raise TimeoutError from None
             except TimeoutError:
-                pass  # the process need not read or write: then the time runs out
+                pass  # the process may neither read nor write until the time is up
 
 
 # The files
 
 
 class _Bridge:
-    """Does what a script asks of the workspace, through the call's own view of it."""
+    """Serves the file requests of a script, through the view of the call."""
 
     def __init__(self, context: ToolContext, config: AstevalConfig) -> None:
         self._context = context
@@ -366,13 +363,15 @@ class _Bridge:
         }
 
     def answer(self, message: dict[str, object], channel: _Channel) -> None:
-        """Answer a script's request; raise if it makes no sense."""
+        """Answer a request; raise if it is malformed."""
         self._operations_left -= 1
         if self._operations_left < 0:
-            raise _Ended("The script used files too often and was ended", code="LIMIT_EXCEEDED")
+            raise _Stopped(
+                "The script made too many file operations and was stopped", code="LIMIT_EXCEEDED"
+            )
         operation, path = str(message.get("operation")), message.get("argument")
         if operation not in self._operations or not isinstance(path, str):
-            raise _nonsense()
+            raise _malformed()
         content = [self._content(path, channel)] if operation == "write" else []
         try:
             value = self._operations[operation](path, *content)
@@ -389,9 +388,8 @@ class _Bridge:
         try:
             return channel.receive_bytes(self._limit)
         except OverflowError:
-            raise _Ended(
-                f"The script was ended: a script may write {self._limit} bytes in all, and {path} "
-                "has more",
+            raise _Stopped(
+                f"The script was stopped: it may write {self._limit} bytes, and {path} is larger",
                 code="LIMIT_EXCEEDED",
             ) from None
 
@@ -416,13 +414,13 @@ class _Bridge:
     def _use(self, what: str, size: int, path: str) -> None:
         if size > self._left[what]:
             raise FilesystemError(
-                f"Cannot {what} {path}: it has {size} bytes, and a script that has come this far "
-                f"may {what} {self._left[what]} more"
+                f"Cannot {what} {path}: it has {size} bytes, and the script may {what} "
+                f"{self._left[what]} more"
             )
         self._left[what] -= size
 
     def _note(self, path: str) -> None:
-        """Tell the policies that the agent has seen a file."""
+        """Tell the policies that the agent knows a file."""
         for policy, tool in self._rules:
             policy.on_result(
                 tool, {policy.path_field: path}, ToolResult.ok(), context=self._context
@@ -430,7 +428,7 @@ class _Bridge:
 
 
 def _file_rules(context: ToolContext) -> list[tuple[ReadBeforeWritePolicy, Tool[Any, Any]]]:
-    """Return the policies on unread files, each with a tool that it governs: scripts obey them."""
+    """Return the policies on unread files, each with a tool it governs: they hold for scripts."""
     rendering = context.rendering
     found: dict[int, tuple[ReadBeforeWritePolicy, Tool[Any, Any]]] = {}
     for offer in () if rendering is None else rendering.offers.values():
@@ -441,7 +439,7 @@ def _file_rules(context: ToolContext) -> list[tuple[ReadBeforeWritePolicy, Tool[
 
 
 def _builtin_kind(error: FilesystemError) -> str:
-    """Return the built-in exception that a script can catch it as."""
+    """Return the built-in exception as which a script can catch an error."""
     kinds = (each for each in type(error).__mro__ if each.__module__ == "builtins")
     kind = next(kinds, Exception)
     return "OSError" if kind is Exception else kind.__name__
@@ -459,7 +457,7 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What the process answers: the word of a script, if that has taken the process over."""
+    """The answer of the process. A script that controls the process can forge it."""
 
     value: str
     value_chars: int
@@ -469,12 +467,12 @@ class _Outcome:
 
     @classmethod
     def of(cls, message: dict[str, object]) -> _Outcome:
-        # Half a surrogate pair is no text that a model could be sent.
+        # Lone surrogates cannot be sent to a model.
         text = json.dumps(message, ensure_ascii=False).encode(errors="replace")
         try:
             return _outcome_type().validate_json(text, strict=True)
         except ValidationError:
-            raise _nonsense() from None
+            raise _malformed() from None
 
     def result(self, code: str, limit: int) -> ToolResult[Evaluation]:
         stdout = _cut(self.stdout, self.stdout_chars, limit)
@@ -487,7 +485,7 @@ class _Outcome:
         if line is not None and 1 <= line <= len(lines):
             message = f"Line {line}: {message}\n{line} | {lines[line - 1][:200]}"
         if stdout:
-            message += f"\nIt had printed:\n{stdout}"
+            message += f"\nOutput before that:\n{stdout}"
         return ToolResult.error(message, code="SCRIPT_FAILED")
 
 
@@ -499,4 +497,4 @@ def _outcome_type() -> TypeAdapter[_Outcome]:
 def _cut(text: str, length: int, limit: int) -> str:
     if length <= limit and len(text) <= limit:
         return text
-    return f"{text[:limit]}\n[Cut: the first {limit} of {max(length, len(text))} characters]"
+    return f"{text[:limit]}\n[Truncated: the first {limit} of {max(length, len(text))} characters]"

@@ -1,7 +1,7 @@
 """``WorkspaceDigestSection``: an overview of the workspace, for a model that has not seen it yet.
 
-No model makes it, and it is kept current at the cost of what changed. A model can add notes; a note
-is marked as outdated once the files that it rests on have changed.
+It is made without a model, and updating it costs as much as what changed. A model can add notes; a
+note is marked as outdated once the files that it rests on have changed.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _MAX_ABOUT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestConfig:
-    """How much of a workspace is examined, and how much of it is shown."""
+    """How much of a workspace is examined and shown."""
 
     max_files: int = 20_000
-    """Files and directories that are listed, nearest to the root first."""
+    """Files and directories to list, nearest to the root first."""
     max_file_bytes: int = 200_000
     """Larger files are not read."""
     gitignore: bool = True
-    """Leave out what the ``.gitignore`` files leave out."""
+    """Leave out the files that ``.gitignore`` files exclude."""
     skip: tuple[str, ...] = (".git", ".hg", ".svn")
     """Names that are left out everywhere."""
     big_file_bytes: int = 200_000
@@ -65,12 +65,12 @@ class DigestConfig:
 
 @dataclass(frozen=True, slots=True)
 class DigestNote:
-    """What a model found out about a part of the workspace."""
+    """A model's note on a part of the workspace."""
 
     topic: str
     text: str
     rests_on: tuple[tuple[str, str], ...]
-    """Paths, each with the digest of its content when the note was made."""
+    """Paths, each with the hash of its content when the note was made."""
     outdated: tuple[str, ...] = ()
     """The paths whose content has changed since."""
 
@@ -194,7 +194,7 @@ class WorkspaceDigestSection(Section[None]):
         last = session[WorkspaceDigest].latest()
         if last is not None:
             digest = replace(digest, notes=tuple(self._checked(note, fs) for note in last.notes))
-        # In a call the session is the call's, and one that only reads must not change it.
+        # In a call the session belongs to the call, and a read-only call must not change it.
         if digest != last and call_under_way() is None:
             session[WorkspaceDigest].seed(digest)
         return digest
@@ -218,14 +218,14 @@ class WorkspaceDigestSection(Section[None]):
             rests_on = tuple((path, self._survey.fingerprint(fs, path)) for path in paths)
             missing = [path for path, fingerprint in rests_on if not fingerprint]
             if missing:
-                raise ToolValidationError(f"There is nothing at {', '.join(missing)}")
+                raise ToolValidationError(f"No such file or directory: {', '.join(missing)}")
             note = DigestNote(params.topic, params.text, rests_on)
             context.session[WorkspaceDigest].update(lambda digests: _noted(digests, note, empty))
-            return ToolResult.ok(note, "Noted" if params.text else "Forgotten")
+            return ToolResult.ok(note, "Note saved" if params.text else "Note removed")
 
         return Tool[UpdateDigestParams, DigestNote](
             name="update_digest",
-            description="Note what you found out about the workspace, for later and for others.",
+            description="Note a finding about the workspace, for later and for others.",
             handler=update,
             reach="reversible",
         )
@@ -234,17 +234,17 @@ class WorkspaceDigestSection(Section[None]):
 @dataclass(frozen=True, slots=True)
 class UpdateDigestParams:
     topic: Annotated[str, Field(min_length=1, max_length=80)]
-    """What it is about. A note replaces an earlier one on the same topic."""
+    """A note replaces an earlier note on the same topic."""
     text: Annotated[str, Field(max_length=2000)]
-    """What you found out; an empty text removes the note."""
+    """Your finding; an empty text removes the note."""
     rests_on: Annotated[tuple[str, ...], Field(min_length=1, max_length=20)]
     """Files or directories it rests on: once one of them changes, the note is marked as outdated.
-    Name few and small ones."""
+    Name as few as possible."""
 
 
 _GUIDANCE = (
-    "All of this was found by looking at names and contents, and is as it is now. When you find "
-    "out more that will be needed again, note it with `update_digest`."
+    "This overview is current; it was made from names and contents. When you find out more that "
+    "will be needed again, note it with `update_digest`."
 )
 
 

@@ -1,4 +1,4 @@
-"""What the file tools take and give, and how a model sees it."""
+"""Parameters and results of the file tools, and how a model sees them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLimits:
-    """How much of files and lists a model is given at once, and what is not searched."""
+    """How much of files and lists a model gets at once, and which directories are not searched."""
 
     max_lines: int = 2_000
     """Lines of a file."""
     max_chars: int = 60_000
-    """Characters of a file, or of lines that were found."""
+    """Characters of a file, or of matching lines."""
     max_line_chars: int = 2_000
     """Characters of one line of a file."""
     max_file_bytes: int = 10_000_000
-    """A larger file is not read, edited or searched."""
+    """Larger files are not read, edited or searched."""
     max_entries: int = 500
     """Entries of a list."""
     unsearched: tuple[str, ...] = (".git", ".hg", ".venv", "__pycache__", "node_modules")
-    """Directories that are not searched unless the path or the pattern names them."""
+    """Directories that are searched only when the path or the pattern names them."""
 
     def __post_init__(self) -> None:
         for name in ("max_lines", "max_chars", "max_line_chars", "max_file_bytes", "max_entries"):
@@ -39,7 +39,7 @@ class FileLimits:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-# What a model gives
+# Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +57,21 @@ class ReadFileParams:
     path: str
     """File to read."""
     offset: Count = 0
-    """Lines to skip: 100 begins with line 101."""
+    """Lines to skip: 100 starts at line 101."""
     limit: AtLeastOne | None = None
     """Lines to show at most."""
     column: Count = 0
-    """Characters to skip in each line, to see the rest of a very long one."""
+    """Characters to skip in each line, to see the rest of a very long line."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFileParams:
     path: str
-    """File to write; missing directories are made."""
+    """File to write; missing directories are created."""
     content: str
     """The whole text of the file."""
     overwrite: bool = False
-    """Replace the file if it exists; not needed for one that was read."""
+    """Replace the file if it exists; not needed if you have read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class EditFileParams:
     old_string: str
     """Text to replace, exactly as in the file: with its indentation, without line numbers."""
     new_string: str
-    """Text to put in its place."""
+    """Replacement text."""
     replace_all: bool = False
     """Replace every occurrence; otherwise there must be exactly one."""
 
@@ -89,7 +89,7 @@ class EditFileParams:
 @dataclass(frozen=True, slots=True)
 class GlobFilesParams:
     pattern: str
-    """Such as '**/*.py': '*' stays within a name, '**' is any number of directories."""
+    """Such as '**/*.py': '*' matches within a name, '**' any number of directories."""
     path: str = "."
     """Directory to look in."""
     offset: Count = 0
@@ -101,15 +101,15 @@ class GlobFilesParams:
 @dataclass(frozen=True, slots=True)
 class GrepFilesParams:
     pattern: str
-    """Regular expression to find in a line. No look-around, no back-references."""
+    """Regular expression to find in a line. No look-around or back-references."""
     path: str = "."
     """Directory or file to look in."""
     glob: str = "**/*"
     """Only files that match, such as '*.py' at any depth or 'src/**/*.ts'."""
     ignore_case: bool = False
-    """Take upper and lower case as the same."""
+    """Ignore upper and lower case."""
     offset: Count = 0
-    """Lines found to skip."""
+    """Matching lines to skip."""
     limit: AtLeastOne = 100
     """Lines to show at most."""
 
@@ -117,7 +117,7 @@ class GrepFilesParams:
 @dataclass(frozen=True, slots=True)
 class SearchFilesParams:
     query: Annotated[str, Field(min_length=1)]
-    """Part of a file's name, in any case."""
+    """Part of a file name; case is ignored."""
     offset: Count = 0
     """Files to skip."""
     limit: AtLeastOne | None = None
@@ -127,11 +127,11 @@ class SearchFilesParams:
 @dataclass(frozen=True, slots=True)
 class TransferParams:
     source: str
-    """File or directory to take."""
+    """File or directory to move or copy."""
     destination: str
-    """Where to put it: the whole path, with its name."""
+    """New path, including the name."""
     overwrite: bool = False
-    """Replace what is at the destination."""
+    """Replace an existing destination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ class DeleteFileParams:
     path: str
     """File or directory to delete."""
     recursive: bool = False
-    """Delete a directory with all that is in it."""
+    """Delete a directory with everything in it."""
 
 
-# What a model gets
+# Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +157,16 @@ class DirectoryListing:
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """Some lines of a text file; none of one that is empty, or not text."""
+    """Lines of a text file; none if it is empty or not text."""
 
     path: str
     lines: tuple[str, ...]
-    """Without their ends."""
+    """Without line ends."""
     first_line: int = 1
     total_lines: int = 0
     notice: str = ""
     digest: str = ""
-    """Of the whole file as it was then; not shown to the model."""
+    """Of the whole file when it was read; not shown to the model."""
 
     def render(self) -> str:
         return _lines(_numbered(self.lines, self.first_line), self.notice)
@@ -212,17 +212,17 @@ class FileTransferred:
     destination: str
 
     def render(self) -> str:
-        return ""  # the message has it all
+        return ""  # the message says it all
 
 
 @dataclass(frozen=True, slots=True)
 class FileDeleted:
     path: str
     files: int
-    """How many files went with it."""
+    """The number of files deleted."""
 
     def render(self) -> str:
-        return ""  # the message has it all
+        return ""  # the message says it all
 
 
 def _lines(lines: Iterable[str], notice: str = "") -> str:
@@ -238,27 +238,27 @@ def _entry_line(entry: FileStat) -> str:
     if entry.kind == "directory":
         return f"{name}/"
     if entry.kind == "link":
-        return f"{name} (a link that leads nowhere, or out of the workspace)"
+        return f"{name} (a broken link, or a link out of the workspace)"
     if entry.kind == "other":
         return f"{name} (not a regular file)"
     return f"{name} ({size_of(entry.size)}{', read-only' if entry.readonly else ''})"
 
 
 def _printable(path: str) -> str:
-    """Return a path on one line, whatever is in it."""
+    """Return a path on one line."""
     return path if path.isprintable() else ascii(path)
 
 
-# Words
+# Wording
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
-    """Return how many there are: ``1 file``, ``2 files``."""
+    """Return a number of things: ``1 file``, ``2 files``."""
     return f"1 {thing}" if count == 1 else f"{count} {things or thing + 's'}"
 
 
 def size_of(count: int) -> str:
-    """Return a number of bytes as a person says it."""
+    """Return a number of bytes: ``1 byte``, ``20.5 kB``."""
     if count < 1_000:
         return counted(count, "byte")
     unit, size = ("kB", 1_000) if count < 1_000_000 else ("MB", 1_000_000)
@@ -266,13 +266,13 @@ def size_of(count: int) -> str:
 
 
 def cut(line: str, most: int) -> str:
-    """Return the beginning of a line, and how much is missing."""
+    """Return the start of a line, and how much is missing."""
     if len(line) <= most:
         return line
     return f"{line[:most]}... ({len(line) - most} more characters)"
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return some names in one line, and how many more there are."""
+    """Return the first names in one line, and how many more there are."""
     more = len(names) - _LISTED
     return ", ".join(map(_printable, names[:_LISTED])) + (f" and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""The one door through which a browser reaches the network: it looks at every address itself.
+"""The only way for a browser to reach the network: a SOCKS5 proxy that checks every address.
 
-A SOCKS5 proxy on loopback. The browser hands over names, not addresses, so a name is resolved here,
-once for each connection, and the address that was looked at is the one that is connected to: no
-redirect, no second DNS answer and no subresource gets around it.
+The browser passes names, not addresses, so a name is resolved here, once for each connection, and
+the checked address is the one that is connected to: no redirect, no second DNS answer and no
+subresource bypasses the check.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Iterable[str]]]
 """Given a host and a port, returns the addresses to try, in order."""
 
 _CONNECT_SECONDS = 10.0
-# What older Pythons count as global, or what no page has a reason to be at.
+# Networks that older Pythons count as global, and others that serve no pages.
 _NOT_PUBLIC_V4 = tuple(
-    # The last is Azure's own: on its machines it answers with what belongs to the machine.
+    # The last is Azure's own: it serves metadata of the machine.
     map(ipaddress.IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32"))
 )
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
@@ -33,7 +33,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """Tell whether an address is one of the public internet's, for one host.
+    """Tell whether an address belongs to one host of the public internet.
 
     >>> is_public("93.184.216.34"), is_public("10.0.0.1"), is_public("::ffff:127.0.0.1")
     (True, False, False)
@@ -51,7 +51,7 @@ def is_public(address: str) -> bool:
 
 
 async def system_resolve(host: str, port: int) -> list[str]:
-    """Return what the machine's resolver says."""
+    """Return the addresses that the resolver of the machine finds."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -59,7 +59,7 @@ async def system_resolve(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboundRules:
-    """Which hosts may be reached: public ones, and those that are named."""
+    """Which hosts may be reached: public ones, and those in ``allow_hosts``."""
 
     allow_hosts: Collection[str] = ()
     """Hosts that may be at any address: ``name``, ``address`` or either with ``:port``."""
@@ -68,12 +68,12 @@ class OutboundRules:
 
     def __post_init__(self) -> None:
         if isinstance(self.allow_hosts, str):
-            raise TypeError("allow_hosts takes several hosts, got a string")
+            raise TypeError("allow_hosts takes a list of hosts, got a string")
         hosts = frozenset(_host_key(host) for host in self.allow_hosts)
         object.__setattr__(self, "allow_hosts", hosts)
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Return the addresses of a host that may be connected to; raises Refused if none may."""
+        """Return the allowed addresses of a host; raises Refused if there are none."""
         try:
             found = [str(ipaddress.ip_address(host.partition("%")[0]))]
         except ValueError:
@@ -90,11 +90,11 @@ class OutboundRules:
 
 
 class Refused(Exception):
-    """A host that must not be reached."""
+    """The host is not allowed."""
 
 
-class Door:
-    """A proxy for one page. ``refused`` and ``failed`` say what did not get through, and why."""
+class OutboundProxy:
+    """A proxy for one page. ``refused`` and ``failed`` list failed connections with the reason."""
 
     def __init__(self, rules: OutboundRules, *, max_bytes: int) -> None:
         self.rules = rules
@@ -103,17 +103,17 @@ class Door:
         self.refused: list[str] = []
         self.failed: list[str] = []
         self.when_full: Callable[[], object] | None = None
-        """Called when more has come than is taken; nothing more comes then."""
+        """Called once when the page has loaded more than ``max_bytes``; the rest is dropped."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     @property
     def is_full(self) -> bool:
-        """Whether more came than is taken."""
+        """Whether the page has loaded more than ``max_bytes``."""
         return self.received > self.max_bytes
 
     async def open(self) -> str:
-        """Start; returns the proxy's address for the browser."""
+        """Start, and return the address of the proxy."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"socks5://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -133,11 +133,11 @@ class Door:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            # Whoever goes away in the middle has nothing more to be told.
+            # A client that disconnects needs no answer.
             with suppress(OSError, asyncio.IncompleteReadError, ValueError):
                 host, port = await _requested(reader, writer)
                 upstream = await self._connect(host, port)
-                # What SOCKS5 answers: 0 is yes, 2 is "not allowed". The address is of no use.
+                # SOCKS5 replies: 0 is success, 2 is "not allowed". The address is unused.
                 writer.write(bytes((5, 2 if upstream is None else 0, 0, 1, 0, 0, 0, 0, 0, 0)))
                 await writer.drain()
                 if upstream is not None:
@@ -158,7 +158,7 @@ class Door:
             return None
         for address in addresses:
             try:
-                # An address, not the name: nobody is asked again what it means.
+                # The address, not the name: it is not resolved again.
                 return await asyncio.wait_for(
                     asyncio.open_connection(address, port), _CONNECT_SECONDS
                 )
@@ -188,7 +188,7 @@ class Door:
 
 
 async def _requested(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int]:
-    """Shake hands as SOCKS5 does and return the host and port that are asked for."""
+    """Do the SOCKS5 handshake and return the requested host and port."""
     version, methods = await reader.readexactly(2)
     await reader.readexactly(methods)
     if version != 5:
@@ -196,7 +196,7 @@ async def _requested(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
     writer.write(b"\x05\x00")
     version, command, _, kind = await reader.readexactly(4)
     if (version, command) != (5, 1):
-        raise ValueError("only connections are made")
+        raise ValueError("only CONNECT is supported")
     if kind == 1:
         host = socket.inet_ntop(socket.AF_INET, await reader.readexactly(4))
     elif kind == 4:

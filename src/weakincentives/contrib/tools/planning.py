@@ -1,13 +1,15 @@
-"""``PlanningToolsSection``: a plan that a model makes, keeps up to date, and is held to."""
+"""``PlanningToolsSection``: a plan that a model makes, updates, and has to finish."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 from pydantic import Field
 
+from weakincentives.contrib.tools.suite import suite_tool
 from weakincentives.errors import ToolValidationError
 from weakincentives.prompt.completion import AnyOf, Custom, PlanDone, TaskCompletionChecker
 from weakincentives.prompt.section import Section, SectionOptions
@@ -25,12 +27,12 @@ _MARKS: dict[StepStatus, str] = {"pending": " ", "in-progress": ">", "done": "x"
 Text = Annotated[str, Field(min_length=1)]
 
 
-# What happens to a plan
+# Events
 
 
 @dataclass(frozen=True, slots=True)
 class SetupPlan:
-    """A plan takes the place of the one there was."""
+    """A new plan replaces the old one."""
 
     objective: str
     steps: tuple[str, ...]
@@ -38,14 +40,14 @@ class SetupPlan:
 
 @dataclass(frozen=True, slots=True)
 class AddSteps:
-    """Steps come at the end of the plan."""
+    """Steps are added to the end of the plan."""
 
     steps: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStep:
-    """One step changes; what is None stays as it is."""
+    """One step changes; None leaves a field as it is."""
 
     number: int
     status: StepStatus | None = None
@@ -55,7 +57,7 @@ class UpdateStep:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The status of the plan as a whole changes, until a step does."""
+    """The status of the whole plan changes, until a step changes."""
 
     status: StepStatus
 
@@ -65,7 +67,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanStep:
-    """One step, and how far it is."""
+    """One step and its status."""
 
     title: str
     status: StepStatus = "pending"
@@ -73,13 +75,13 @@ class PlanStep:
 
     def render(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        words = f"{self.title}{note}".split()  # on one line, whatever is in it
+        words = f"{self.title}{note}".split()  # on one line
         return f"[{_MARKS[self.status]}] {' '.join(words)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done, step by step: a STATE slice, so a failed call takes its changes back.
+    """The steps of a task. A STATE slice, so the changes of a failed call are rolled back.
 
     >>> print(Plan(steps=("Write the test", "Fix the bug")).render())
     Plan: 0 of 2 steps done
@@ -91,10 +93,10 @@ class Plan:
     """A step may be given as its plain text."""
     objective: str = ""
     status: StepStatus = "pending"
-    """That of the whole: as its steps are, or as an UpdatePlan said last."""
+    """Of the whole plan: derived from its steps, or set by an UpdatePlan."""
 
     if TYPE_CHECKING:
-        # Says what dataclasses cannot: steps are taken in more forms than they are given.
+        # A dataclass cannot declare that steps are also accepted as plain texts.
         def __init__(
             self,
             steps: Iterable[PlanStep | str] = (),
@@ -105,7 +107,7 @@ class Plan:
     def __post_init__(self) -> None:
         steps: Iterable[PlanStep | str] = self.steps
         if isinstance(steps, str):
-            raise TypeError("steps takes several steps: put a single one in a list")
+            raise TypeError("steps takes a list of steps, got a string")
         made = tuple(PlanStep(each) if isinstance(each, str) else each for each in steps)
         object.__setattr__(self, "steps", made)
 
@@ -121,14 +123,11 @@ class Plan:
     def update_step(self, event: UpdateStep) -> Plan:
         if not 1 <= event.number <= len(self.steps):
             raise ValueError(f"the plan has no step {event.number}")
-        step = self.steps[event.number - 1]
-        changed = PlanStep(
-            step.title if event.title is None else event.title,
-            step.status if event.status is None else event.status,
-            step.note if event.note is None else event.note,
-        )
-        before, after = self.steps[: event.number - 1], self.steps[event.number :]
-        return self._with((*before, changed, *after))
+        given = {"status": event.status, "title": event.title, "note": event.note}
+        changes: Any = {name: value for name, value in given.items() if value is not None}
+        steps = list(self.steps)
+        steps[event.number - 1] = replace(steps[event.number - 1], **changes)
+        return self._with(tuple(steps))
 
     @reducer(on=UpdatePlan)
     def update(self, event: UpdatePlan) -> Plan:
@@ -138,9 +137,9 @@ class Plan:
         return Plan(steps, self.objective, _overall([step.status for step in steps]))
 
     def unfinished(self, *, accept_blocked: bool = True) -> tuple[str, ...]:
-        """Return the steps that are still to be done, in words for a model.
+        """Return the open steps, worded for a model.
 
-        One that is blocked, with a note that says by what, is as far as a model can get it.
+        A blocked step whose note gives the reason does not count as open.
         """
         return tuple(
             f"{number}. {step.title} ({step.status})"
@@ -159,7 +158,7 @@ class Plan:
 
 
 def _overall(statuses: list[StepStatus]) -> StepStatus:
-    """Return the status of a whole whose parts have these."""
+    """Return the status of a plan whose steps have these."""
     if all(status == "done" for status in statuses):
         return "done"
     if all(status in ("done", "blocked") for status in statuses):
@@ -172,11 +171,11 @@ def _is_explained(step: PlanStep) -> bool:
 
 
 def plan_done(*, required: bool = False, accept_blocked: bool = True) -> TaskCompletionChecker:
-    """Return a checker that sends a model back as long as its plan is not finished.
+    """Return a checker that lets a model stop only when its plan is finished.
 
     Args:
-        required: Also send it back when it has not made a plan at all.
-        accept_blocked: Let it stop at steps that are blocked, with a note that says by what.
+        required: A model without a plan may not stop either.
+        accept_blocked: Accept blocked steps whose note gives the reason.
     """
     finished = PlanDone[Plan](Plan, lambda plan: plan.unfinished(accept_blocked=accept_blocked))
     if required:
@@ -190,17 +189,17 @@ def plan_done(*, required: bool = False, accept_blocked: bool = True) -> TaskCom
 @dataclass(frozen=True, slots=True)
 class SetupPlanParams:
     objective: Text
-    """What is to be achieved, in one sentence."""
+    """The goal, in one sentence."""
     steps: Annotated[tuple[Text, ...], Field(min_length=1)]
-    """What to do, in order; each can be finished and checked by itself."""
+    """Steps in order; each can be finished and checked by itself."""
     replace: bool = False
-    """Give up a plan that is not finished."""
+    """Replace a plan that is not finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddStepsParams:
     steps: Annotated[tuple[Text, ...], Field(min_length=1)]
-    """Steps to put at the end of the plan."""
+    """Steps to add to the end of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,56 +211,33 @@ class UpdateStepParams:
     title: Text | None = None
     """Its new text."""
     note: str | None = None
-    """What came out, or what it is blocked by."""
+    """The outcome, or why it is blocked."""
 
 
 def planning_tools() -> tuple[Tool[Any, Any], ...]:
     """Return the tools of the section, for a section of your own."""
+    change = partial(suite_tool, reach="reversible", concurrent=True)
     return (
-        Tool[SetupPlanParams, Plan](
-            name="setup_plan",
-            description="Make a plan for a task that takes several steps.",
-            handler=_setup_plan,
-            reach="reversible",
-            concurrent=True,
-            examples=(_SETUP_EXAMPLE,),
-        ),
-        Tool[AddStepsParams, Plan](
-            name="add_steps",
-            description="Add steps to the end of the plan.",
-            handler=_add_steps,
-            reach="reversible",
-            concurrent=True,
-        ),
-        Tool[UpdateStepParams, Plan](
-            name="update_step",
-            description="Change the status, text or note of one step of the plan.",
-            handler=_update_step,
-            reach="reversible",
-            concurrent=True,
-            examples=(_UPDATE_EXAMPLE,),
-        ),
-        Tool[None, Plan](
-            name="read_plan",
-            description="Show the plan as a checklist.",
-            handler=_read_plan,
-            reach="read",
-            concurrent=True,
-        ),
+        change(_setup_plan, examples=(_SETUP_EXAMPLE,)),
+        change(_add_steps),
+        change(_update_step, examples=(_UPDATE_EXAMPLE,)),
+        suite_tool(_read_plan, reach="read", concurrent=True),
     )
 
 
 def _setup_plan(params: SetupPlanParams, *, context: ToolContext) -> ToolResult[Plan]:
+    """Make a plan for a task that takes several steps."""
     plan = context.session[Plan].latest()
     if plan is not None and plan.unfinished() and not params.replace:
         raise ToolValidationError(
-            f"There is a plan that is not finished:\n{plan.render()}\n"
-            "Go on with it, add to it with add_steps, or set replace=true to give it up"
+            f"The current plan is not finished:\n{plan.render()}\n"
+            "Continue with it, extend it with add_steps, or set replace=true to replace it"
         )
     return _changed(context, SetupPlan(params.objective, params.steps), "The plan is set up")
 
 
 def _add_steps(params: AddStepsParams, *, context: ToolContext) -> ToolResult[Plan]:
+    """Add steps to the end of the plan."""
     _plan(context)
     count = len(params.steps)
     added = "Added 1 step" if count == 1 else f"Added {count} steps"
@@ -269,6 +245,7 @@ def _add_steps(params: AddStepsParams, *, context: ToolContext) -> ToolResult[Pl
 
 
 def _update_step(params: UpdateStepParams, *, context: ToolContext) -> ToolResult[Plan]:
+    """Change the status, text or note of one step of the plan."""
     plan = _plan(context)
     if params.step > len(plan.steps):
         raise ToolValidationError(
@@ -277,12 +254,13 @@ def _update_step(params: UpdateStepParams, *, context: ToolContext) -> ToolResul
     if params.status is None and params.title is None and params.note is None:
         raise ToolValidationError("Nothing to change: give a status, a title or a note")
     if params.status == "blocked" and not (params.note or plan.steps[params.step - 1].note):
-        raise ToolValidationError("Say in note what the step is blocked by, then try again")
+        raise ToolValidationError("Give the reason in note, then retry")
     event = UpdateStep(params.step, params.status, params.title, params.note)
     return _changed(context, event, f"Updated step {params.step}")
 
 
 def _read_plan(params: None, *, context: ToolContext) -> ToolResult[Plan]:
+    """Show the plan as a checklist."""
     return ToolResult.ok(_plan(context))
 
 
@@ -300,12 +278,12 @@ def _changed(
     context.session.dispatch(event)
     plan = _plan(context)
     if plan.steps and not plan.unfinished():
-        message += ". Nothing is left to be done"
+        message += ". All steps are finished"
     return ToolResult.ok(plan, message)
 
 
 def _install(session: Session) -> None:
-    """Let a session understand what happens to plans."""
+    """Register the reducers of a plan in a session."""
     if not session.handles(SetupPlan):
         session.install(Plan)
 
@@ -314,10 +292,10 @@ def _install(session: Session) -> None:
 
 
 class PlanningToolsSection(Section[None]):
-    """Guidance and tools to plan, with the plan as it stands in the text.
+    """Guidance and tools to plan, with the current plan in the text.
 
-    ``completion`` is the checker for it: give it to the loop, and a model that stops with a plan
-    that is not finished is sent back with the steps that are left.
+    ``completion`` is a task-completion checker: give it to the loop, and a model that stops with an
+    unfinished plan is told which steps are open.
     """
 
     def __init__(
@@ -340,14 +318,14 @@ class PlanningToolsSection(Section[None]):
 
 
 _GUIDANCE = """\
-Use a plan for a task that takes three or more steps, or when you are asked for one. Do without \
-for what a single answer or call does.
+Use a plan for a task that takes three or more steps, or when you are asked for one. A single \
+answer or call needs no plan.
 
-- Begin with `setup_plan`: the objective, and steps that can each be finished and checked.
+- Start with `setup_plan`: the objective, and steps that can each be finished and checked.
 - Set a step to `in-progress` with `update_step` before you work on it, one at a time, and to \
 `done` as soon as it is finished and checked: not before, and not several at the end.
-- Set a step that you cannot finish to `blocked`, with a note that says by what.
-- Add what turns out to be missing with `add_steps`. Look at the plan with `read_plan`.
+- Set a step that you cannot finish to `blocked`, with the reason in the note.
+- Add missing steps with `add_steps`. See the plan with `read_plan`.
 - Do not stop while steps are `pending` or `in-progress`: finish them first."""
 
 _SETUP_EXAMPLE = ToolExample[SetupPlanParams, Plan](
@@ -358,7 +336,7 @@ _SETUP_EXAMPLE = ToolExample[SetupPlanParams, Plan](
     output=Plan(("Write a test that fails", "Fix the sum", "Run all tests"), "Fix the wrong total"),
 )
 _UPDATE_EXAMPLE = ToolExample[UpdateStepParams, Plan](
-    description="Say that a step cannot be finished",
+    description="Report that a step cannot be finished",
     input=UpdateStepParams(2, "blocked", note="no access to the repository"),
     output=Plan(
         (PlanStep("Tag", "done"), PlanStep("Publish", "blocked", "no access to the repository")),

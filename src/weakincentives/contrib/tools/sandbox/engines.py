@@ -1,6 +1,6 @@
-"""Sandboxes: commands run on a workspace, and can see, change and use up nothing else.
+"""Sandboxes: commands run on a workspace, and can see, change and use nothing else.
 
-A sandbox is a way to wrap a command: with podman, with bubblewrap, or in namespaces of our own. The
+An engine wraps a command: with bubblewrap, in namespaces of our own, or with podman. The
 workspace's own ``HostFilesystem.run`` runs it, so rollback, private views and the history work as
 for every command.
 """
@@ -20,10 +20,10 @@ import tempfile
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
 from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.limits import (
@@ -46,25 +46,25 @@ EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-"""A command's environment besides what it is given; nothing of ours."""
+"""The environment of every command; nothing of ours."""
 
 TRIAL = 60.0
-"""Seconds that the first command may take; podman can be slow on a busy machine."""
+"""Seconds for the trial command; podman can be slow on a busy machine."""
 
-INSIDE = "/workspace"
-"""Where a command sees the workspace: the file tools call it the same."""
+WORKSPACE = "/workspace"
+"""Where a command sees the workspace; the file tools use the same prefix."""
 
 USER = 1000, 1000
-"""The user and group that a command sees as its own, whatever they are outside."""
+"""The user and group of a command, as it sees them."""
 
 ENV = "/.wink-env"
 ENTER = f". {ENV}"
-"""How a command's environment gets into the sandbox: see ``Kit.folder``."""
+"""How a command gets its environment: see ``SystemFiles.environment``."""
 
 LAUNCHER = byte_code(source_of(__file__, "launcher.py"))
 
-# Joins the groups named up to `--`, and makes the process the first to be killed when memory runs
-# out. Descriptor 8 is bwrap's own arguments, 9 the seccomp filter.
+# Joins the cgroups named before `--`, and makes the process the first to be killed when memory
+# runs out. Descriptor 8 is bwrap's own arguments, 9 the seccomp filter.
 PRELUDE = """
 options=$1 filter=$2
 shift 2
@@ -79,27 +79,34 @@ exec "$@" 8<"$options" 9<"$filter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SandboxedCommand:
     """A command to wrap."""
 
     argv: Sequence[str]
     workspace: Path
-    cwd: str
-    """Where it starts, as it sees it."""
-    env: Mapping[str, str]
-    """All of its environment. Never that of a process outside, which it could make do anything."""
-    owner: tuple[int, int]
-    """The user and group that its files belong to outside."""
     limits: SandboxLimits
+    cwd: str = WORKSPACE
+    """Where it starts, as it sees it."""
+    env: Mapping[str, str] = field(default_factory=lambda: CLEAN)
+    """All of its environment. Programs outside of the sandbox never get it: it could make them do
+    anything."""
     read_only: Sequence[str] = ()
     """Paths in the workspace, relative to its root, that it sees and cannot change."""
     hidden: Sequence[str] = ()
     """Directories in the workspace that it sees empty."""
 
+    @property
+    def owner(self) -> tuple[int, int]:
+        """The user and group of the command outside: root works as the owner of the files."""
+        if os.geteuid() != 0:
+            return os.geteuid(), os.getegid()
+        status = os.stat(self.workspace)
+        return status.st_uid, status.st_gid
+
 
 @dataclass(frozen=True, slots=True)
-class Wrapped:
-    """What to start in the place of a command."""
+class Launch:
+    """The program that runs a command in the sandbox."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -108,28 +115,30 @@ class Wrapped:
     """Whether its processes and their memory need to be watched."""
 
 
-class SandboxEngine(Protocol):
+class Engine:
     """A program, or a feature of the kernel, that confines commands."""
 
-    @property
-    def name(self) -> EngineName: ...
+    name: EngineName
+
+    def __init__(self, kit: SystemFiles) -> None:
+        self.kit = kit
 
     def missing(self) -> str | None:
-        """Return why it need not even be tried, if so."""
-        ...
+        """Return why it cannot work here, if that is known without a trial."""
+        return None
 
-    def wrapped(self, order: Order) -> AbstractContextManager[Wrapped]:
-        """Give what to start; nothing is left of it afterwards."""
-        ...
+    def wrapped(self, command: SandboxedCommand) -> AbstractContextManager[Launch]:
+        """Give the program to start; its files are removed afterwards."""
+        raise NotImplementedError
 
 
-# What a command sees, described once and rendered by each engine
+# What a command sees: one description, translated by each engine
 
 
 Mount = tuple[Literal["read", "write", "link", "scratch", "proc", "dev", "lock"], str, str]
-"""What is seen at a path (the last part): a ``read``-only or ``write``-able file or directory of
-the host, a ``link`` to somewhere, an empty ``scratch`` directory with so many bytes, ``/proc`` or
-``/dev``; ``lock`` makes the directory itself read-only, when everything else in it is mounted."""
+"""Kind, source and target: a ``read``-only or ``write``-able file or directory of the host, a
+symbolic ``link``, an empty ``scratch`` directory whose source is its size in bytes, ``/proc`` or
+``/dev``; ``lock`` makes a directory read-only once everything in it is mounted."""
 
 _TOP = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _ETC = (
@@ -140,7 +149,7 @@ _ETC = (
 """The parts of ``/etc`` that programs need; the rest is hidden."""
 
 _HIDDEN = {"kcore", "key-users", "keys", "kmsg", "sched_debug", "sysrq-trigger", "timer_list"}
-"""The parts of ``/proc`` that tell about the whole machine, or change it."""
+"""The parts of ``/proc`` that expose the whole machine, or change it."""
 
 _FILES = {
     "passwd": "root:x:0:0::/:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n",
@@ -149,25 +158,23 @@ _FILES = {
 }
 
 
-class Kit:
-    """What engines need on disk: the files of a small system, and the seccomp filters.
+class SystemFiles:
+    """The files of the engines: those of a minimal system, and the seccomp filter.
 
     Args:
-        read_only: Directories of the host that commands see besides its programs.
+        read_only: More directories of the host that commands see.
     """
 
     def __init__(self, read_only: Sequence[str | os.PathLike[str]] = ()) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="wink-", dir=_temporary()))
         weakref.finalize(self, remove_tree, self.place)
-        self.place.chmod(0o711)  # as root, commands of other users get here
+        self.place.chmod(0o711)  # commands that root runs as other users read it
         self.filter = self.place / "filter"
         self.filter.write_bytes(filter_program() or b"")
-        self.profile = self.place / "profile"
-        self.profile.write_text(container_profile())
         for name, text in _FILES.items():
             (self.place / name).write_text(text)
         for file in self.place.iterdir():
-            file.chmod(0o644)  # whatever the caller's umask: other users' commands read them
+            file.chmod(0o644)  # whatever the umask of the caller
         self._nothing = self.place / "nothing"
         self._nothing.mkdir()
         self.system: list[Mount] = [
@@ -179,20 +186,20 @@ class Kit:
         """The parts of the host's system that a command sees."""
         self._proc = list(_proc_covers())
 
-    def workspace(self, order: Order) -> list[Mount]:
-        """Return the workspace, and what covers protected parts of it."""
+    def workspace(self, command: SandboxedCommand) -> list[Mount]:
+        """Return the mounts of the workspace and of its protected parts."""
         return [
-            ("write", str(order.workspace), INSIDE),
+            ("write", str(command.workspace), WORKSPACE),
             *(
-                ("read", str(order.workspace / path), f"{INSIDE}/{path}")
-                for path in order.read_only
+                ("read", str(command.workspace / path), f"{WORKSPACE}/{path}")
+                for path in command.read_only
             ),
-            *(("read", str(self._nothing), f"{INSIDE}/{path}") for path in order.hidden),
+            *(("read", str(self._nothing), f"{WORKSPACE}/{path}") for path in command.hidden),
         ]
 
-    def mounts(self, order: Order, *more: Mount) -> list[Mount]:
-        """Return all that a command sees, in the order to mount it."""
-        scratch = str(order.limits.scratch)
+    def mounts(self, command: SandboxedCommand, *more: Mount) -> list[Mount]:
+        """Return everything that a command sees, in mount order."""
+        scratch = str(command.limits.scratch)
         return [
             ("scratch", scratch, "/tmp"),  # first: the host's directories may lie below it
             *self.system,
@@ -202,37 +209,36 @@ class Kit:
             ("dev", "dev", "/dev"),
             ("scratch", scratch, "/dev/shm"),
             ("lock", "", "/dev"),
-            *self.workspace(order),
+            *self.workspace(command),
             ("lock", "", "/"),
         ]
 
     @contextmanager
-    def folder(self, order: Order, **files: bytes) -> Generator[Path]:
-        """Give a directory for what starts one command, with these files. Only we can write there.
-
-        As root we read back what is there, so not even the user who the command runs as may.
-        The file ``env`` sets the command's environment once its limits are in force: earlier, it
-        could make the programs around it do something else, and in an argument everybody on the
-        machine could read it.
-        """
-        # Short, because podman takes no long names.
+    def folder(self) -> Generator[Path]:
+        """Give a directory for one command, in which only we can write: as root we read it back."""
+        # Podman takes no long paths.
         folder = self.place / os.urandom(4).hex()
         folder.mkdir(mode=0o700)
-        if os.geteuid() == 0:
-            folder.chmod(0o711)  # the environment is read there by the command's own user
-        exports = (f"export {name}={shlex.quote(value)}\n" for name, value in order.env.items())
         try:
-            env = "".join(exports).encode(errors="surrogateescape")
-            _write(folder / "env", env, order.owner)
-            for name, data in files.items():
-                _write(folder / name, data)
             yield folder
         finally:
             remove_tree(folder)
 
+    def environment(self, command: SandboxedCommand, folder: Path) -> Mount:
+        """Write a script that sets the command's environment once its limits are in force.
+
+        Earlier, the environment could make the programs around the command do something else, and
+        in an argument everybody on the machine could read it.
+        """
+        if os.geteuid() == 0:
+            folder.chmod(0o711)  # the command's own user reads the script
+        exports = (f"export {name}={shlex.quote(value)}\n" for name, value in command.env.items())
+        _write(folder / "env", "".join(exports).encode(errors="surrogateescape"), command.owner)
+        return "read", str(folder / "env"), ENV
+
 
 def _programs() -> Iterator[Mount]:
-    """Yield the host's programs, and what they need."""
+    """Yield the programs of the host, and the files they need."""
     for top in _TOP:
         if os.path.islink(top):
             yield "link", os.readlink(top), top
@@ -245,9 +251,9 @@ def _programs() -> Iterator[Mount]:
 
 
 def _proc_covers() -> Iterator[Mount]:
-    """Yield what covers the parts of ``/proc`` that a command may not see or write.
+    """Yield mounts over the parts of ``/proc`` that a command may not see or write.
 
-    A process of root's has the right to write there, even without any capability.
+    A process of root can write there even without any capability.
     """
     with os.scandir("/proc") as entries:
         for entry in entries:
@@ -259,16 +265,16 @@ def _proc_covers() -> Iterator[Mount]:
                 yield "read", entry.path, entry.path
 
 
-def _cgroup(order: Order) -> AbstractContextManager[tuple[str, ...]]:
-    """Give the entrances to a group with the limits, if they need one to be enforced.
+def _cgroup(command: SandboxedCommand) -> AbstractContextManager[tuple[str, ...]]:
+    """Give the files through which to join a cgroup with the limits; none without root.
 
-    The kernel limits the processes of a user in a namespace itself, for every user but root.
+    The kernel limits the processes of every user but root without a cgroup.
     """
-    return cgroup(order.limits) if os.geteuid() == 0 else nullcontext(())
+    return cgroup(command.limits) if os.geteuid() == 0 else nullcontext(())
 
 
 def _temporary() -> str:
-    """Return where temporary files go: for root, where commands of other users can get to."""
+    """Return where temporary files go: for root, where other users can read them."""
     places = [tempfile.gettempdir(), *(["/tmp", "/var/tmp"] if os.geteuid() == 0 else [])]
     for place in map(Path, places):
         with suppress(OSError):
@@ -292,41 +298,39 @@ def _outside() -> dict[str, str]:
 
 
 def is_missing(program: str) -> str | None:
-    """Return the reason not to use a program, if it is not installed."""
+    """Return a reason if a program is not installed."""
     return None if shutil.which(program, path=PATH) else f"{program} is not installed"
 
 
 # The engines
 
 
-@dataclass(frozen=True, slots=True)
-class Bubblewrap:
+class Bubblewrap(Engine):
     """Confines commands with ``bwrap``."""
 
-    kit: Kit
-    name: EngineName = "bubblewrap"
+    name = "bubblewrap"
 
     def missing(self) -> str | None:
         return is_missing("bwrap") or is_missing("prlimit") or is_missing("setpriv")
 
     @contextmanager
-    def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _cgroup(order) as entrances, self.kit.folder(order) as folder:
-            words = self._options(order, folder)
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
+        with _cgroup(command) as cgroup_files, self.kit.folder() as folder:
+            words = self._options(command, self.kit.environment(command, folder))
             _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
-            limits = order.limits.rlimits(memory=not entrances)
+            limits = command.limits.rlimits(memory=not cgroup_files)
             argv = ["sh", "-c", PRELUDE, "wink", str(folder / "options"), str(self.kit.filter)]
-            argv += [*entrances, "--"]
-            uid, gid = order.owner
+            argv += [*cgroup_files, "--"]
+            uid, gid = command.owner
             ours = *os.getresuid(), *os.getresgid(), *os.getgroups()
             if os.geteuid() == 0 and {uid, gid, *ours} != {0}:
                 argv += ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
             argv += ["bwrap", "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
-            argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *order.argv]
-            yield Wrapped(argv, _outside(), watched=not entrances)
+            argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *command.argv]
+            yield Launch(argv, _outside(), watched=not cgroup_files)
 
-    def _options(self, order: Order, folder: Path) -> list[str]:
+    def _options(self, command: SandboxedCommand, environment: Mount) -> list[str]:
         options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
         options += ["--uid", str(USER[0]), "--gid", str(USER[1])]
         options += ["--hostname", "sandbox", "--clearenv"]
@@ -334,7 +338,7 @@ class Bubblewrap:
             options += ["--setenv", name, value]
         filtered = self.kit.filter.stat().st_size > 0
         options += ["--seccomp", "9"] if filtered else ["--disable-userns"]
-        for kind, source, target in self.kit.mounts(order, ("read", str(folder / "env"), ENV)):
+        for kind, source, target in self.kit.mounts(command, environment):
             if kind == "read":
                 options += ["--ro-bind", source, target]
             elif kind == "write":
@@ -347,38 +351,36 @@ class Bubblewrap:
                 options += ["--remount-ro", target]
             else:
                 options += [f"--{kind}", target]
-        return [*options, "--chdir", order.cwd]
+        return [*options, "--chdir", command.cwd]
 
 
-@dataclass(frozen=True, slots=True)
-class Namespaces:
+class Namespaces(Engine):
     """Confines commands with a program of our own; it needs Linux 5.12 and nothing else."""
 
-    kit: Kit
-    name: EngineName = "namespaces"
+    name = "namespaces"
 
     def missing(self) -> str | None:
         if not self.kit.filter.stat().st_size:
-            return f"its filter of system calls does not know this machine, {os.uname().machine}"
+            return f"it has no filter of system calls for {os.uname().machine}"
         return None
 
     @contextmanager
-    def wrapped(self, order: Order) -> Generator[Wrapped]:
-        with _cgroup(order) as entrances:
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
+        with _cgroup(command) as cgroup_files, self.kit.folder() as folder:
             plan = {
-                "argv": list(order.argv),
-                "env": dict(order.env),
-                "cwd": order.cwd,
-                "host": order.owner,
+                "argv": list(command.argv),
+                "env": dict(command.env),
+                "cwd": command.cwd,
+                "host": command.owner,
                 "user": USER,
-                "mounts": self.kit.mounts(order),
+                "mounts": self.kit.mounts(command),
                 "rules": str(self.kit.filter),
-                "entrances": entrances,
-                "rlimits": order.limits.rlimits(memory=not entrances),
+                "cgroup_files": cgroup_files,
+                "rlimits": command.limits.rlimits(memory=not cgroup_files),
             }
-            with self.kit.folder(order, plan=marshal.dumps(plan)) as folder:
-                argv = program(LAUNCHER, str(folder / "plan"))
-                yield Wrapped(argv, _outside(), watched=not entrances)
+            _write(folder / "plan", marshal.dumps(plan))
+            argv = program(LAUNCHER, str(folder / "plan"))
+            yield Launch(argv, _outside(), watched=not cgroup_files)
 
 
 # Podman reads these from a file only. Without them, killed containers would leave locks behind.
@@ -390,52 +392,55 @@ tmp_dir = "{place}/tmp"
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Podman:
-    """Confines commands in a container; podman keeps its state in a directory of the command's.
+class Podman(Engine):
+    """Confines commands in containers. Podman's state is in the directory of the command.
 
     Without an image the container sees the host's programs, as with the other engines.
     """
 
-    kit: Kit
-    image: str | None = None
-    name: EngineName = "podman"
+    name = "podman"
+
+    def __init__(self, kit: SystemFiles, image: str | None) -> None:
+        super().__init__(kit)
+        self.image = image
+
+    @cached_property
+    def _profile(self) -> Path:
+        """The seccomp profile; an empty file if there is none."""
+        profile = self.kit.place / "profile"
+        profile.write_text(container_profile())
+        return profile
 
     def missing(self) -> str | None:
         missing = is_missing("podman") or is_missing("unshare")
         if missing is not None:
             return missing
         if os.geteuid() != 0 and not os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
-            return "without root it limits memory and processes with cgroup v2 only"
-        if not self.kit.profile.stat().st_size:
-            return "its own list of system calls, seccomp.json, is missing or cannot be read"
+            return "without root it needs cgroup v2 to limit memory and processes"
+        if not self._profile.stat().st_size:
+            return "its list of system calls, seccomp.json, is missing or cannot be read"
         return None
 
     @contextmanager
-    def wrapped(self, order: Order) -> Generator[Wrapped]:
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
         group = new_name()
         try:
-            with self.kit.folder(order) as place:
+            with self.kit.folder() as place:
                 settings = place / "containers.conf"
                 _write(settings, SETTINGS.format(place=place).encode())
-                env = {
-                    "CONTAINERS_CONF": str(settings),
-                    "XDG_RUNTIME_DIR": str(place),
-                    **_outside(),
-                }
-                argv = [*self._podman(place), "run", *self._options(order, group)]
-                argv += _binds([*self.kit.workspace(order), ("read", str(place / "env"), ENV)])
+                env = {"CONTAINERS_CONF": str(settings), "XDG_RUNTIME_DIR": str(place)}
+                argv = [*self._podman(place), "run", *self._options(command, group)]
+                argv += _binds([*self.kit.workspace(command), self.kit.environment(command, place)])
                 argv += self._root(place) if self.image is None else [self.image]
-                # The first process of a container should be a shell, which does not mind it.
-                argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *order.argv]
-                yield Wrapped(argv, env)
+                # Process 1 of a container should be a shell: it reaps the others.
+                argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *command.argv]
+                yield Launch(argv, {**env, **_outside()})
         finally:
             remove_cgroups(group)
 
     def _podman(self, place: Path) -> list[str]:
         runtime = "crun" if is_missing("runc") else "runc"
-        # What it mounts, and what it starts beside the container, goes when it has ended. Without
-        # root it sees to that itself.
+        # Its mounts and helper processes end with it. Without root it does that itself.
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
         return [
             *(apart if os.geteuid() == 0 else []),
@@ -445,35 +450,35 @@ class Podman:
             f"--runtime={runtime}",
             f"--runtime-flag=root={place}/runtime",
             "--storage-driver=overlay",
-            # The user's images, without writing to their store.
+            # The images of the user, without writing to their store.
             *([f"--storage-opt=additionalimagestore={_image_store()}"] if self.image else []),
             "--cgroup-manager=cgroupfs",
             "--log-level=fatal",
         ]
 
-    def _options(self, order: Order, group: str) -> list[str]:
-        limits = order.limits
+    def _options(self, command: SandboxedCommand, group: str) -> list[str]:
+        limits = command.limits
         options = ["--rm", "--interactive", "--quiet", "--pull=never", "--log-driver=none"]
         options += ["--network=none", "--no-hosts", "--hostname=sandbox", "--unsetenv-all"]
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
-        options += [f"--security-opt=seccomp={self.kit.profile}"]
+        options += [f"--security-opt=seccomp={self._profile}"]
         options += ["--read-only", "--read-only-tmpfs=false", f"--shm-size={limits.scratch}"]
         options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch}"]
         options += [f"--cgroup-parent=/{group}", f"--pids-limit={limits.processes}"]
         options += [f"--memory={limits.memory}", f"--memory-swap={limits.memory}"]
-        options += ["--oom-score-adj=1000", f"--workdir={order.cwd}", *self._identity(order)]
+        options += ["--oom-score-adj=1000", f"--workdir={command.cwd}", *self._identity(command)]
         for name, (soft, hard) in limits.rlimits(memory=False).items():
             options += [f"--ulimit={name}={soft}:{hard}"]
         return options
 
-    def _identity(self, order: Order) -> list[str]:
-        """Return who the command is: the workspace's owner, and nobody else."""
-        uid, gid = order.owner
+    def _identity(self, command: SandboxedCommand) -> list[str]:
+        """Return the options that run the command as the owner of the workspace."""
+        uid, gid = command.owner
         if self.image is not None:
-            # In a namespace of users its files would belong to nobody.
+            # In a user namespace the files of the image would have no owner.
             return [f"--user={uid}:{gid}"] if os.geteuid() == 0 else []
         if os.geteuid() != 0:
-            uid = gid = 0  # the user's own number in podman's namespace
+            uid = gid = 0  # the number of the user in podman's namespace
         return [
             *(f"--uidmap={each}" for each in (f"0:100000:{USER[0]}", f"{USER[0]}:{uid}:1")),
             *(f"--gidmap={each}" for each in (f"0:100000:{USER[1]}", f"{USER[1]}:{gid}:1")),
@@ -481,9 +486,9 @@ class Podman:
         ]
 
     def _root(self, place: Path) -> list[str]:
-        """Make a root directory out of the host's system, and return how to use it."""
+        """Make a root directory with the programs of the host; return the options that use it."""
         root = place / "root"
-        for name in ("dev", "proc", "sys", "tmp", "var", INSIDE[1:]):
+        for name in ("dev", "proc", "sys", "tmp", "var", WORKSPACE[1:]):
             (root / name).mkdir(parents=True)
         for name in (ENV[1:], "etc/hostname", "etc/resolv.conf", "run/.containerenv"):
             _mount_point("", root / name)
@@ -501,13 +506,13 @@ class Podman:
 
 @cache
 def _image_store() -> str:
-    """Return where podman keeps the user's images."""
+    """Return where podman stores the images of the user."""
     ask = ["podman", "info", "--format={{.Store.GraphRoot}}"]
     return subprocess.run(ask, env=_outside(), capture_output=True, text=True).stdout.strip()
 
 
 def _mount_point(source: str, target: Path) -> None:
-    """Make something to mount a source on; the container may not be allowed to."""
+    """Make the target of a mount; the container may not be allowed to."""
     if os.path.isdir(source):
         target.mkdir(parents=True, exist_ok=True)
     else:
@@ -516,43 +521,42 @@ def _mount_point(source: str, target: Path) -> None:
 
 
 def _binds(mounts: Sequence[Mount]) -> Iterator[str]:
-    """Yield podman's options for files and directories of the host."""
+    """Yield podman's options that mount files and directories of the host."""
     for kind, source, target in mounts:
         if kind in ("read", "write"):
-            # The option is a line of comma-separated values: names with commas are quoted.
+            # The option is a CSV line: names with commas are quoted.
             line = io.StringIO()
             words = ["type=bind", f"src={source}", f"dst={target}"]
             csv.writer(line).writerow([*words, "ro=true"] if kind == "read" else words)
             yield f"--mount={line.getvalue().strip()}"
 
 
-@dataclass(frozen=True, slots=True)
-class Unconfined:
-    """No sandbox: only for those who ask for it by name."""
+class Unconfined(Engine):
+    """No sandbox: used only when asked for by name."""
 
-    name: EngineName = "none"
+    name = "none"
 
-    def missing(self) -> str | None:
-        return None
+    def __init__(self) -> None:
+        pass
 
     @contextmanager
-    def wrapped(self, order: Order) -> Generator[Wrapped]:
-        yield Wrapped(order.argv, order.env, watched=True)
+    def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
+        yield Launch(command.argv, command.env, watched=True)
 
 
-# Finding one, and running commands in it
+# The sandbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
     """Runs commands on a workspace; made by :func:`find_sandbox`."""
 
-    engine: SandboxEngine
+    engine: Engine
     limits: SandboxLimits
     python: str
     """The Python that commands find."""
     passed_over: tuple[tuple[EngineName, str], ...] = ()
-    """The engines that come before this one, and why they are not used."""
+    """The faster engines, and why they are not used."""
 
     @property
     def name(self) -> EngineName:
@@ -569,32 +573,36 @@ class Sandbox:
         timeout: float | None = None,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> CommandResult:
-        """Run a command on the workspace; its changes are kept only if it exits with 0.
+        """Run a command on the workspace; its changes are committed only if it exits with 0.
 
         Args:
             argv: The program and its arguments; one string is run by ``sh -c``.
-            cwd: Where to start it, as the filesystem calls it.
-            env: Variables to add to the bare minimum that it finds in its environment.
-            stdin: Its input; nothing by default.
+            cwd: Where to start it, as a path of the filesystem.
+            env: Variables to add to its minimal environment.
+            stdin: Its input; empty by default.
             timeout: Seconds after which it is killed.
-            output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
+            output_limit: Bytes of stdout and of stderr to return; the middle of more is left out.
         """
         words = Command.of(argv).argv
-        inside = str(PurePosixPath(INSIDE, fs.normalize(cwd)))
-        given = {**self._path(), "PWD": inside, **_checked(env or {})}
-        order = replace(
-            self._order(words, fs.root, given),
+        inside = str(PurePosixPath(WORKSPACE, fs.normalize(cwd)))
+        place = os.path.dirname(self.python)  # commands find a Python of ours by its name
+        path = f"{CLEAN['PATH']}:{place}" if place else CLEAN["PATH"]
+        command = SandboxedCommand(
+            argv=words,
+            workspace=fs.root,
+            limits=self.limits,
             cwd=inside,
+            env={**CLEAN, "PATH": path, "PWD": inside, **_checked(env or {})},
             read_only=_present(fs, fs.reserved.trees),
             hidden=_present(fs, fs.reserved.hidden),
         )
-        with self.engine.wrapped(order) as wrapped:
-            watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=wrapped.watched)
+        with self.engine.wrapped(command) as launch:
+            watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=launch.watched)
             try:
                 result = fs.run(
-                    wrapped.argv,
+                    launch.argv,
                     cwd=cwd,
-                    env=wrapped.env,
+                    env=launch.env,
                     stdin=stdin,
                     timeout=timeout,
                     output_limit=output_limit,
@@ -605,23 +613,8 @@ class Sandbox:
                 result = cast(CommandResult, error.result)
         return replace(result, argv=words)
 
-    def _order(self, argv: Sequence[str], workspace: Path, env: Mapping[str, str]) -> Order:
-        return Order(
-            argv=argv,
-            workspace=workspace,
-            cwd=INSIDE,
-            env={**CLEAN, **env},
-            owner=_owner(workspace),
-            limits=self.limits,
-        )
-
-    def _path(self) -> Mapping[str, str]:
-        """Let commands find a Python of ours by its name, where the system has none."""
-        place = os.path.dirname(self.python)
-        return {"PATH": f"{CLEAN['PATH']}:{place}"} if place else {}
-
     def problem(self) -> str | None:
-        """Return why no command can be run here, if so; it is tried."""
+        """Run a trial command; return why it failed, if it did."""
         missing = self.engine.missing()
         if missing is not None:
             return missing
@@ -629,20 +622,21 @@ class Sandbox:
             # It works if the command can write there, and cannot see it by its own name.
             test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
             try:
-                with self.engine.wrapped(self._order(test, Path(folder), {})) as wrapped:
+                command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
+                with self.engine.wrapped(command) as launch:
                     tried = subprocess.run(
-                        wrapped.argv, env=wrapped.env, capture_output=True, timeout=TRIAL
+                        launch.argv, env=launch.env, capture_output=True, timeout=TRIAL
                     )
             except (OSError, subprocess.TimeoutExpired, SandboxUnavailable) as error:
                 return str(error)
         if tried.returncode == 0:
             return None
         said = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return said or f"a first command ended with {tried.returncode}"
+        return said or f"a trial command exited with {tried.returncode}"
 
 
 def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
-    """Return the protected paths that can be mounted over themselves; a link cannot."""
+    """Return the protected paths that exist and can be mounted; a link cannot."""
     paths = ["/".join(parts) for parts in trees if parts]
     return [
         path
@@ -652,22 +646,13 @@ def _present(fs: HostFilesystem, trees: Iterable[Parts]) -> list[str]:
 
 
 def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
-    for name in env:
-        if not (name.isascii() and name.isidentifier()):
+    for name, value in env.items():
+        if not (name.isascii() and name.isidentifier()) or "\0" in value:
             raise ToolValidationError(
-                f"{name!r} cannot be the name of a variable: use letters, digits and underscores"
+                f"the variable {name!r} is not valid: a name has letters, digits and underscores, "
+                "a value no NUL character"
             )
-        if "\0" in env[name]:
-            raise ToolValidationError(f"the variable {name} cannot contain a NUL character")
     return env
-
-
-def _owner(workspace: Path) -> tuple[int, int]:
-    """Return who the command is outside: root does not stay root where others own the files."""
-    if os.geteuid() != 0:
-        return os.geteuid(), os.getegid()
-    status = os.stat(workspace)
-    return status.st_uid, status.st_gid
 
 
 def find_sandbox(
@@ -677,14 +662,14 @@ def find_sandbox(
     image: str | None = None,
     read_only: Sequence[str | os.PathLike[str]] = (),
 ) -> Sandbox:
-    """Return the first sandbox that works here: podman, bubblewrap, then namespaces of our own.
+    """Return the first sandbox that works here: bubblewrap, namespaces of our own, podman.
 
     Raises SandboxUnavailable, with the reason for each, where none does.
 
     Args:
-        choice: One of them by its name; ``"none"`` runs commands without any.
-        image: An image of podman's to run commands in; the host's programs without one.
-        read_only: Directories of the host that commands can read besides its programs.
+        choice: The name of one of them; ``"none"`` runs commands without a sandbox.
+        image: A podman image to run commands in; without one they see the programs of the host.
+        read_only: More directories of the host that commands can read.
     """
     if choice not in get_args(SandboxChoice):
         raise ValueError(f"sandbox must be one of {get_args(SandboxChoice)}, got {choice!r}")
@@ -692,9 +677,11 @@ def find_sandbox(
         raise ValueError(f"an image needs podman, but the sandbox is {choice!r}")
     for path in read_only:
         if not os.path.exists(path):
-            raise FileNotFoundError(errno.ENOENT, "nothing to show in the sandbox", str(path))
+            raise FileNotFoundError(
+                errno.ENOENT, "no such directory to show in the sandbox", str(path)
+            )
     if choice != "none" and sys.platform != "linux":
-        raise _unavailable(f"they need Linux, this is {sys.platform}")
+        raise _unavailable(f"sandboxes need Linux, this is {sys.platform}")
     python = "python3"
     if image is None and is_missing(python):
         python, read_only = os.path.realpath(sys.executable), (*read_only, sys.base_prefix)
@@ -715,20 +702,18 @@ def find_sandbox(
 
 def _unavailable(reason: str) -> SandboxUnavailable:
     return SandboxUnavailable(
-        f"No sandbox works here, so no command is run ({reason}). "
-        "sandbox='none' would run them without one"
+        f"No sandbox works here, so commands are not run ({reason}). "
+        "sandbox='none' runs them without one"
     )
 
 
 def _engines(
     choice: SandboxChoice, image: str | None, read_only: Sequence[str | os.PathLike[str]]
-) -> list[SandboxEngine]:
-    """Return the engines to try, the best first."""
+) -> list[Engine]:
+    """Return the engines to try, the fastest first."""
     if choice == "none":
         return [Unconfined()]
-    kit = Kit(read_only)
+    kit = SystemFiles(read_only)
     podman = Podman(kit, image)
-    if image is not None:
-        return [podman]
-    engines: list[SandboxEngine] = [podman, Bubblewrap(kit), Namespaces(kit)]
+    engines = [podman] if image is not None else [Bubblewrap(kit), Namespaces(kit), podman]
     return [each for each in engines if choice in ("auto", each.name)]

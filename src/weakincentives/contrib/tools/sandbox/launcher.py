@@ -1,7 +1,7 @@
-"""A program that runs a command in namespaces of its own, where nothing else is installed for it.
+"""A program that runs a command in namespaces of its own, without the help of other programs.
 
-It is started for every command, from its text, so it imports little, and nothing that takes long.
-Its plan comes in a file: see ``Namespaces`` in ``engines.py``.
+It is started for every command, so it imports only small modules. Its plan comes in a file: see
+``Namespaces`` in ``engines.py``.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ def main(
     user: tuple[int, int],
     mounts: list[tuple[str, str, str]],
     rules: str,
-    entrances: list[str],
+    cgroup_files: list[str],
     rlimits: dict[str, tuple[int, int]],
 ) -> NoReturn:
-    """Run the command, and end as it ended.
+    """Run the command, and exit with its code.
 
     Args:
-        host: The user and group that the command's files belong to outside.
-        user: The user and group that the command sees as its own.
+        host: The user and group of the command outside.
+        user: The user and group of the command, as it sees them.
         mounts: What the command sees: see ``Mount`` in ``engines.py``.
         rules: A file with the seccomp program.
-        entrances: Files to write the number of the process to, so that it joins its cgroups.
+        cgroup_files: The files through which to join its cgroups.
     """
     with open(rules, "rb") as file:
         program = file.read()
-    for entrance in entrances:
-        _write(entrance, str(os.getpid()))
+    for cgroup_file in cgroup_files:
+        _write(cgroup_file, str(os.getpid()))
     _write("/proc/self/oom_score_adj", "1000")
     _become(*host)
     _check(libc.unshare(sum(CLONE.values())), "unshare")
@@ -75,14 +75,14 @@ def main(
     first = os.fork()
     if first:
         _end_as(first)
-    # From here on this is the first process of the namespace: when it ends, all others do.
+    # This is now process 1 of the namespace: when it ends, all others do.
     _prctl(PR_SET_PDEATHSIG, SIGKILL)
     _build(mounts)
     _check(libc.sethostname(b"sandbox", 7), "sethostname")
     _raise_loopback()
     for name, limit in rlimits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), limit)
-    _give_up_rights(program)
+    _drop_rights(program)
     command = os.fork()
     if not command:
         _execute(argv, env, cwd)
@@ -90,7 +90,7 @@ def main(
 
 
 def _end_as(process: int) -> NoReturn:
-    """Wait for a process, and others that end before it; end with its code."""
+    """Wait for a process, and for others that end before it; exit with its code."""
     while True:
         pid, status = os.wait()
         if pid == process:
@@ -114,7 +114,7 @@ def _execute(argv: list[str], env: dict[str, str], cwd: str) -> NoReturn:
     os._exit(127 if isinstance(problem, FileNotFoundError) else 126)
 
 
-# Who it is
+# Identity
 
 
 def _become(uid: int, gid: int) -> None:
@@ -122,12 +122,12 @@ def _become(uid: int, gid: int) -> None:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
-        # Otherwise its own files in /proc belong to root from now on.
+        # Otherwise root owns its files in /proc from now on.
         _prctl(PR_SET_DUMPABLE, 1)
 
 
-def _give_up_rights(rules: bytes) -> None:
-    """Give up for good every right that the command does not need."""
+def _drop_rights(rules: bytes) -> None:
+    """Drop for good every right that the command does not need."""
     with open("/proc/sys/kernel/cap_last_cap") as file:
         for capability in range(int(file.read()) + 1):
             _prctl(PR_CAPBSET_DROP, capability)
@@ -139,15 +139,15 @@ def _give_up_rights(rules: bytes) -> None:
     _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
 
 
-# What it sees
+# Mounts
 
 
 def _build(mounts: list[tuple[str, str, str]]) -> None:
-    """Make a root directory of what the command may see, and put it in the place of the real one.
+    """Make a root directory of what the command may see, and switch to it.
 
-    The old root is seen at ``/old`` meanwhile, whatever lies above the place of the new one.
+    Meanwhile the old root is at ``/old``.
     """
-    umask = os.umask(0o022)  # for the mount points; the command gets its own back
+    umask = os.umask(0o022)  # for the mount points; restored for the command
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp/old")
@@ -197,7 +197,7 @@ def _build_dev(dev: str) -> None:
 
 
 def _bind(source: str, target: str, flags: int) -> None:
-    """Show a file or directory in another place, with all that is mounted below."""
+    """Mount a file or directory in another place, with everything mounted below it."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     elif not os.path.exists(target):
@@ -205,7 +205,7 @@ def _bind(source: str, target: str, flags: int) -> None:
         with open(target, "wb"):
             pass
     _mount(source, target, None, MS_BIND | MS_REC)
-    # Read-only, nosuid and nodev are the same bits for the call that changes whole trees.
+    # Read-only, nosuid and nodev have the same bits in mount_setattr.
     attributes = struct.pack("=QQQQ", flags, 0, 0, 0)
     path = os.fsencode(target)
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path, AT_RECURSIVE, attributes, 32)
@@ -224,7 +224,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _raise_loopback() -> None:
-    """Let programs reach themselves: tests of servers do."""
+    """Enable the loopback device: tests of servers use it."""
     link = libc.socket(AF_INET, SOCK_DGRAM, 0)
     _check(link, "socket")
     request = struct.pack("16sH22x", b"lo", IFF_UP)
@@ -254,5 +254,7 @@ if __name__ == "__main__":
             arguments = marshal.load(plan)
         main(**arguments)
     except OSError as error:
-        os.write(2, f"The sandbox could not be made: {error.strerror} {error.filename}\n".encode())
+        os.write(
+            2, f"The sandbox could not be set up: {error.strerror} {error.filename}\n".encode()
+        )
         os._exit(125)

@@ -1,4 +1,4 @@
-"""What a command in a sandbox may use, and how that is enforced."""
+"""Resource limits of a command in a sandbox, and how they are enforced."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
 from weakincentives.filesystem.tree import files_below
 
-# Seconds between two looks at a command, or this many times as long as a look takes.
+# Seconds between two checks of a command, or this many times the duration of a check.
 LOOK = 0.05
 REST = 5
 
-# Processes around a command that do not count towards its limit.
+# Processes around a command; they do not count towards its limit.
 WRAPPERS = 16
 
 GIB = 1 << 30
@@ -29,9 +29,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What one command may use, all its processes together unless stated otherwise.
+    """Limits of one command, for all its processes together unless stated otherwise.
 
-    A command that wants more is refused or killed, and nothing that it changed is kept.
+    A command that needs more is refused or killed, and its changes are undone.
     """
 
     memory: int = GIB
@@ -39,11 +39,11 @@ class SandboxLimits:
     processes: int = 128
     """Threads count as well."""
     disk: int = GIB
-    """Bytes that it may write into the workspace, and the size of its largest file."""
+    """Bytes that it may write to the workspace, also in one file."""
     files: int = 50_000
-    """Files and directories that it may make or change in the workspace."""
+    """Files and directories that it may create or change in the workspace."""
     scratch: int = GIB // 4
-    """Bytes in ``/tmp``, and as much in ``/dev/shm``: they are gone when it ends."""
+    """Bytes in ``/tmp``, and as many in ``/dev/shm``; both are removed when it ends."""
     cpu_seconds: int = 300
     """Processor time of each process."""
     open_files: int = 1024
@@ -55,36 +55,36 @@ class SandboxLimits:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def rlimits(self, *, memory: bool) -> dict[str, tuple[int, int]]:
-        """Return the soft and hard limit of each process by the kernel's name in lower case."""
+        """Return the soft and hard limits of each process, by the kernel's name in lower case."""
         import resource
 
         limits = {
             "core": (0, 0),
-            # The first is a signal that a program may ignore; the second is not.
+            # A program may ignore the signal of the soft limit, not that of the hard one.
             "cpu": (self.cpu_seconds, self.cpu_seconds + 1),
             "fsize": (self.disk, self.disk),
             "nofile": (self.open_files, self.open_files),
             "nproc": (self.processes, self.processes),
         }
         if memory:
-            # Not the address space: programs reserve far more of it than they ever use.
+            # Not the address space: programs reserve far more of it than they use.
             limits["data"] = (self.memory, self.memory)
         for name, (soft, hard) in limits.items():
-            # A limit of our own cannot be raised.
+            # Our own hard limit cannot be raised.
             most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
             if most != resource.RLIM_INFINITY:
                 limits[name] = min(soft, most), min(hard, most)
         return limits
 
 
-# Limits that the kernel enforces for a group of processes
+# Limits of a cgroup, enforced by the kernel
 
 
 @contextlib.contextmanager
 def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
-    """Give the files through which a process joins a new group with these limits; only for root.
+    """Give the files through which a process joins a new cgroup with these limits; needs root.
 
-    Raises SandboxUnavailable where no group can be made.
+    Raises SandboxUnavailable where no cgroup can be made.
     """
     name = new_name()
     places = {controller: place for place, controller in _controllers()}
@@ -106,11 +106,11 @@ def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
 
 
 def _no_cgroup(reason: str) -> SandboxUnavailable:
-    return SandboxUnavailable(f"root is held to limits by cgroups only, and {reason}")
+    return SandboxUnavailable(f"root can be limited only by cgroups, and {reason}")
 
 
 def new_name() -> str:
-    """Return a name that no other group has."""
+    """Return a unique name for a cgroup."""
     return f"wink-{os.urandom(8).hex()}"
 
 
@@ -130,14 +130,14 @@ def _write(path: Path, value: int) -> None:
 
 
 def _controllers() -> Iterator[tuple[Path, str]]:
-    """Yield where groups are made for each controller that can limit them."""
+    """Yield the directory of each controller's hierarchy, and its name."""
     for place, options in cgroup_mounts():
         unified = place / "cgroup.controllers"
         if unified.exists():
             given = place / "cgroup.subtree_control"
             missing = {"memory", "pids"} & set(unified.read_text().split())
             missing -= set(given.read_text().split())
-            with contextlib.suppress(OSError):  # then groups below do not have these
+            with contextlib.suppress(OSError):  # the controllers stay unavailable
                 if missing:
                     given.write_text(" ".join(f"+{each}" for each in missing))
             options = given.read_text().split()
@@ -146,7 +146,7 @@ def _controllers() -> Iterator[tuple[Path, str]]:
 
 
 def cgroup_mounts() -> Iterator[tuple[Path, list[str]]]:
-    """Yield where the hierarchies of groups are mounted, and with which options."""
+    """Yield where cgroup hierarchies are mounted, and their options."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
@@ -155,14 +155,14 @@ def cgroup_mounts() -> Iterator[tuple[Path, list[str]]]:
 
 
 _unused: set[str] = set()
-"""Groups that are still to be removed."""
+"""Cgroups that are not removed yet."""
 
 
 def remove_cgroups(name: str) -> None:
-    """Remove the groups of that name from every hierarchy, with those below.
+    """Remove the cgroups of that name from every hierarchy, with those below.
 
-    A process belongs to its group for a moment after it has ended. A group that cannot be removed
-    yet is tried again with the next one, and once more when the program ends.
+    A process stays in its cgroup for a moment after it has ended. A cgroup that cannot be removed
+    yet is retried with the next one, and when the program ends.
     """
     _sweep_at_exit()
     _unused.add(name)
@@ -175,7 +175,7 @@ def _sweep_at_exit() -> None:
 
 
 def sweep_cgroups(patience: float = 0.0) -> bool:
-    """Remove the groups that are no longer used; tell whether all are gone."""
+    """Remove unused cgroups; tell whether all are gone."""
     until = SYSTEM_CLOCK.monotonic() + patience
     while True:
         for name in tuple(_unused):
@@ -193,15 +193,15 @@ def _remove_group(folder: Path) -> bool:
     return not folder.exists()
 
 
-# Limits that are enforced by looking
+# Limits that we enforce by checking
 
 
 class SandboxWatch:
     """Enforces the limits on the disk, and without a cgroup those on memory and processes.
 
     Args:
-        places: Directories on the filesystems that the command's changes are written to.
-        processes: Whether to watch the command's processes and their memory.
+        places: Directories on the filesystems that the command writes to.
+        processes: Whether to watch its processes and their memory.
     """
 
     def __init__(self, limits: SandboxLimits, *, places: Sequence[Path], processes: bool) -> None:
@@ -212,7 +212,7 @@ class SandboxWatch:
         self._next = 0.0
 
     def __call__(self, running: Running) -> str | None:
-        """Return why the command is to be killed, if it is."""
+        """Return why to kill the command, if there is a reason."""
         began = SYSTEM_CLOCK.monotonic()
         if began < self._next and not running.ended:
             return None
@@ -224,16 +224,16 @@ class SandboxWatch:
     def _look(self, running: Running) -> str | None:
         limits, layer = self._limits, running.layer
         if any(self._used(self._bytes, _free, limits.disk, layer, _written, most_of_it=True)):
-            return f"it wrote more than {in_words(limits.disk)} to the disk"
+            return f"it wrote more than {binary_size(limits.disk)} to the disk"
         if any(self._used(self._files, _free_files, limits.files, layer, _made)):
-            return f"it made or changed more than {limits.files:,} files"
+            return f"it created or changed more than {limits.files:,} files"
         if not self._processes or running.ended:
             return None
-        pids = family_of(running.pid)
+        pids = descendants(running.pid)
         if len(pids) > limits.processes + WRAPPERS:
-            return f"it had more than {limits.processes} processes"
+            return f"it started more than {limits.processes} processes"
         if _takes_more(pids, limits.memory):
-            return f"it used more than {in_words(limits.memory)} of memory"
+            return f"it used more than {binary_size(limits.memory)} of memory"
         return None
 
     def _used(
@@ -247,16 +247,16 @@ class SandboxWatch:
     ) -> Iterator[bool]:
         """Tell for each filesystem whether the command has used more than the limit.
 
-        What is free tells at once when there is nothing to look for. Others use the disk as well,
-        so the command's own layer is then counted. A command can have files without a name, which
-        cannot be counted: with ``most_of_it``, half of what was free is too much in any case.
+        Usually the free space shows that it has not. Other programs use the disk as well, so
+        otherwise the command's own layer is counted. Deleted files that are still open cannot be
+        counted: with ``most_of_it``, half of the free space is too much in any case.
         """
         for place, before in known.items():
             free = free_at(place)
-            if free is None or before is None:  # this filesystem has no limit, so it does not count
+            if free is None or before is None:  # this filesystem does not report it
                 yield layer is not None and _exceeds(in_layer(layer), limit)
                 continue
-            # Others may make room meanwhile: what the command writes must not hide behind that.
+            # Other programs may free space: that must not hide what the command writes.
             before = known[place] = max(before, free)
             used = before - free
             yield used > limit and (
@@ -286,7 +286,7 @@ def _written(layer: Path) -> Iterator[int]:
 
 
 def _made(layer: Path) -> Iterator[int]:
-    """Yield 1 for each entry of a layer that is not the mark of a removed one."""
+    """Yield 1 for each entry of a layer that is not a whiteout."""
     pending = [str(layer)]
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
@@ -298,8 +298,8 @@ def _made(layer: Path) -> Iterator[int]:
                 yield 1
 
 
-def family_of(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
+def descendants(pid: int) -> list[int]:
+    """Return a process and its descendants."""
     family = [pid]
     for each in family:
         with contextlib.suppress(OSError):  # it has ended
@@ -310,7 +310,7 @@ def family_of(pid: int) -> list[int]:
 
 
 def _takes_more(pids: Sequence[int], limit: int) -> bool:
-    """Tell whether processes use more memory; shared memory counts once, where it matters."""
+    """Tell whether processes use more memory; near the limit, shared memory counts once."""
     return sum(map(_resident, pids)) > limit and sum(map(_proportional, pids)) > limit
 
 
@@ -333,8 +333,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def in_words(size: float) -> str:
-    """Return a number of bytes as people say it."""
+def binary_size(size: float) -> str:
+    """Return a number of bytes: ``512 MiB``."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

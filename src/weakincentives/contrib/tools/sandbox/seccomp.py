@@ -1,4 +1,4 @@
-"""Seccomp filters: which system calls the kernel refuses to commands and to scripts."""
+"""Seccomp filters: the system calls that commands and scripts may not make."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CLONE_NEWUSER = 0x1000_0000
 X32 = 0x4000_0000
 
 MACHINES = {"x86_64": (0xC000_003E, 0), "aarch64": (0xC000_00B7, 1)}
-"""The kernel's number for each machine, and which of the numbers below are its own."""
+"""The kernel's number for each machine, and its index in the pairs of numbers below."""
 
 SECCOMP = 317, 277
 
 Numbers = tuple[int | None, int | None]
 
 REFUSED: dict[str, Numbers] = {
-    # Keys of the user who started us: keyrings are not namespaced.
+    # Keys of the user: keyrings are not namespaced.
     "add_key": (248, 217),
     "keyctl": (250, 219),
     "request_key": (249, 218),
-    # New namespaces, in which a command would be root and could reach much more of the kernel.
+    # New namespaces, in which a command would be root and reach more of the kernel.
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
     "fsopen": (430, 430),
@@ -41,7 +41,7 @@ REFUSED: dict[str, Numbers] = {
     "setns": (308, 268),
     "umount2": (166, 39),
     "unshare": (272, 97),
-    # Parts of the kernel that programs seldom need and exploits often do.
+    # Parts of the kernel that programs seldom need and exploits often use.
     "bpf": (321, 280),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -50,17 +50,17 @@ REFUSED: dict[str, Numbers] = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
 }
-"""Calls that commands are refused, with their numbers on each machine."""
+"""Calls that are refused, with their number on each machine."""
 
 CLONE: Numbers = (56, 220)
 UNSEEN: dict[str, Numbers] = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments lie in memory, where a filter cannot look. Programs fall back to the older calls
-when these are missing."""
+"""Their arguments are in memory, which a filter cannot read. Programs fall back to older calls when
+these are missing."""
 
 SOCKET: Numbers = (41, 198)
 FAMILIES = {"unix": 1, "inet": 2, "inet6": 10, "netlink": 16}
-"""The address families of sockets that can be made. Others are not namespaced, such as the one
-from a virtual machine to its host (vsock), or belong to code that programs seldom need."""
+"""The address families that are allowed. Others are not namespaced, such as vsock, which leads from
+a virtual machine to its host, or are seldom needed."""
 
 
 class Mode(NamedTuple):
@@ -70,7 +70,7 @@ class Mode(NamedTuple):
     mode: int
     """The index of the argument with the mode."""
     flags: int | None = None
-    """The index of the argument that says whether a file is made, if one is not always."""
+    """The index of the argument that says whether a file is created, if it is not always."""
 
 
 SET_ID = 0o6000
@@ -87,8 +87,8 @@ MODES = {
     "open": Mode((2, None), 2, flags=1),
     "openat": Mode((257, 56), 3, flags=2),
 }
-"""Calls that are refused when they set a set-user-id or set-group-id bit: the file could be
-started outside of the sandbox."""
+"""Calls that are refused when they set a set-user-id or set-group-id bit: the file could be run
+outside of the sandbox."""
 
 COMPUTING: dict[str, Numbers] = {
     "read": (0, 63),
@@ -113,12 +113,12 @@ COMPUTING: dict[str, Numbers] = {
     "exit": (60, 93),
     "exit_group": (231, 94),
 }
-"""All that a computation needs. None of them names a file, an address or a process: nothing can be
-opened, connected, started or killed."""
+"""The calls that a computation needs. None of them names a file, an address or a process: nothing
+can be opened, connected, started or killed."""
 
 
 def filter_program(machine: str = "") -> bytes | None:
-    """Return the filter of commands in a sandbox; None for an unknown machine."""
+    """Return the filter for commands in a sandbox; None for an unknown machine."""
     new_process = [_step(LOAD, ARGUMENTS), _step(ANY_BIT, CLONE_NEWUSER, no=1), *_EPERM_OR_ALLOW]
     return _program(
         machine,
@@ -134,7 +134,7 @@ def filter_program(machine: str = "") -> bytes | None:
 
 
 def computing_program(machine: str = "") -> bytes | None:
-    """Return the filter of scripts, which only compute; None for an unknown machine."""
+    """Return the filter for scripts, which only compute; None for an unknown machine."""
     allowed = ((numbers, [_step(RETURN, ALLOW)]) for numbers in COMPUTING.values())
     return _program(machine, allowed, otherwise=FAIL | errno.EPERM)
 
@@ -147,7 +147,7 @@ def seccomp_number() -> int:
 def _program(
     machine: str, rules: Iterable[tuple[Numbers, list[bytes]]], *, otherwise: int
 ) -> bytes | None:
-    """Return the program that takes the steps of the rule for a call, each ending with a RETURN."""
+    """Return a filter that runs the steps of the rule for a call; each rule ends with a RETURN."""
     known = MACHINES.get(machine or platform.machine())
     if known is None:
         return None
@@ -157,7 +157,7 @@ def _program(
         _step(EQUAL, architecture, yes=1),
         _step(RETURN, KILL),
         _step(LOAD, NUMBER),
-        # Calls of the machine's other kind have other numbers.
+        # The x32 calls have other numbers.
         _step(AT_LEAST, X32, no=1),
         _step(RETURN, KILL),
     ]
@@ -186,7 +186,7 @@ def _socket_steps() -> list[bytes]:
 
 
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """Return one instruction; ``yes`` and ``no`` say how many to skip then."""
+    """Return one instruction; ``yes`` and ``no`` are the instructions to skip."""
     return struct.pack("=HBBI", code, yes, no, value)
 
 
@@ -198,14 +198,14 @@ _EPERM_OR_ALLOW = (_refuse(errno.EPERM), _step(RETURN, ALLOW))
 
 
 PROFILES = (Path("/etc/containers/seccomp.json"), Path("/usr/share/containers/seccomp.json"))
-"""Podman's own profile: the first that exists."""
+"""Podman's own profile: the first that exists is used."""
 
 
 def container_profile(places: Sequence[Path] = PROFILES) -> str:
-    """Return the filter of commands for podman: its own profile without what is refused here.
+    """Return the profile for podman: its own, without the calls that are refused here.
 
-    Empty where podman's own is missing or unreadable: a list of what is allowed needs one to start
-    from. An unreadable one is never replaced by the next: it may be the stricter of the two.
+    Empty where podman's own is missing or unreadable: it is a list of allowed calls. An unreadable
+    profile is never replaced by the next: it may be stricter.
     """
     for place in places:
         try:
@@ -238,6 +238,6 @@ def _narrowed(profile: dict[str, Any]) -> str:
 
 
 def _allowed(name: str, argument: int, bits: int, value: int = 0) -> dict[str, Any]:
-    """Return a rule that allows a call if these bits of one of its arguments have a value."""
+    """Return a rule that allows a call if these bits of one argument have a value."""
     condition = {"index": argument, "value": bits, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
     return {"names": [name], "action": "SCMP_ACT_ALLOW", "args": [condition]}
