@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.diffs import FileChange
     from weakincentives.filesystem.history import Committed
     from weakincentives.filesystem.host import HostFilesystem
-    from weakincentives.filesystem.looking import CallChanges, WorkspaceHistory
+    from weakincentives.filesystem.undo import CallChanges, WorkspaceHistory
 
 __all__ = [
     "CallChanges",
@@ -38,6 +38,6 @@ __getattr__, __dir__ = lazy_names(
         "diffs": ["FileChange"],
         "history": ["Committed"],
         "host": ["HostFilesystem"],
-        "looking": ["CallChanges", "WorkspaceHistory"],
+        "undo": ["CallChanges", "WorkspaceHistory"],
     },
 )

@@ -25,7 +25,6 @@ from weakincentives.errors import (
     ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
-    UndoRefused,
     ViewClosed,
     WinkError,
 )
@@ -62,7 +61,6 @@ from weakincentives.filesystem.layers import (
     undone,
     walk,
 )
-from weakincentives.filesystem.looking import diff_of
 from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import (
     GlobPattern,
@@ -89,12 +87,12 @@ from weakincentives.filesystem.protocol import (
 )
 from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.reserved import Hiding, Reserved
-from weakincentives.filesystem.revert import go_back, obstacles, take_back
 from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.undo import diff_of, go_back, take_back
 from weakincentives.interrupts import undisturbed
 
 __all__ = ["HostFilesystem"]
@@ -1273,8 +1271,6 @@ class HostFilesystem:
             serials = [self._serial_of(call_id) for call_id in call_ids]
             if not serials:
                 return ()
-            if not force and (found := obstacles(workspace.history, serials, Disk(workspace.tree))):
-                raise UndoRefused(found)
             if self._parent is not None and self._changes is not None:
                 with self._whole():
                     told = take_back(self._changes, workspace.history, serials, force=force)

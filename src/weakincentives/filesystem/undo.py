@@ -1,107 +1,211 @@
-"""Going back over committed calls, without touching what someone else has changed since."""
+"""What committed calls did to a directory, and undoing them without touching later edits."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import NamedTuple
 
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem.confined import Ident, Tree, ident_of
+from weakincentives.filesystem.diffs import FileChange, changed_paths, file_changes
 from weakincentives.filesystem.history import Committed, Delta, History, Past
-from weakincentives.filesystem.journal import Changes, lasting, matches
+from weakincentives.filesystem.journal import Changes, matches
 from weakincentives.filesystem.layers import Disk, Layer, Look, Node, taken_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.store import Entry, apply_entry
+from weakincentives.filesystem.records import JOURNAL, Record
+from weakincentives.filesystem.store import Entry, Note, apply_entry, location_of
+from weakincentives.state import Seals
 
-__all__ = ["go_back", "obstacles", "take_back"]
+__all__ = ["CallChanges", "WorkspaceHistory", "diff_of", "go_back", "take_back"]
 
 _NO_CHANGES = ("external", "again")
 """Records that only say how something came about."""
 
 
-def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
-    """Undo all that was committed after a place, as changes of an open transaction.
+# Looking
 
-    Returns a sentence for each thing that was left alone.
+
+class CallChanges(NamedTuple):
+    """A committed call, and what it did to each path."""
+
+    call: Committed
+    files: tuple[FileChange, ...]
+
+
+class WorkspaceHistory:
+    """The committed calls of a directory that can be undone.
+
+    It takes no lock and changes nothing, so it works while an agent does. Calls that are forgotten
+    while it looks are left out.
     """
-    going = _Going(changes, history)
-    later = history.after(serial)
-    going.sentences += [str(error) for error in history.damaged(later).values()]
-    for delta in history.readable(later):
-        going.undo(delta)
-    going.set_times()
-    return tuple(going.sentences)
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
+        note = Note.read(self.store)
+        self._past = Past(self.store, Seals("nothing") if note is None else note.seals(JOURNAL))
+        self._disk = Disk(Tree(Path(root)))
+
+    def calls(self) -> tuple[Committed, ...]:
+        """Return the calls, oldest first."""
+        past = self._past
+        return tuple(delta.committed for delta in past.readable(past.serials()))
+
+    def damaged(self) -> tuple[str, ...]:
+        """Return a sentence for each call whose record is damaged; the other methods pass it by."""
+        return tuple(str(error) for error in self._past.damaged().values())
+
+    def changes(self) -> Iterator[CallChanges]:
+        """Yield what each call changed, newest first.
+
+        What the last call to change a file left there is known by what is there now: if somebody
+        has changed it since, that shows, too.
+        """
+        for delta, before, after in _backwards(self._past, self._disk):
+            paths = changed_paths(delta.records, before, after)
+            yield CallChanges(delta.committed, tuple(file_changes(paths, before, after)))
+
+    def diff(self, calls: Iterable[Committed], *, reverse: bool = False) -> tuple[FileChange, ...]:
+        """Return what some calls changed together, in the order of the paths; or its reverse."""
+        serials = {call.serial for call in calls}
+        return _changes_of(self._past, serials, self._disk, reverse=reverse)
+
+    def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
+        """Return the paths that are not as some calls left them, each with the ids of the other
+        calls that have changed it since. Where there are none, somebody else has.
+        """
+        serials = {call.serial for call in calls}
+        conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
+        return _named(conflicts.values())
 
 
-def take_back(
-    changes: Changes, history: History, serials: Sequence[int], *, force: bool
-) -> tuple[str, ...]:
-    """Undo just these committed calls, as changes of an open transaction.
+def diff_of(past: Past, serials: Iterable[int], disk: Look) -> str:
+    """Return what some calls changed together, as a diff that ``git apply`` takes."""
+    return "".join(change.text for change in _changes_of(past, set(serials), disk))
 
-    Raises UndoRefused where something is not as they left it, unless forced: then it is replaced,
-    and so kept in the history. Returns a sentence for each thing that is not as it was before them.
+
+def _changes_of(
+    past: Past, serials: set[int], disk: Look, *, reverse: bool = False
+) -> tuple[FileChange, ...]:
+    """Return what is different between before the first and after the last of some calls, at the
+    paths that they changed.
     """
-    going = _Going(changes, history, overrules=force, again=_made_again(history, set(serials)))
-    newest_first = sorted(serials, reverse=True)
-    for serial in newest_first:
-        going.undo(history.read(serial))
-    if newest_first == history.after(newest_first[-1] - 1):
-        going.set_times()  # else what stays has changed directories since
-    if going.left and not force:
-        raise UndoRefused({join_path(parts): () for parts in going.left})
-    return tuple(going.sentences)
+    paths: set[Parts] = set()
+    newest: Look = disk
+    for delta, before, after in _backwards(past, disk):
+        serial = delta.committed.serial
+        if serial == max(serials):
+            newest = after
+        if serial in serials:
+            paths.update(changed_paths(delta.records, before, after))
+        if serial == min(serials):
+            sides = (newest, before) if reverse else (before, newest)
+            return tuple(file_changes(sorted(paths), *sides))
+    return ()
 
 
-def obstacles(past: Past, serials: Iterable[int], disk: Disk) -> dict[str, tuple[str, ...]]:
-    """Return what is in the way of undoing just these calls: paths that are not as they left them.
+def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
+    """Yield each call with how things were before and after it, newest first."""
+    after = Layer(disk)
+    with contextlib.ExitStack() as opened:
+        for delta in past.readable(past.after(0)):
+            try:
+                before = _before(past, delta, after, opened)
+            except OSError:
+                return  # somebody else has changed the directory too much to tell what was there
+            yield delta, before, after
+            after = before
 
-    With each path come the other calls that have changed it since; with none of them, somebody
-    else has, and was the last to do so. Nothing is changed, so it can be asked at any time.
+
+def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack) -> Layer:
+    """Return how things were before a call."""
+    # On a layer of its own only where it must be told apart from what came later: a look through
+    # thousands of layers would be slow, and too deep.
+    layer = Layer(after) if delta.links else after
+    taken = taken_by(past, delta)
+    if taken.tree is not None:
+        opened.callback(taken.tree.close)
+    return undone(layer, delta.records, taken)
+
+
+# Checking
+
+
+class _Conflict(NamedTuple):
+    """A path that is not as a call left it."""
+
+    parts: Parts
+    calls: tuple[str, ...]
+    """The other calls that have changed it since; with none of them, somebody else was the last."""
+    top: Parts | None = None
+    """The directory that it is in, if the call put that there as a whole."""
+
+
+def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conflict]]:
+    """Return, for each of some calls, what is not as it left it, given that the later ones of them
+    are undone. Nothing is changed, so it can be asked at any time.
     """
-    wanted = set(serials)
-    found: dict[Parts, tuple[str, ...]] = {}
-    others: list[Delta] = []
+    found: dict[int, list[_Conflict]] = {}
+    deltas = list(past.readable(past.after(min(wanted) - 1)))
     known: dict[Parts, Entry] = {}
+    others: list[Delta] = []
     undoing: set[Parts] = set()
-    again = _made_again(past, wanted)
+    again = _made_again(deltas, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
-        for delta in past.readable(past.after(min(wanted) - 1)):
+        for delta in deltas:
             if delta.committed.serial not in wanted:
                 others.append(delta)
                 continue
-            changes = [record for record in delta.records if record.op not in _NO_CHANGES]
+            changes = _changes_in(delta)
             paths = {parts for record in changes for parts in _paths(record)}
-            differing = {
-                parts
+            differing: dict[Parts, Parts | None] = {
+                parts: None
                 for parts in paths & delta.after.keys()
                 if not _is_as(parts, delta, known, again, layer)
             }
-            inside: set[Parts] = set()
+            inside: dict[Parts, Parts | None] = dict.fromkeys(paths)
             for top in _put_directories(changes, delta):
                 now = {parts: _ident(node) for parts, node in walk(layer, [top])}
-                differing |= _changed_inside(top, delta, now)
-                inside |= now.keys()
+                for parts in _changed_inside(top, delta, now):
+                    differing.setdefault(parts, top)
+                for parts in now:
+                    inside.setdefault(parts, top)
             # Only where it is still this call that says which: else a later one is undone first.
-            for parts in (paths | inside) & delta.marks.keys():
+            for parts in inside.keys() & delta.marks.keys():
                 if not _is_within(parts, undoing) and not delta.marks[parts].is_at(
                     disk.tree, parts
                 ):
-                    differing.add(parts)
+                    differing.setdefault(parts, inside[parts])
             undoing |= paths
-            for parts in differing:
-                found[parts] = _changed_by(others, parts, disk)
+            found[delta.committed.serial] = [
+                _Conflict(parts, _changed_by(others, parts, disk), top)
+                for parts, top in differing.items()
+            ]
             # What was there before the call: the first of its changes of a path says so.
             known |= {r.path: r.before for r in reversed(changes) if r.before is not None}
-            taken = taken_by(past, delta)
-            if taken.tree is not None:
-                opened.callback(taken.tree.close)
             with contextlib.suppress(OSError):  # what is in the way of that was found above
-                layer = undone(Layer(layer), delta.records, taken)
+                layer = _before(past, delta, layer, opened)
+    return found
+
+
+def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
+    found = {each.parts: each.calls for some in conflicts for each in some}
     return {join_path(parts): calls for parts, calls in sorted(found.items())}
+
+
+def _changes_in(delta: Delta) -> list[Record]:
+    return [record for record in delta.records if record.op not in _NO_CHANGES]
+
+
+def _paths(record: Record) -> tuple[Parts, ...]:
+    return (record.path,) if record.origin is None else (record.path, record.origin)
 
 
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
@@ -119,38 +223,27 @@ def _is_as(
     again: Mapping[Parts, int],
     look: Look,
 ) -> bool:
-    """Tell whether something is as a call left it, as far as size and time tell."""
-    left = delta.after[parts]
-    if _is_known(parts, delta, known.get(parts)):
-        return True
+    """Tell whether something is as a call left it, as far as size and time tell.
+
+    ``known`` is what later calls, which are undone before it, have replaced.
+    """
+    left, entry, mark = delta.after[parts], known.get(parts), delta.marks.get(parts)
+    if entry is not None:
+        may_be = mark is None or mark.is_of(entry)
+        if may_be and matches(left, entry.ident):
+            return True
+        # Of a file with several names nobody can tell: another may have been used to change it.
+        if not may_be and entry.nlink == 1:
+            return False
     try:
         node = look.node(parts)
     except OSError:
         return False  # something else is in the way
     now = None if node is None else _ident(node)
-    if _is_another(parts, delta, known.get(parts)):
-        return False
-    return matches(left, now) or _is_made_again(left, parts, now, again)
-
-
-def _is_known(parts: Parts, delta: Delta, entry: Entry | None) -> bool:
-    """Tell whether a call left what another, which is undone before it, has then replaced."""
-    if entry is None or not _may_be(parts, delta, entry):
-        return False
-    return matches(delta.after[parts], entry.ident)
-
-
-def _may_be(parts: Parts, delta: Delta, entry: Entry) -> bool:
-    mark = delta.marks.get(parts)
-    return mark is None or mark.is_of(entry)
-
-
-def _is_another(parts: Parts, delta: Delta, entry: Entry | None) -> bool:
-    """Tell whether what a later call replaced is not what this one left.
-
-    Of a file with several names nobody can tell: it may have been changed by way of another.
-    """
-    return entry is not None and entry.nlink == 1 and not _may_be(parts, delta, entry)
+    if matches(left, now):
+        return True
+    is_directory = left is not None and left.size == -1
+    return is_directory and now is not None and again.get(parts) == now.ino
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
@@ -162,7 +255,7 @@ def _ident(node: Node) -> Ident:
     return Ident(node.ino, -1, -1) if is_directory else Ident(node.ino, node.size, node.mtime_ns)
 
 
-def _made_again(past: Past, wanted: Set[int]) -> dict[Parts, int]:
+def _made_again(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
     """Return the directories that undoing later calls has made again: their inodes, by path.
 
     Each is what was there before those calls, though it is another one. Where a call that was not
@@ -171,7 +264,7 @@ def _made_again(past: Past, wanted: Set[int]) -> dict[Parts, int]:
     undone: set[str] = set()
     found: dict[Parts, int] = {}
     others: list[Committed] = []
-    for delta in past.readable(past.after(min(wanted))):
+    for delta in deltas:
         if delta.committed.serial in wanted or delta.committed.call_id in undone:
             continue
         if not delta.committed.undoes:
@@ -182,13 +275,6 @@ def _made_again(past: Past, wanted: Set[int]) -> dict[Parts, int]:
             if left is not None and left.size == -1:
                 found.setdefault(parts, left.ino)
     return {p: ino for p, ino in found.items() if not any(_touches(each, p) for each in others)}
-
-
-def _is_made_again(
-    left: Ident | None, parts: Parts, now: Ident | None, again: Mapping[Parts, int]
-) -> bool:
-    is_directory = left is not None and left.size == -1
-    return is_directory and now is not None and again.get(parts) == now.ino
 
 
 def _put_directories(changes: Iterable[Record], delta: Delta) -> Iterator[Parts]:
@@ -222,35 +308,59 @@ def _touches(call: Committed, parts: Parts) -> bool:
     )
 
 
-class _Going:
-    """What is known on the way back."""
+# Undoing
 
-    def __init__(
-        self,
-        changes: Changes,
-        history: History,
-        *,
-        overrules: bool = False,
-        again: Mapping[Parts, int] | None = None,
-    ) -> None:
+
+def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
+    """Undo all that was committed after a place, as changes of an open transaction.
+
+    Returns a sentence for each thing that was left alone.
+    """
+    later = history.after(serial)
+    if not later:
+        return ()
+    undo = _Undo(changes, history)
+    undo.sentences += [str(error) for error in history.damaged(later).values()]
+    conflicts = _conflicts(history, set(later), Disk(changes.tree))
+    for delta in history.readable(later):
+        undo.call(delta, conflicts.get(delta.committed.serial, ()))
+    undo.set_times()
+    return tuple(undo.sentences)
+
+
+def take_back(
+    changes: Changes, history: History, serials: Sequence[int], *, force: bool
+) -> tuple[str, ...]:
+    """Undo just these committed calls, as changes of an open transaction.
+
+    Raises UndoRefused where something is not as they left it, unless forced: then it is replaced,
+    and so kept in the history. Returns a sentence for each thing that is not as it was before them.
+    """
+    conflicts = (
+        {} if force else _named(_conflicts(history, set(serials), Disk(changes.tree)).values())
+    )
+    if conflicts:
+        raise UndoRefused(conflicts)
+    undo = _Undo(changes, history, force=force)
+    newest_first = sorted(serials, reverse=True)
+    for serial in newest_first:
+        undo.call(history.read(serial))
+    if newest_first == history.after(newest_first[-1] - 1):
+        undo.set_times()  # else what stays has changed directories since
+    return tuple(undo.sentences)
+
+
+class _Undo:
+    """Undoing committed calls, newest first."""
+
+    def __init__(self, changes: Changes, history: History, *, force: bool = False) -> None:
         self.changes = changes
         self.history = history
-        self._again = again or {}
-        """Directories that an earlier undo made again: each is as good as the one it stands for."""
-        self.overrules = overrules
-        """Whether what someone else has changed since is replaced."""
+        self.force = force
+        """Whether what cannot be put back is told, and the rest is undone."""
         self.sentences: list[str] = []
-        self.left: set[Parts] = set()
-        """What someone else has changed since, and was left alone."""
-        self._state: dict[Parts, Ident | None] = {}
-        """What the history says is at the paths that were put back."""
-        self._entries: dict[Parts, Entry] = {}
-        """The same in full, of what a call had replaced."""
-        self._directories: set[Parts] = set()
-        """Those that were made here: each is what the history says, though it is another one."""
         self._left: set[Parts] = set()
-        self._undone: set[Parts] = set()
-        """All that was put back so far, where it was to be."""
+        """What is left alone, with all that is below it."""
         self._times: dict[Parts, int] = {}
         self._former: dict[Parts, int] = {}
         """The names that were made here, with the inode that the file at each had in the history:
@@ -260,108 +370,68 @@ class _Going:
         self._stayed: dict[int, list[Parts]] | None = None
         """The names of all other files, by inode; looked up when first needed."""
 
-    def undo(self, delta: Delta) -> None:
-        """Undo one committed call, as far as things are as it left them."""
-        changes = [r for r in reversed(delta.records) if r.op not in _NO_CHANGES]
-        checked: set[Parts] = set()
-        paths = {parts for record in changes for parts in _paths(record)}
-        # All before the first is undone: one name of a file is changed by way of another.
+    def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
+        """Undo one committed call, but for what is not as it left it."""
+        changes = _changes_in(delta)[::-1]
+        self._leave(changes, delta, conflicts)
+        for record in changes:
+            if any(_is_within(parts, self._left) for parts in _paths(record)):
+                continue
+            try:
+                self._undo(record, delta)
+            except OSError as error:
+                if not self.force:
+                    raise
+                self._left.add(record.path)
+                self.sentences.append(
+                    f"{shown(join_path(record.path))} could not be put back as it was:"
+                    f" {error.strerror or error}"
+                )
+
+    def _leave(
+        self, changes: Sequence[Record], delta: Delta, conflicts: Sequence[_Conflict]
+    ) -> None:
+        """Leave alone what is not as a call left it, and say so."""
+        changed = {each.parts for each in conflicts if each.top is None}
         for record in changes:
             for parts in _paths(record):
-                if parts not in checked and not self._is_left(record):
-                    if not self.overrules and not self._is_as_left(parts, delta):
-                        self.left.add(parts)
-                        self._leave(parts, record, delta)
-                    checked.add(parts)
-        for top in () if self.overrules else _put_directories(changes, delta):
-            self._leave_if_changed_inside(top, delta)
-        for record in changes:
-            if not self._is_left(record):
-                try:
-                    self._undo(record, delta)
-                except OSError as error:
-                    if not self.overrules:
-                        raise
-                    self._left.add(record.path)
+                if parts in changed and not _is_within(parts, self._left):
+                    self._left.add(parts)
                     self.sentences.append(
-                        f"{shown(join_path(record.path))} could not be put back as it was:"
-                        f" {error.strerror or error}"
+                        f"{shown(join_path(parts))} was changed by someone else since, and is left"
+                        f" as it is{self._kept_aside(parts, record, delta)}"
                     )
-        self._undone |= paths
-
-    def _is_left(self, record: Record) -> bool:
-        return any(_is_within(parts, self._left) for parts in _paths(record))
-
-    def _is_as_left(self, parts: Parts, delta: Delta) -> bool:
-        """Tell whether what is at a path is what the call left there."""
-        if parts not in delta.after:
-            return True
-        left = delta.after[parts]
-        if _is_another(parts, delta, self._entries.get(parts)):
-            return False
-        if parts in self._state and matches(left, self._state[parts]):
-            return True
-        if left is not None and left.size == -1 and parts in self._directories:
-            return True
-        try:
-            status = self.changes.tree.status(parts)
-        except OSError:
-            return False  # something else is in the way
-        # Also of what was put back: a file may have been so by another of its names.
-        now = None if status is None else ident_of(status)
-        if status is not None and not self._has_its_mark(parts, delta):
-            return False
-        return matches(left, now) or _is_made_again(left, parts, now, self._again)
-
-    def _has_its_mark(self, parts: Parts, delta: Delta) -> bool:
-        # Only where it is still this call that says which.
-        if parts not in delta.marks or _is_within(parts, self._undone):
-            return True
-        return delta.marks[parts].is_at(self.changes.tree, parts)
-
-    def _leave_if_changed_inside(self, top: Parts, delta: Delta) -> None:
-        if _is_within(top, self._left):
-            return
-        now = {parts: lasting(status) for parts, status in self.changes.tree.walk(top)}
-        changed = _changed_inside(top, delta, now)
-        changed |= {parts for parts in now if not self._has_its_mark(parts, delta)}
-        if changed:
-            self.left |= changed
+        inside: dict[Parts, list[Parts]] = {}
+        for each in conflicts:
+            if each.top is not None and not _is_within(each.top, self._left):
+                inside.setdefault(each.top, []).append(each.parts)
+        for top, parts in inside.items():
             self._left.add(top)
-            names = ", ".join(shown(join_path(parts)) for parts in sorted(changed)[:3])
+            names = ", ".join(shown(join_path(each)) for each in sorted(parts)[:3])
             self.sentences.append(
                 f"{shown(join_path(top))} is left as it is: someone else has changed {names} in it"
             )
 
-    def _leave(self, parts: Parts, record: Record, delta: Delta) -> None:
-        self._left.add(parts)
-        kept = ""
-        if record.before is not None and parts == record.path:
-            place = self.changes.store.left(parts)
-            folder = Tree(place.parent)
-            try:
-                self._make(record, record.before, folder, place.name, delta)
-            except OSError:
-                pass
-            else:
-                kept = f"; what was there before is in {place}"
-            finally:
-                folder.close()
-        self.sentences.append(
-            f"{shown(join_path(parts))} was changed by someone else since, and is left as it is"
-            f"{kept}"
-        )
+    def _kept_aside(self, parts: Parts, record: Record, delta: Delta) -> str:
+        """Keep what would have been put back where it can be found, and say where."""
+        if record.before is None or parts != record.path:
+            return ""
+        place = self.changes.store.left(parts)
+        folder = Tree(place.parent)
+        try:
+            self._make(record, record.before, folder, place.name, delta)
+        except OSError:
+            return ""
+        finally:
+            folder.close()
+        return f"; what was there before is in {place}"
 
     def _undo(self, record: Record, delta: Delta) -> None:
         before = record.before
         match record.op:
             case "moved" | "moved over" if record.origin is not None:
                 self.changes.rename(record.path, record.origin)
-                self._entries.pop(record.path, None)
-                self._entries.pop(record.origin, None)
                 self._follow(record.path, record.origin)
-                self._state[record.origin] = record.old
-                self._state[record.path] = None
             case "made":
                 self._unmake(record)
             case "attributes" if before is not None:
@@ -380,9 +450,6 @@ class _Going:
             self._times[(*origin, *known[depth:])] = self._times.pop(known)
         for known in [known for known in self._former if known[:depth] == path]:
             self._note((*origin, *known[depth:]), self._former.pop(known))
-        moved = {known for known in self._directories if known[:depth] == path}
-        self._directories -= moved
-        self._directories |= {(*origin, *known[depth:]) for known in moved}
         self._stayed = None
 
     def _note(self, parts: Parts, ino: int) -> None:
@@ -390,24 +457,15 @@ class _Going:
         self._former[parts] = ino
         self._made.setdefault(ino, []).append(parts)
 
-    def _forget(self, parts: Parts, status: os.stat_result | None) -> None:
+    def _forget(self, parts: Parts) -> None:
         """Forget what was made at a path, or below it, and goes now."""
         depth = len(parts)
-        self._former.pop(parts, None)
-        if status is not None and stat.S_ISDIR(status.st_mode):
-            self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
-            self._directories = {p for p in self._directories if p[:depth] != parts}
-            self._forget_times(parts)
+        self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
+        self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
 
     def _unmake(self, record: Record) -> None:
-        if self.changes.tree.status(record.path) is None:
-            return
-        if self._holds_more(record.path):
-            return
-        self._remove(record.path)
-        self._directories.discard(record.path)
-        self._forget_times(record.path)
-        self._state[record.path] = None
+        if self.changes.tree.status(record.path) is not None and not self._holds_more(record.path):
+            self._remove(record.path)
 
     def _holds_more(self, parts: Parts) -> bool:
         """Leave a directory alone that is not empty now that what the call put there is gone."""
@@ -423,8 +481,8 @@ class _Going:
         return bool(names)
 
     def _put_back(self, record: Record, delta: Delta) -> None:
-        before, parts, tree = record.before, record.path, self.changes.tree
-        status = tree.status(parts)
+        before, parts = record.before, record.path
+        status = self.changes.tree.status(parts)
         # What was found is told path by path: what is in a directory is somebody else's by now.
         was_directory = before is not None and before.kind == "directory"
         is_directory = status is not None and stat.S_ISDIR(status.st_mode)
@@ -432,16 +490,11 @@ class _Going:
             return
         if before is None:
             if status is not None:
-                self._forget(parts, status)
                 self._remove(parts)
-            self._state[parts] = None
-            self._entries.pop(parts, None)
-            return
-        if before.kind == "directory" and record.op == "found":
-            if status is not None and not stat.S_ISDIR(status.st_mode):
-                self.changes.remove(parts)
-                status = None
-            if status is None:
+        elif was_directory and record.op == "found":
+            if status is not None and not is_directory:
+                self._remove(parts)
+            if not is_directory:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
         elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
@@ -455,9 +508,6 @@ class _Going:
             self.sentences.append(
                 f"{shown(join_path(parts))} could not be put back: its content was not kept"
             )
-            return
-        self._state[parts] = before.ident
-        self._entries[parts] = before
 
     def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
         """Tell whether a file with several names is the one it was, or stands for it now."""
@@ -478,26 +528,27 @@ class _Going:
             for link in delta.links.get(record.kept or "", ())
             if (other := self._other_name(files[link.place])) is not None
         }
-        self._forget(parts, self.changes.tree.status(parts))
+        self._forget(parts)
         self.changes.put(parts, staged)
-        self._forget_times(parts)
         for place, file in files.items():
             there, other = (*parts, *place), others.get(place)
-            if file.size == -1:
-                self._directories.add(there)
-            elif other is None or not self._relink(there, other, file.ino):
+            if file.size != -1 and (other is None or not self._relink(there, other, file.ino)):
                 self._note(there, file.ino)
         return True
 
     def _other_name(self, file: Ident) -> Parts | None:
-        """Return a name of a file that is as it was: one that stayed, or one that is back."""
-        for name in reversed(self._made.get(file.ino, ())):
-            if self._former.get(name) == file.ino and self._is(name, file):
-                return name
-        for name in self._names_of(file.ino):
-            if name not in self._former and self._is(name, file, file.ino):
+        """Return a name of a file that is as it was: one that is back, or one that stayed."""
+        names = itertools.chain(self._made.get(file.ino, ())[::-1], self._stayed_as(file.ino))
+        for name in names:
+            status = self._file(name)
+            if status is None or self._former.get(name, status.st_ino) != file.ino:
+                continue
+            if matches(file, ident_of(status)):
                 return name
         return None
+
+    def _stayed_as(self, ino: int) -> Iterator[Parts]:
+        yield from self._names_of(ino)  # only once asked for: it takes a walk
 
     def _names_of(self, ino: int) -> list[Parts]:
         if self._stayed is None:
@@ -507,12 +558,6 @@ class _Going:
                     self._stayed.setdefault(status.st_ino, []).append(place)
         return self._stayed.setdefault(ino, [])
 
-    def _is(self, parts: Parts, file: Ident, ino: int | None = None) -> bool:
-        status = self._file(parts)
-        if status is None or (ino is not None and status.st_ino != ino):
-            return False
-        return matches(file, ident_of(status))
-
     def _file(self, parts: Parts) -> os.stat_result | None:
         try:
             status = self.changes.tree.status(parts)
@@ -521,6 +566,7 @@ class _Going:
         return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def _remove(self, parts: Parts) -> None:
+        self._forget(parts)
         try:
             self.changes.remove(parts)
         except PermissionError:
@@ -535,7 +581,7 @@ class _Going:
         other = self._other_name(before.ident)
         if other is None or other == parts:
             return False
-        self._forget(parts, self.changes.tree.status(parts))
+        self._forget(parts)
         return self._add_name(parts, other, before.ino)
 
     def _relink(self, parts: Parts, other: Parts, ino: int) -> bool:
@@ -556,12 +602,6 @@ class _Going:
         else:
             self._names_of(ino).append(parts)
         return True
-
-    def _forget_times(self, parts: Parts) -> None:
-        """Leave the times of a directory alone that is another one now."""
-        self._times = {
-            known: mtime for known, mtime in self._times.items() if known[: len(parts)] != parts
-        }
 
     def _make(
         self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta
@@ -600,7 +640,3 @@ class _Going:
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self.changes.set_attributes(parts, mtime_ns=mtime)
-
-
-def _paths(record: Record) -> tuple[Parts, ...]:
-    return (record.path,) if record.origin is None else (record.path, record.origin)
