@@ -158,7 +158,7 @@ def diff(
     if later and _was_killed(calls):
         _say(_KILLED)
     elif later:
-        _say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
+        _say(f"changed since by somebody else, which is not shown: {', '.join(later)}")
     return 0
 
 
@@ -272,7 +272,7 @@ def _nothing_to_undo(
 # Undoing
 
 _KILLED = (
-    "a call was killed before it ended; what it changed is still there, and shown as it is now. "
+    "a call was killed before it ended; what it changed is still there, and not shown. "
     "The next command that opens the directory, such as `wink undo`, rolls it back first"
 )
 

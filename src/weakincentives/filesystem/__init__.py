@@ -7,10 +7,9 @@ from weakincentives.filesystem.protocol import FileStat, Filesystem, GrepMatch
 from weakincentives.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.adopting import adopt_store
     from weakincentives.filesystem.commands import CommandResult, engines
     from weakincentives.filesystem.diffs import FileChange
-    from weakincentives.filesystem.history import Committed
+    from weakincentives.filesystem.history import Committed, adopt_store
     from weakincentives.filesystem.host import HostFilesystem
     from weakincentives.filesystem.undo import CallChanges, WorkspaceHistory
 
@@ -33,10 +32,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "adopting": ["adopt_store"],
         "commands": ["CommandResult", "engines"],
         "diffs": ["FileChange"],
-        "history": ["Committed"],
+        "history": ["Committed", "adopt_store"],
         "host": ["HostFilesystem"],
         "undo": ["CallChanges", "WorkspaceHistory"],
     },

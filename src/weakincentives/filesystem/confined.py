@@ -14,7 +14,7 @@ import struct
 import weakref
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError, PathEscapesRoot
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Held",
-    "Ident",
     "Mount",
     "Tree",
     "exchange",
     "files_below",
-    "ident_of",
     "inherit",
     "mount_of",
     "mounted_below",
@@ -66,18 +64,6 @@ _OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
 
 # What the kernel says when a link, or something that is not a directory, is on the way.
 BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
-
-
-class Ident(NamedTuple):
-    """Tells one state of a file from another without reading it."""
-
-    ino: int
-    size: int
-    mtime_ns: int
-
-
-def ident_of(status: os.stat_result) -> Ident:
-    return Ident(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def supported() -> bool:
@@ -478,11 +464,6 @@ def _target(parts: Parts, link_target: Callable[[Parts], str]) -> str | None:
         if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-
-
-def status_is_directory(tree: Tree, parts: Parts) -> bool:
-    status = tree.status(parts)
-    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def check_regular(status: os.stat_result, parts: Parts) -> None:

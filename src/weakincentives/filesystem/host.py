@@ -28,6 +28,7 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
+from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
     Command,
@@ -46,7 +47,7 @@ from weakincentives.filesystem.history import (
     History,
     replaced,
 )
-from weakincentives.filesystem.journal import Changes, recover
+from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
     Changed,
     Disk,
@@ -85,10 +86,9 @@ from weakincentives.filesystem.protocol import (
     split_path,
     split_root,
 )
-from weakincentives.filesystem.records import Record
 from weakincentives.filesystem.reserved import Hiding, Reserved
-from weakincentives.filesystem.rooms import TEMPORARY
 from weakincentives.filesystem.scan import External
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.seen import Seen, check_open, conflict
 from weakincentives.filesystem.staging import Staging, State
 from weakincentives.filesystem.store import Store
@@ -233,7 +233,7 @@ class _Workspace:
             room = record.room if name == record.kept else None
             records[number] = replace(record, before=entry, kept=name, room=room)
         own = self.store
-        return records, Taken(own.objects, own.tree, self.tree, scan=own.scan)
+        return records, Taken(own.objects, own.tree, self.tree, store=own.path)
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
         """Return every path that changes which are not committed yet have changed, sorted; and

@@ -34,7 +34,7 @@ from weakincentives.filesystem.confined import (
 )
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 
 __all__ = ["Attributes", "Layers", "Step", "Way", "available", "find_way"]
 

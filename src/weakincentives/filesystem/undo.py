@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import itertools
 import os
 import stat
@@ -11,20 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weakincentives.errors import UndoRefused
-from weakincentives.filesystem.confined import Ident, Tree, ident_of
+from weakincentives.filesystem.changes import Changes
+from weakincentives.filesystem.confined import Tree
 from weakincentives.filesystem.diffs import FileChange, changed_paths, file_changes
+from weakincentives.filesystem.entry import Entry, apply_entry, capture, create, matches
 from weakincentives.filesystem.history import Committed, Delta, History, Past
-from weakincentives.filesystem.journal import Changes, matches
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, taken_by, undone, walk
+from weakincentives.filesystem.journal import JOURNAL, Record
+from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, taken_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.records import JOURNAL, Record
-from weakincentives.filesystem.store import Entry, Note, apply_entry, location_of
+from weakincentives.filesystem.store import Note, location_of
 from weakincentives.state import Seals
 
 __all__ = ["CallChanges", "WorkspaceHistory", "diff_of", "go_back", "take_back"]
-
-_NO_CHANGES = ("external", "again")
-"""Records that only say how something came about."""
 
 
 # Looking
@@ -62,14 +62,14 @@ class WorkspaceHistory:
         return tuple(str(error) for error in self._past.damaged().values())
 
     def changes(self) -> Iterator[CallChanges]:
-        """Yield what each call changed, newest first.
-
-        What the last call to change a file left there is known by what is there now: if somebody
-        has changed it since, that shows, too.
+        """Yield what each call changed, newest first. What somebody has changed since is no part
+        of it: where a file is not as the call left it, that is said instead of a diff.
         """
         for delta, before, after in _backwards(self._past, self._disk):
+            left = _Left(after)
+            left.include(delta)
             paths = changed_paths(delta.records, before, after)
-            yield CallChanges(delta.committed, tuple(file_changes(paths, before, after)))
+            yield CallChanges(delta.committed, tuple(file_changes(paths, before, left)))
 
     def diff(self, calls: Iterable[Committed], *, reverse: bool = False) -> tuple[FileChange, ...]:
         """Return what some calls changed together, in the order of the paths; or its reverse."""
@@ -97,17 +97,62 @@ def _changes_of(
     paths that they changed.
     """
     paths: set[Parts] = set()
-    newest: Look = disk
+    newest = _Left(disk)
     for delta, before, after in _backwards(past, disk):
         serial = delta.committed.serial
         if serial == max(serials):
-            newest = after
+            newest = _Left(after)
+        if serial <= max(serials):
+            newest.include(delta)
         if serial in serials:
             paths.update(changed_paths(delta.records, before, after))
         if serial == min(serials):
             sides = (newest, before) if reverse else (before, newest)
             return tuple(file_changes(sorted(paths), *sides))
     return ()
+
+
+class _Left(Forward):
+    """How calls left the paths that they changed: nothing shows of what others did there since."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self._after: dict[Parts, Entry | None] = {}
+        self._known: dict[Parts, bool] = {}
+        """Directories that came as a whole: whether all that is in them is known."""
+
+    def include(self, delta: Delta) -> None:
+        """Know how one more call, earlier than those before, left things."""
+        self._after = {**delta.after, **self._after}
+        for record in delta.records:
+            if record.op == "moved":
+                self._known.setdefault(record.path, False)
+        for parts in _put_directories(delta):
+            self._known.setdefault(parts, True)
+
+    def node(self, parts: Parts) -> Entry | None:
+        now = self.look.node(parts)
+        if parts not in self._after:
+            above = (parts[:depth] for depth in reversed(range(len(parts))))
+            is_known = next((self._known[each] for each in above if each in self._known), False)
+            return None if is_known else now
+        left = self._after[parts]
+        return now if matches(left, now) else left
+
+    def read(self, parts: Parts) -> bytes:
+        data = self.look.read(parts)
+        self._check(parts, data)
+        return data
+
+    def link_target(self, parts: Parts) -> str:
+        target = self.look.link_target(parts)
+        self._check(parts, os.fsencode(target))
+        return target
+
+    def _check(self, parts: Parts, data: bytes) -> None:
+        left = self._after.get(parts)
+        if left is not None and left.digest not in (None, hashlib.sha256(data).hexdigest()):
+            raise OSError(errno.ESTALE, "somebody has changed it since")
 
 
 def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
@@ -156,6 +201,7 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
     known: dict[Parts, Entry] = {}
     others: list[Delta] = []
     undoing: set[Parts] = set()
+    edited: set[int] = set()
     again = _made_again(deltas, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
@@ -163,33 +209,36 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
             if delta.committed.serial not in wanted:
                 others.append(delta)
                 continue
-            changes = _changes_in(delta)
-            paths = {parts for record in changes for parts in _paths(record)}
+            paths = {parts for record in delta.records for parts in record.paths}
             differing: dict[Parts, Parts | None] = {
                 parts: None
                 for parts in paths & delta.after.keys()
                 if not _is_as(parts, delta, known, again, layer)
             }
             inside: dict[Parts, Parts | None] = dict.fromkeys(paths)
-            for top in _put_directories(changes, delta):
-                now = {parts: _ident(node) for parts, node in walk(layer, [top])}
+            for top in _put_directories(delta):
+                now = dict(walk(layer, [top]))
                 for parts in _changed_inside(top, delta, now):
                     differing.setdefault(parts, top)
                 for parts in now:
                     inside.setdefault(parts, top)
             # Only where it is still this call that says which: else a later one is undone first.
-            for parts in inside.keys() & delta.marks.keys():
-                if not _is_within(parts, undoing) and not delta.marks[parts].is_at(
-                    disk.tree, parts
-                ):
+            for parts in inside.keys() & delta.after.keys():
+                left = delta.after[parts]
+                if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
+                    continue
+                if left.ino in edited or _is_within(parts, undoing):
+                    continue
+                if not left.is_at(disk.tree, parts):
                     differing.setdefault(parts, inside[parts])
             undoing |= paths
+            edited |= {r.before.ino for r in delta.records if r.in_place and r.before is not None}
             found[delta.committed.serial] = [
                 _Conflict(parts, _changed_by(others, parts, disk), top)
                 for parts, top in differing.items()
             ]
             # What was there before the call: the first of its changes of a path says so.
-            known |= {r.path: r.before for r in reversed(changes) if r.before is not None}
+            known |= {r.path: r.before for r in reversed(delta.records) if r.before is not None}
             with contextlib.suppress(OSError):  # what is in the way of that was found above
                 layer = _before(past, delta, layer, opened)
     return found
@@ -198,14 +247,6 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
 def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
     found = {each.parts: each.calls for some in conflicts for each in some}
     return {join_path(parts): calls for parts, calls in sorted(found.items())}
-
-
-def _changes_in(delta: Delta) -> list[Record]:
-    return [record for record in delta.records if record.op not in _NO_CHANGES]
-
-
-def _paths(record: Record) -> tuple[Parts, ...]:
-    return (record.path,) if record.origin is None else (record.path, record.origin)
 
 
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
@@ -227,32 +268,27 @@ def _is_as(
 
     ``known`` is what later calls, which are undone before it, have replaced.
     """
-    left, entry, mark = delta.after[parts], known.get(parts), delta.marks.get(parts)
+    left, entry = delta.after[parts], known.get(parts)
     if entry is not None:
-        may_be = mark is None or mark.is_of(entry)
-        if may_be and matches(left, entry.ident):
+        may_be = entry.kind != "file" or left is None or not left.ctime_ns or left.is_like(entry)
+        if may_be and matches(left, entry):
             return True
         # Of a file with several names nobody can tell: another may have been used to change it.
-        if not may_be and entry.nlink == 1:
+        if not may_be and entry.links == 1:
             return False
     try:
-        node = look.node(parts)
+        now = look.node(parts)
     except OSError:
         return False  # something else is in the way
-    now = None if node is None else _ident(node)
     if matches(left, now):
         return True
-    is_directory = left is not None and left.size == -1
-    return is_directory and now is not None and again.get(parts) == now.ino
+    return (
+        left is not None and left.is_directory and now is not None and again.get(parts) == now.ino
+    )
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
     return bool(others) and any(parts[:depth] in others for depth in range(len(parts) + 1))
-
-
-def _ident(node: Node) -> Ident:
-    is_directory = node.kind == "directory"
-    return Ident(node.ino, -1, -1) if is_directory else Ident(node.ino, node.size, node.mtime_ns)
 
 
 def _made_again(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
@@ -272,20 +308,20 @@ def _made_again(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
             continue
         undone.update(delta.committed.undoes)
         for parts, left in delta.after.items():
-            if left is not None and left.size == -1:
+            if left is not None and left.is_directory:
                 found.setdefault(parts, left.ino)
     return {p: ino for p, ino in found.items() if not any(_touches(each, p) for each in others)}
 
 
-def _put_directories(changes: Iterable[Record], delta: Delta) -> Iterator[Parts]:
+def _put_directories(delta: Delta) -> Iterator[Parts]:
     """Yield the directories that a call has put somewhere as a whole."""
-    for record in changes:
+    for record in delta.records:
         left = delta.after.get(record.path)
-        if record.op == "put" and left is not None and left.size == -1:
+        if record.op == "was" and record.is_whole and left is not None and left.is_directory:
             yield record.path
 
 
-def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Ident]) -> set[Parts]:
+def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Entry]) -> set[Parts]:
     """Return what is not as a call left it in a directory that it put there as a whole."""
     depth = len(top)
     left = {parts: each for parts, each in delta.after.items() if parts[:depth] == top and each}
@@ -294,8 +330,8 @@ def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Ident]) -> set
     }
 
 
-def _same(left: Ident | None, now: Ident | None) -> bool:
-    if left is not None and now is not None and left.size == now.size == -1:
+def _same(left: Entry | None, now: Entry | None) -> bool:
+    if left is not None and now is not None and left.is_directory and now.is_directory:
         return True  # which directory it is says nothing: what it holds is looked at, too
     return matches(left, now)
 
@@ -372,10 +408,9 @@ class _Undo:
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
         """Undo one committed call, but for what is not as it left it."""
-        changes = _changes_in(delta)[::-1]
-        self._leave(changes, delta, conflicts)
-        for record in changes:
-            if any(_is_within(parts, self._left) for parts in _paths(record)):
+        self._leave(delta, conflicts)
+        for record in reversed(delta.records):
+            if any(_is_within(parts, self._left) for parts in record.paths):
                 continue
             try:
                 self._undo(record, delta)
@@ -388,13 +423,11 @@ class _Undo:
                     f" {error.strerror or error}"
                 )
 
-    def _leave(
-        self, changes: Sequence[Record], delta: Delta, conflicts: Sequence[_Conflict]
-    ) -> None:
+    def _leave(self, delta: Delta, conflicts: Sequence[_Conflict]) -> None:
         """Leave alone what is not as a call left it, and say so."""
         changed = {each.parts for each in conflicts if each.top is None}
-        for record in changes:
-            for parts in _paths(record):
+        for record in reversed(delta.records):
+            for parts in record.paths:
                 if parts in changed and not _is_within(parts, self._left):
                     self._left.add(parts)
                     self.sentences.append(
@@ -427,21 +460,12 @@ class _Undo:
         return f"; what was there before is in {place}"
 
     def _undo(self, record: Record, delta: Delta) -> None:
-        before = record.before
-        match record.op:
-            case "moved" | "moved over" if record.origin is not None:
-                self.changes.rename(record.path, record.origin)
-                self._follow(record.path, record.origin)
-            case "made":
-                self._unmake(record)
-            case "attributes" if before is not None:
-                self._set_attributes(record.path, before)
-            case "put" | "gone" | "edit" | "found":
-                self._put_back(record, delta)
-            case _:
-                pass
-        for parts, mtime in record.times:
-            self._times[parts] = mtime
+        if record.op == "moved" and record.origin is not None:
+            self.changes.rename(record.path, record.origin)
+            self._follow(record.path, record.origin)
+        else:
+            self._put_back(record, delta)
+        self._times.update(record.times)
 
     def _follow(self, path: Parts, origin: Parts) -> None:
         """Know things by the names they have now that one, or a directory, was moved back."""
@@ -463,10 +487,6 @@ class _Undo:
         self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
         self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
 
-    def _unmake(self, record: Record) -> None:
-        if self.changes.tree.status(record.path) is not None and not self._holds_more(record.path):
-            self._remove(record.path)
-
     def _holds_more(self, parts: Parts) -> bool:
         """Leave a directory alone that is not empty now that what the call put there is gone."""
         names = sorted(self.changes.tree.names(parts))
@@ -483,19 +503,19 @@ class _Undo:
     def _put_back(self, record: Record, delta: Delta) -> None:
         before, parts = record.before, record.path
         status = self.changes.tree.status(parts)
-        # What was found is told path by path: what is in a directory is somebody else's by now.
-        was_directory = before is not None and before.kind == "directory"
         is_directory = status is not None and stat.S_ISDIR(status.st_mode)
-        if record.op == "found" and is_directory and not was_directory and self._holds_more(parts):
-            return
-        if before is None:
-            if status is not None:
-                self._remove(parts)
-        elif was_directory and record.op == "found":
+        if before is not None and before.is_directory and record.kept is None:
             if status is not None and not is_directory:
                 self._remove(parts)
             if not is_directory:
                 self.changes.make_directory(parts)
+            self._set_attributes(parts, before)
+        elif is_directory and not record.is_whole and self._holds_more(parts):
+            return  # it is told path by path: what is in it is somebody else's by now
+        elif before is None:
+            if status is not None:
+                self._remove(parts)
+        elif not record.names and before.kind != "file" and self._looks_like(parts, before):
             self._set_attributes(parts, before)
         elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
             self.changes.write(parts, self.changes.store.objects.read(before.digest or ""))
@@ -509,16 +529,24 @@ class _Undo:
                 f"{shown(join_path(parts))} could not be put back: its content was not kept"
             )
 
+    def _looks_like(self, parts: Parts, before: Entry) -> bool:
+        now = capture(self.changes.tree, parts)
+        return now is not None and (now.kind, now.pipe, now.target) == (
+            before.kind,
+            before.pipe,
+            before.target,
+        )
+
     def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
         """Tell whether a file with several names is the one it was, or stands for it now."""
-        if before.nlink < 2 or before.digest is None or not stat.S_ISREG(status.st_mode):
+        if before.links < 2 or before.digest is None or not stat.S_ISREG(status.st_mode):
             return False
         return self._former.get(parts, status.st_ino) == before.ino
 
     def _make_again(self, record: Record, before: Entry, delta: Delta) -> bool:
         """Put back what a call has replaced; False if it was not kept."""
         parts, store = record.path, self.changes.store
-        staged = store.stage()
+        staged = store.tx / store.fresh()
         try:
             files = self._make(record, before, store.tree, staged.name, delta)
         except FileNotFoundError:
@@ -529,21 +557,23 @@ class _Undo:
             if (other := self._other_name(files[link.place])) is not None
         }
         self._forget(parts)
-        self.changes.put(parts, staged)
+        self.changes.put_file(parts, staged)
         for place, file in files.items():
             there, other = (*parts, *place), others.get(place)
-            if file.size != -1 and (other is None or not self._relink(there, other, file.ino)):
+            if not file.is_directory and (
+                other is None or not self._relink(there, other, file.ino)
+            ):
                 self._note(there, file.ino)
         return True
 
-    def _other_name(self, file: Ident) -> Parts | None:
+    def _other_name(self, file: Entry) -> Parts | None:
         """Return a name of a file that is as it was: one that is back, or one that stayed."""
         names = itertools.chain(self._made.get(file.ino, ())[::-1], self._stayed_as(file.ino))
         for name in names:
             status = self._file(name)
             if status is None or self._former.get(name, status.st_ino) != file.ino:
                 continue
-            if matches(file, ident_of(status)):
+            if matches(file, Entry.of(status)):
                 return name
         return None
 
@@ -576,9 +606,9 @@ class _Undo:
 
     def _link(self, parts: Parts, before: Entry) -> bool:
         """Make a path one more name of the file it was a name of; False where there is none."""
-        if before.kind != "file" or before.nlink < 2:
+        if before.kind != "file" or before.links < 2:
             return False
-        other = self._other_name(before.ident)
+        other = self._other_name(before)
         if other is None or other == parts:
             return False
         self._forget(parts)
@@ -605,20 +635,15 @@ class _Undo:
 
     def _make(
         self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta
-    ) -> dict[Parts, Ident]:
+    ) -> dict[Parts, Entry]:
         """Make again what a call has replaced, at a free name; returns the files it consists of."""
-        match before.kind:
-            case "file":
-                self.history.make_file(before, tree, name)
-                return {(): before.ident}
-            case "symlink":
-                os.symlink(before.target or "", name, dir_fd=tree.fd)
-            case "fifo":
-                os.mkfifo(name, 0o600, dir_fd=tree.fd)
-            case "directory" if record.kept is not None:
-                return self.history.copy_tree(delta, record.kept, tree, name)
-            case _:
-                raise FileNotFoundError(name)
+        if before.kind == "file":
+            self.history.make_file(before, tree, name)
+            return {(): before}
+        if before.is_directory and record.kept is not None:
+            return self.history.copy_tree(delta, record.kept, tree, name)
+        if not create(tree.fd, name, before):
+            raise FileNotFoundError(name)
         apply_entry(tree, (name,), before)
         return {}
 
