@@ -364,8 +364,9 @@ class History(Past):
             if entry.is_directory:
                 total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
             elif entry.kind == "file" and (entry.size <= self._limit or self.needed() is not None):
-                entry = entry._replace(digest=self._digest(source, entry.size))
-                total += 0 if entry.digest in self.store.objects else entry.size
+                digest = self._digest(source, entry.size)
+                total += 0 if digest in self.store.objects else entry.size
+                entry = entry._replace(digest=digest)
             entries[index] = entry
         return entries, total
 
