@@ -135,7 +135,7 @@ def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = 
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
-        say(f"changed since by somebody else, and shown as it is now: {', '.join(later)}")
+        say(f"changed since by somebody else, which is not shown: {', '.join(later)}")
     return 0
 
 
@@ -268,7 +268,7 @@ def _nothing_to_undo(
 # Undoing
 
 _KILLED = (
-    "a call was killed before it ended; what it changed is still there, and shown as it is now. "
+    "a call was killed before it ended; what it changed is still there, and not shown. "
     "The next command that opens the directory, such as `wink undo`, rolls it back first"
 )
 

@@ -21,11 +21,11 @@ from weakincentives.errors import (
     ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
-    UndoRefused,
     ViewClosed,
     WinkError,
 )
 from weakincentives.filesystem.base import BaseFilesystem, Reads, reading, worded
+from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
     Command,
@@ -37,9 +37,7 @@ from weakincentives.filesystem.commands import (
 )
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
-from weakincentives.filesystem.journal import Changes
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, names_of
-from weakincentives.filesystem.looking import diff_of
+from weakincentives.filesystem.layers import Layer, Look, Node, names_of
 from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
@@ -51,11 +49,11 @@ from weakincentives.filesystem.protocol import (
     shown,
     split_root,
 )
-from weakincentives.filesystem.revert import go_back, obstacles, take_back
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
+from weakincentives.filesystem.undo import diff_of, go_back, take_back
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -557,8 +555,6 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             serials = [self._serial_of(call_id) for call_id in call_ids]
             if not serials:
                 return ()
-            if not force and (found := obstacles(workspace.history, serials, Disk(workspace.tree))):
-                raise UndoRefused(found)
 
             def act(changes: Changes) -> tuple[str, ...]:
                 return take_back(changes, workspace.history, serials, force=force)

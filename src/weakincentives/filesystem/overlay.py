@@ -28,7 +28,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.tree import (
     PATIENCE,
     Tree,

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
-from weakincentives.filesystem.pack import Pack, Place, Row, has_content
+from weakincentives.filesystem.pack import Pack, Place, Row
 from weakincentives.filesystem.protocol import BARRED, Parts
-from weakincentives.filesystem.records import Source
-from weakincentives.filesystem.rooms import TEMPORARY
-from weakincentives.filesystem.store import Entry, Store
-from weakincentives.filesystem.tree import Ident, Tree, xattrs_of
+from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.store import Source, Store
+from weakincentives.filesystem.tree import Tree, xattrs_of
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.journal import Changes
+    from weakincentives.filesystem.changes import Changes
 
 __all__ = ["External", "Found", "Manifest", "find_unfinished"]
 
@@ -198,7 +198,7 @@ class Manifest:
                 )
 
     def _other_names(self, one: Found) -> set[Parts]:
-        if one.before is None or _was_directory(one) or one.before.nlink == 1:
+        if one.before is None or _was_directory(one) or one.before.links == 1:
             return set()
         return self._linked.get(one.before.ino, set())
 
@@ -357,7 +357,7 @@ class Manifest:
         if os.fstat(fd).st_size != size:
             return False
         try:
-            return has_content(self.pack.folder, Source(*place), size, fd)
+            return Source(*place).is_in(self.pack.folder.parent, size, fd)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO):
                 raise
@@ -535,7 +535,7 @@ class External:
             _settled(self._store).unlink(missing_ok=True)
             _unsettled(self._store).touch()
             self._since = len(changes.records)
-            changes.expect_external(Ident(*manifest.pack.mark, 0))
+            changes.expect_external(manifest.pack.mark)
         except BaseException:
             self.end()
             raise
@@ -631,7 +631,9 @@ def journal_found(manifest: Manifest, tree: Tree, changes: Changes) -> None:
         raise
 
 
-def find_unfinished(tree: Tree, store: Store, changes: Changes, begun: Ident | None) -> str | None:
+def find_unfinished(
+    tree: Tree, store: Store, changes: Changes, begun: tuple[int, int]
+) -> str | None:
     """Journal what other programs changed in a transaction whose process is gone.
 
     ``begun`` tells which index there was when they began. Returns a sentence if it is not there.
@@ -648,7 +650,7 @@ def find_unfinished(tree: Tree, store: Store, changes: Changes, begun: Ident | N
     try:
         pack = manifest.pack
         generation, size = pack.mark
-        if begun is None or pack.is_damaged or generation != begun.ino or size < begun.size:
+        if pack.is_damaged or generation != begun[0] or size < begun[1]:
             return (
                 "What other programs changed in a call that was not finished cannot be told: the"
                 " list of what was there before is damaged. What they changed is left as it is"
@@ -747,7 +749,7 @@ def _was_directory(found: Found) -> bool:
 
 def _is_still_linked(tree: Tree, one: Found) -> bool:
     """Tell whether a path still is a name of the file that it and others were names of."""
-    if one.before is None or one.before.nlink == 1:
+    if one.before is None or one.before.links == 1:
         return False
     status = tree.status_if_reached(one.parts)
     return status is not None and status.st_ino == one.before.ino
@@ -759,7 +761,7 @@ def _with_twins(ordered: Sequence[Found]) -> list[Found]:
     done: list[Found] = []
     for one in reversed(ordered):
         twin = None
-        if one.before is not None and one.before.nlink > 1 and not _was_directory(one):
+        if one.before is not None and one.before.links > 1 and not _was_directory(one):
             twin = names.get(one.before.ino)
             names[one.before.ino] = one.parts
         done.append(one._replace(twin=twin))

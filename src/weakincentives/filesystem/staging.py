@@ -23,7 +23,7 @@ from weakincentives.filesystem.layers import (
     node_of,
 )
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import without_privileges
 

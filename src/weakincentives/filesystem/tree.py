@@ -15,19 +15,17 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
 
 __all__ = [
     "Held",
-    "Ident",
     "Mount",
     "Tree",
     "exchange",
     "files_below",
-    "ident_of",
     "inherit",
     "mount_of",
     "mounted_below",
@@ -61,18 +59,6 @@ _PATH = getattr(os, "O_PATH", 0)
 
 _OPEN_DIRECTORY = os.O_RDONLY | _DIRECTORY | _NOFOLLOW | _CLOEXEC
 _OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
-
-
-class Ident(NamedTuple):
-    """Tells one state of a file from another without reading it."""
-
-    ino: int
-    size: int
-    mtime_ns: int
-
-
-def ident_of(status: os.stat_result) -> Ident:
-    return Ident(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def supported() -> bool:
@@ -423,11 +409,6 @@ def _unlink_files(fd: int) -> list[str]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
     return [name for name, is_directory in kinds if is_directory]
-
-
-def status_is_directory(tree: Tree, parts: Parts) -> bool:
-    status = tree.status(parts)
-    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def check_regular(status: os.stat_result, parts: Parts) -> None:
