@@ -158,8 +158,8 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
 def _differ(old: _Side, new: _Side) -> bool:
     if old.is_damaged or new.is_damaged:
         return True
-    if old.kind != new.kind:
-        return True
+    if old.node is None or new.node is None or old.kind != new.kind:
+        return old.kind != new.kind
     if old.kind not in ("file", "link"):
         return False  # of a directory, what is in it is told
     if old.data is None or new.data is None:

@@ -50,7 +50,7 @@ class Scratch:
         if not self.base:
             return self.tree.fd
         if self._fd < 0:
-            self._fd = self.tree.directory(self.base).fd
+            self._fd = int(self.tree.directory(self.base))
         return self._fd
 
     def close(self) -> None:
