@@ -29,10 +29,11 @@ torture: $(READY)  ## Kill a process at work for SECONDS=600; a failure names it
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)  ## Format, lint, types, and the documentation site in .site/.
+lint: $(VENDORS)  ## Format, lint, types, layers, and the documentation site in .site/.
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
