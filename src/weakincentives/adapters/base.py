@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.evaluation import Model, RunOptions
     from weakincentives.runtime.session import Session
 
-__all__ = ["Adapter"]
-
 OutT = TypeVar("OutT")
 
 

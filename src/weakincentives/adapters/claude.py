@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import RenderedPrompt
     from weakincentives.runtime.evaluation import Model
 
-__all__ = ["ClaudeAgentSDKAdapter"]
-
 PermissionMode = Literal["default", "acceptEdits", "plan", "bypassPermissions", "dontAsk", "auto"]
 
 _logger = get_logger(__name__)

@@ -31,8 +31,6 @@ from weakincentives.retry import NETWORK, TIMEOUT
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["Provider", "without_secrets"]
-
 T = TypeVar("T")
 
 _ADVICE = {

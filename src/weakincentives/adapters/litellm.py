@@ -19,8 +19,6 @@ from weakincentives.adapters.schema import Forms, OutputForm, in_whole_character
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 
-__all__ = ["LiteLLMAdapter"]
-
 
 class LiteLLMAdapter(Adapter):
     """Asks a model of any provider that LiteLLM knows.

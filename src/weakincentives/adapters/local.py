@@ -34,8 +34,6 @@ from weakincentives.state import source_of
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["LocalAdapter", "LocalModel"]
-
 _PROGRAM = source_of(__file__, "local_server.py")
 
 

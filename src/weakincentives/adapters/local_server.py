@@ -12,8 +12,6 @@ import threading
 from importlib import import_module
 from typing import Any
 
-__all__ = ["SETTINGS", "serve"]
-
 SETTINGS = "WINK_LOCAL_MODEL"
 """The variable with the settings; arguments could be read by everybody on the machine."""
 

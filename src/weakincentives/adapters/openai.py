@@ -34,8 +34,6 @@ from weakincentives.serde import parse
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-__all__ = ["WANTED_BACK", "OpenAIAdapter", "PerLoop", "chat_body", "chat_turn"]
-
 T = TypeVar("T")
 
 _ENCRYPTED = "reasoning.encrypted_content"

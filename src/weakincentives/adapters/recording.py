@@ -42,8 +42,6 @@ from weakincentives.runtime.session import Session
 from weakincentives.serde import dump, freeze
 from weakincentives.slices import EMPTY, Slice
 
-__all__ = ["Divergence", "ReplayAdapter", "record", "replay"]
-
 _logger = get_logger(__name__)
 
 Seen: TypeAlias = dict[str, str]

@@ -22,17 +22,6 @@ from weakincentives.runtime.conversation import ModelRequest
 from weakincentives.serde import dump
 from weakincentives.serde.bounded_schema import BoundedSchema
 
-__all__ = [
-    "Form",
-    "Forms",
-    "OutputForm",
-    "arguments_of",
-    "in_whole_characters",
-    "strict_schema",
-    "tokens",
-    "without_nulls",
-]
-
 T = TypeVar("T")
 Node: TypeAlias = Mapping[str, Any]
 

@@ -16,8 +16,6 @@ from weakincentives.errors import MissingExtra, ParseError, ProviderError, Provi
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn
 from weakincentives.serde import parse
 
-__all__ = ["ScriptedAdapter", "Turn", "calls", "says"]
-
 _Played: TypeAlias = ModelTurn | ProviderError | str
 Turn: TypeAlias = _Played | Callable[[ModelRequest], _Played]
 """A text, a turn with calls, an error to raise, or a function of the request that gives one."""

@@ -17,28 +17,6 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.runtime.calls import Run
 
-__all__ = [
-    "FILE_NAME",
-    "AsJson",
-    "Misuse",
-    "Workspace",
-    "complete_calls",
-    "complete_models",
-    "complete_runs",
-    "complete_suites",
-    "complete_tools",
-    "diff_style",
-    "echo",
-    "examples",
-    "existing_directory",
-    "find_run",
-    "hint",
-    "open_workspace",
-    "say",
-    "shortened",
-    "summary_of",
-]
-
 FILE_NAME = "wink.toml"
 
 

@@ -15,8 +15,6 @@ from pydantic import ValidationError as Invalid
 
 from weakincentives.cli.common import FILE_NAME, Misuse, existing_directory, hint
 
-__all__ = ["KEYS", "SUITES", "PolicySettings", "Settings", "load_settings"]
-
 SUITES = ("files", "shell", "planning", "digest", "python")
 SANDBOXES = ("auto", "podman", "bubblewrap", "namespaces", "none")
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools import Sandbox
     from weakincentives.contrib.tools.sandbox.engines import SandboxChoice
 
-__all__ = ["register"]
-
 _DATA = Path(__file__).with_name("demo_project")
 _SCRIPT = _DATA / "script.json"
 _TASK = "A test of this project fails. Repair the program, and leave the tests as they are."

@@ -31,8 +31,6 @@ from weakincentives.text import harmless
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
 
-__all__ = ["Finding", "examine", "register", "was_killed"]
-
 _EXAMPLES = examples(
     "wink doctor",
     "wink doctor -w ~/project --json",

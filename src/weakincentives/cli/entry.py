@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run `wink` with the arguments of this process, and exit."""

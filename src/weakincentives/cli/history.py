@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import FileChange
     from weakincentives.runtime.calls import Call, Calls, Run
 
-__all__ = ["register"]
-
 _LOG_EXAMPLES = examples(
     "wink log                      # the last calls, with what each changed",
     "wink log --run k3f -n 0       # all calls of one run",

@@ -14,8 +14,6 @@ from weakincentives.cli import demo, doctor, history, mcp, run, tools
 from weakincentives.cli.common import Misuse, echo, say
 from weakincentives.errors import WinkError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="wink",
     help="Run an LLM agent's tools as transactions: committed, or rolled back as if never begun.",

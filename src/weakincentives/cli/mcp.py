@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from weakincentives.mcp import McpServer
     from weakincentives.runtime import SavedSession
 
-__all__ = ["register"]
-
 _KIND = "mcp"
 _EXAMPLE = examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",

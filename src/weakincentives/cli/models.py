@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from weakincentives.adapters import Adapter
     from weakincentives.budget import TokenUsage
 
-__all__ = ["PROVIDERS", "OpenedModel", "Price", "Provider", "open_model", "problem_with_file"]
-
 Price: TypeAlias = Callable[["TokenUsage"], "float | None"]
 """What so many tokens cost, in US dollars; None where that is not known."""
 

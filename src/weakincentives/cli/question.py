@@ -17,8 +17,6 @@ from weakincentives.text import visible
 if TYPE_CHECKING:
     from weakincentives.cli.view import View
 
-__all__ = ["Approver", "Question", "question"]
-
 
 class Approver:
     """Asks the person at the terminal."""

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime import SavedSession, Session, ToolInvoked
     from weakincentives.runtime.calls import Run
 
-__all__ = ["AgentRun", "register"]
-
 KIND = "run"
 """What the files of runs say they are of, among those of other commands."""
 

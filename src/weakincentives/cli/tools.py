@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Offer
     from weakincentives.runtime import Session
 
-__all__ = ["register"]
-
 _TOOLS_EXAMPLES = examples(
     "wink tools                    # all of them, with how far each reaches",
     "wink tools edit_file          # its parameters, examples and policies",

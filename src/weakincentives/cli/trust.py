@@ -31,8 +31,6 @@ from weakincentives.text import harmless
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
 
-__all__ = ["APPROVE", "Found", "NotApproved", "Trust", "file_of", "is_interactive", "trust_of"]
-
 APPROVE = "Do you approve these files as they are now?"
 
 

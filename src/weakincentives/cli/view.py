@@ -42,22 +42,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.planning import PlanStep
     from weakincentives.runtime import ToolInvoked
 
-__all__ = [
-    "CallEnded",
-    "ChangedFile",
-    "Event",
-    "JsonView",
-    "LiveView",
-    "PlainView",
-    "RunResult",
-    "RunStarted",
-    "View",
-    "Words",
-    "is_utf8",
-    "open_view",
-]
-
-
 # What happens in a run
 
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools import PlanningToolsSection, PodmanSandboxSection
     from weakincentives.prompt.completion import TaskCompletionChecker
 
-__all__ = ["Workbench", "admit_code", "load_types", "open_workbench", "suite_tools"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workbench:

@@ -54,8 +54,6 @@ from weakincentives.filesystem.protocol import (
 )
 from weakincentives.participant import Participant
 
-__all__ = ["BaseFilesystem", "Look", "Reads", "kind_at", "reading", "worded"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

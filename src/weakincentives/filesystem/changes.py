@@ -49,8 +49,6 @@ from weakincentives.filesystem.tree import (
     xattrs_of,
 )
 
-__all__ = ["Changes", "recover"]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 SYNCED_ONE_BY_ONE = 64

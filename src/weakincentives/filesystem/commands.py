@@ -35,21 +35,6 @@ from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.store import Store
 from weakincentives.locks import undisturbed
 
-__all__ = [
-    "DEFAULT_OUTPUT_LIMIT",
-    "Command",
-    "CommandResult",
-    "Commands",
-    "Engine",
-    "EngineUse",
-    "Running",
-    "Watch",
-    "apply_steps",
-    "engines",
-    "run_over",
-    "run_plainly",
-]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_OUTPUT_LIMIT = 1 << 20

@@ -18,8 +18,6 @@ from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
 from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 
-__all__ = ["Effort", "FileChange", "all_changed", "changed_paths", "file_changes", "hunks"]
-
 _MAX_COMPARED = 1 << 20
 """Bytes of a file; of a bigger one only the size is told."""
 _CONTEXT = 3

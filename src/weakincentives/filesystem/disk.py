@@ -58,8 +58,6 @@ from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
 
-__all__ = ["HostFilesystem"]
-
 R = TypeVar("R")
 T = TypeVar("T")
 

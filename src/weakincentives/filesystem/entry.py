@@ -23,25 +23,6 @@ from weakincentives.filesystem.tree import (
     xattrs_of,
 )
 
-__all__ = [
-    "Entry",
-    "File",
-    "Kind",
-    "Xattrs",
-    "apply_entry",
-    "capture",
-    "checked_digest",
-    "copy_content",
-    "copy_exactly",
-    "copy_file",
-    "create",
-    "digest_of",
-    "kind_of",
-    "link",
-    "linked",
-    "matches",
-]
-
 WORTH_CLONING = 256 << 10
 _FICLONE = 0x40049409
 

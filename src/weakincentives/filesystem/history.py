@@ -50,17 +50,6 @@ from weakincentives.filesystem.store import (
 from weakincentives.filesystem.tree import Tree, remove_tree
 from weakincentives.state import Seals
 
-__all__ = [
-    "Committed",
-    "Delta",
-    "History",
-    "Link",
-    "Past",
-    "adopt_store",
-    "kept_at",
-    "replaced",
-]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_LIMIT = 256 << 20

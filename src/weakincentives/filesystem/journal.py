@@ -24,8 +24,6 @@ from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
 from weakincentives.state import Seals
 
-__all__ = ["JOURNAL", "Journal", "Record", "read_journal"]
-
 JOURNAL = "journal"
 """What the records of a transaction are sealed as; each is bound to its place in the file."""
 

@@ -22,25 +22,6 @@ from weakincentives.filesystem.protocol import BARRED, Parts, join_path
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
 
-__all__ = [
-    "Changed",
-    "Cover",
-    "Disk",
-    "File",
-    "Forward",
-    "Layer",
-    "Look",
-    "Node",
-    "NodeKind",
-    "Present",
-    "Taken",
-    "names_of",
-    "node_of",
-    "taken_by",
-    "undone",
-    "walk",
-]
-
 NodeKind = Kind
 Node = Entry
 """What is at a path. To look takes no more than a status: there are no attributes in it."""

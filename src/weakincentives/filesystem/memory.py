@@ -28,8 +28,6 @@ from weakincentives.filesystem.protocol import (
     split_root,
 )
 
-__all__ = ["MemoryFilesystem"]
-
 
 # Nodes are compared with `is`: the same node is the same content, all the way down. They are
 # tuples, which are made in half the time of a frozen dataclass: a write makes one per directory.

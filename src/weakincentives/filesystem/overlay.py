@@ -37,8 +37,6 @@ from weakincentives.filesystem.tree import (
     xattrs_of,
 )
 
-__all__ = ["Attributes", "Layers", "Process", "Step", "Way", "find_way"]
-
 SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.

@@ -23,8 +23,6 @@ from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.tree import read_all, write_all
 from weakincentives.state import Seals
 
-__all__ = ["Pack", "Place", "Row"]
-
 LARGE = 256 << 10
 """Files from this size on are copied to a file of their own."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.protocol import Parts, shown, split_path
 
-__all__ = ["GlobPattern", "PathPatterns", "check_limit", "compile_regex", "matching_lines"]
-
 _ANY_DEPTH = "**"
 
 

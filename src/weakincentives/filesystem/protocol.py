@@ -17,28 +17,6 @@ from weakincentives.errors import (
     ReadOnlyFile,
 )
 
-__all__ = [
-    "BARRED",
-    "DEFAULT_ROOT",
-    "FileStat",
-    "Filesystem",
-    "GrepMatch",
-    "NodeKind",
-    "Parts",
-    "directory_not_file",
-    "encode_text",
-    "escapes",
-    "file_not_directory",
-    "join_path",
-    "not_text",
-    "nothing_there",
-    "read_only",
-    "resolve",
-    "shown",
-    "split_path",
-    "split_root",
-]
-
 DEFAULT_ROOT = "/workspace"
 
 MAX_NAME_BYTES = 255

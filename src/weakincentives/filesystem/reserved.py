@@ -23,8 +23,6 @@ from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.state import our_code, our_environment, our_secrets
 
-__all__ = ["Hiding", "Reserved"]
-
 T = TypeVar("T")
 
 # Of a git directory: what says what git runs, or where it reads that.

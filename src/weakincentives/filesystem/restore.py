@@ -31,8 +31,6 @@ from weakincentives.filesystem.scratch import Scratch, Scratches, set_time
 from weakincentives.filesystem.store import DAMAGED, Source, Store, read_exactly
 from weakincentives.filesystem.tree import CHUNK, Held, Tree, mount_of
 
-__all__ = ["Restore", "move_out", "safe_name", "status_at"]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 # What a path is to blame for; anything else, such as a full disk, may be better later.

@@ -29,8 +29,6 @@ from weakincentives.filesystem.tree import Tree, xattrs_of
 if TYPE_CHECKING:
     from weakincentives.filesystem.changes import Changes
 
-__all__ = ["External", "Found", "Manifest", "find_unfinished"]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 # A file that changes again this soon after it was looked at may get the same times as before.

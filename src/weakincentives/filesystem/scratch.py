@@ -19,8 +19,6 @@ from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Store, checked_parts, write_whole
 from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
 
-__all__ = ["NOTE", "TEMPORARY", "Scratch", "Scratches", "set_time"]
-
 TEMPORARY = ".wink-temporary-"
 """How the names of such directories begin. Nobody else is to be bothered with them."""
 

@@ -27,8 +27,6 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import without_privileges
 
-__all__ = ["Edit", "Staging", "State"]
-
 # Below what any filesystem uses, so that no staged file is taken for one on disk.
 _numbers = itertools.count(-1, -1)
 

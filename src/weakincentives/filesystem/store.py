@@ -33,17 +33,6 @@ from weakincentives.filesystem.tree import (
 )
 from weakincentives.state import Seals, state_path
 
-__all__ = [
-    "Note",
-    "Objects",
-    "Source",
-    "Store",
-    "checked_name",
-    "checked_parts",
-    "left_in",
-    "location_of",
-]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 DAMAGED = errno.EBADMSG

@@ -20,26 +20,6 @@ from typing import TypeVar
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
 
-__all__ = [
-    "Held",
-    "Mount",
-    "Tree",
-    "exchange",
-    "files_below",
-    "inherit",
-    "mount_of",
-    "mounted_below",
-    "remove_directory",
-    "remove_tree",
-    "supported",
-    "sync",
-    "sync_all",
-    "without_default_acl",
-    "without_privileges",
-    "write_all",
-    "xattrs_of",
-]
-
 T = TypeVar("T")
 
 CHUNK = 1 << 20

@@ -24,9 +24,6 @@ from weakincentives.filesystem.store import Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 
-__all__ = ["CallChanges", "WorkspaceHistory", "diff_of", "go_back", "take_back"]
-
-
 # Looking
 
 

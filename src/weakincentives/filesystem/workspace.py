@@ -36,8 +36,6 @@ from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import Tree
 from weakincentives.gate import Gate
 
-__all__ = ["Place", "Workspace"]
-
 logger = logging.getLogger("weakincentives.filesystem")
 
 

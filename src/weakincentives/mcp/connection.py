@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from anyio import CancelScope
     from mcp import Client, types
 
-__all__ = ["HttpServer", "McpConnection", "StdioServer", "as_server"]
-
 T = TypeVar("T")
 
 _logger = get_logger(__name__)

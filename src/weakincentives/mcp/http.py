@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from weakincentives.mcp.server import McpServer
 
-__all__ = ["PATH", "http_app", "listen", "serve"]
-
 PATH = "/mcp"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANY = ("0.0.0.0", "::")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from mcp import types
 
-__all__ = ["McpMedia", "McpOutput", "output_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class McpMedia:

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
     from weakincentives.mcp.wire import Wire
 
-__all__ = ["McpServer", "Served"]
-
 T = TypeVar("T")
 Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
 """What can be served."""

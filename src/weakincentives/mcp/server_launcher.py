@@ -12,8 +12,6 @@ import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["living_in", "main"]
-
 PR_SET_PDEATHSIG = 1
 NOT_STARTED = 127
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams  # the type of every transport of the SDK
     from mcp.shared.message import SessionMessage
 
-__all__ = ["ServerProcess"]
-
 _logger = get_logger(__name__)
 
 _LAUNCHER = source_of(__file__, "server_launcher.py")

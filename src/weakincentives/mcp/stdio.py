@@ -30,8 +30,6 @@ from mcp.types import (
 from weakincentives.logs import get_logger
 from weakincentives.mcp.wire import Wire, claimed_wire
 
-__all__ = ["MAX_MESSAGE", "stdio_streams"]
-
 _logger = get_logger(__name__)
 
 MAX_MESSAGE = 16 << 20

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from weakincentives.runtime.session import Session
 
-__all__ = ["LeftOutTool", "McpToolsSection", "McpUndo"]
-
 T = TypeVar("T")
 PerTool: TypeAlias = T | Mapping[str, T]
 """One for all tools, or by the server's name for them; ``*`` and ``?`` stand for anything."""

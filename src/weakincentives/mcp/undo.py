@@ -27,17 +27,6 @@ from weakincentives.runtime.saved import not_undone
 from weakincentives.runtime.session import Session, Snapshot
 from weakincentives.slices import SlicePolicy, slice_policy
 
-__all__ = [
-    "CallSummary",
-    "Checkpoint",
-    "CheckpointParams",
-    "History",
-    "HistoryParams",
-    "UndoParams",
-    "UndoTools",
-    "Undone",
-]
-
 _MOST_POINTS = 200
 """Calls whose session state can be undone; what files were is kept on disk, by size."""
 

@@ -7,8 +7,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Wire", "claimed_wire"]
-
 
 class Wire(NamedTuple):
     """Where a client is: what it writes is read from one descriptor, and answered on the other."""

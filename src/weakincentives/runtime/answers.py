@@ -31,8 +31,6 @@ from weakincentives.runtime.events import SUSPENDED, ToolInvoked
 from weakincentives.runtime.progress import Progress
 from weakincentives.runtime.transactions import NeedsItsPlace
 
-__all__ = ["answer_to", "checked", "complete", "raises_through", "refuse_unknown"]
-
 _logger = get_logger(__name__)
 
 _UNFINISHED: dict[type, tuple[str, str]] = {

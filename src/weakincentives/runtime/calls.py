@@ -25,8 +25,6 @@ from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.runtime.saved import SavedSessionData, not_undone
 
-__all__ = ["Call", "Calls", "Run", "new_run", "plain", "runs_of"]
-
 _RECORDS = "weakincentives.runtime.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
 _ENDS = "weakincentives.runtime.events:PromptExecuted"

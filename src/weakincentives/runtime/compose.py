@@ -29,17 +29,6 @@ from weakincentives.runtime.tool_call import (
 )
 from weakincentives.serde import dump
 
-__all__ = [
-    "ConditionalBranch",
-    "ConditionalOutput",
-    "ParallelOutput",
-    "SequenceOutput",
-    "ToolComposer",
-    "conditional",
-    "parallel",
-    "sequence",
-]
-
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
 Schema = dict[str, Any]

@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 else:
     OutT = TypeVar("OutT")
 
-__all__ = [
-    "Message",
-    "ModelRequest",
-    "ModelTurn",
-    "PromptResponse",
-    "Retrying",
-    "RunEvent",
-    "SentBack",
-    "StopReason",
-    "TextDelta",
-    "ToolEnded",
-    "ToolStarted",
-    "TurnEnded",
-    "TurnStarted",
-]
-
 StopReason: TypeAlias = Literal["end_turn", "tool_use", "max_tokens", "refusal"]
 """Why the model stopped: it is done, it wants tools run, it was cut off, it does not want to."""
 

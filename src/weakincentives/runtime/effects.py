@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import CascadeEffect, Effect
     from weakincentives.runtime.ledger import CallOutcome, Outcome
 
-__all__ = [
-    "apply_effects",
-    "cascaded",
-    "follow_up",
-    "hand_over",
-    "note_outcome",
-    "put_on_record",
-    "roll_back_effects",
-]
-
 _logger = get_logger(__name__)
 
 

@@ -54,8 +54,6 @@ from weakincentives.runtime.session import Session
 from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
 from weakincentives.slices import Slice
 
-__all__ = ["Model", "Run", "RunConfig", "RunOptions"]
-
 T = TypeVar("T")
 
 _logger = get_logger(__name__)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from weakincentives.budget import TokenUsage
     from weakincentives.prompt.tool_result import ToolResult
 
-__all__ = ["Dispatcher", "PromptExecuted", "PromptRendered", "ToolInvoked"]
-
 E = TypeVar("E")
 
 _logger = get_logger(__name__)

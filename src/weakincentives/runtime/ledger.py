@@ -25,8 +25,6 @@ from weakincentives.logs import get_logger
 from weakincentives.slices import SlicePolicy, slice_policy
 from weakincentives.state import Seals
 
-__all__ = ["CallOutcome", "Outcome", "OutcomeLedger"]
-
 _logger = get_logger(__name__)
 
 Outcome = Literal["started", "answered", "committed", "rolled_back", "compensated", "unknown"]

@@ -18,8 +18,6 @@ from weakincentives.locks import undisturbed
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.tool import Tool
 
-__all__ = ["ends_within", "in_thread", "run_blocking", "run_handler"]
-
 T = TypeVar("T")
 
 _loops: list[_BackgroundLoop] = []

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.evaluation import RunOptions
     from weakincentives.runtime.session import Session
 
-__all__ = ["MainLoop", "MainLoopConfig", "RequestFinished"]
-
 RequestT = TypeVar("RequestT")
 OutT = TypeVar("OutT")
 

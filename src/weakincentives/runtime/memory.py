@@ -26,7 +26,6 @@ from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import MergeConflict
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
-from weakincentives.prompt.contracts import MemoryScope
 from weakincentives.runtime.rows import RowStore, fold, search_text
 from weakincentives.runtime.session import Session, Snapshot
 from weakincentives.serde.exact import freeze, thaw
@@ -34,8 +33,6 @@ from weakincentives.slices import EMPTY, Slice
 
 if TYPE_CHECKING:
     from datetime import timedelta
-
-__all__ = ["EventBus", "MemoryManager", "MemoryMatch", "MemoryScope", "Permissions"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -30,8 +30,6 @@ from weakincentives.runtime.progress import Progress, Recorded, Surroundings
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import Place
 
-__all__ = ["run_call"]
-
 _logger = get_logger(__name__)
 
 _MAX_CASCADE = 8

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import Effect
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 
-__all__ = ["Progress", "Recorded", "Surroundings", "offers_of", "opened", "resources_of"]
-
 T = TypeVar("T")
 
 _logger = get_logger(__name__)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.prompt.contracts import Effect, PreconditionResult
 
-__all__ = ["ToolRegistry"]
-
 T = TypeVar("T")
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]

@@ -17,8 +17,6 @@ from weakincentives.retry import LOCK, code_of
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-__all__ = ["RowStore", "fold", "search_text"]
-
 _BUSY_SECONDS = 30.0
 _APPLICATION = 0x57494E4B  # "WINK": says whose file it is
 _VERSION = 1

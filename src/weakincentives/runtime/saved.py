@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
 
-__all__ = ["SavedSession", "SavedSessionData", "not_undone"]
-
 _logger = get_logger(__name__)
 
 VERSION = 2

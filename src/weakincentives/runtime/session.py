@@ -42,8 +42,6 @@ from weakincentives.slices import (
 if TYPE_CHECKING:
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
 
-__all__ = ["Session", "SliceAccessor", "Snapshot"]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

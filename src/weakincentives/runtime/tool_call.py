@@ -30,18 +30,6 @@ from weakincentives.runtime.turn import Group, Turn, run_together
 if TYPE_CHECKING:
     from weakincentives.prompt.contracts import CascadeEffect
 
-__all__ = [
-    "acall_tool",
-    "aexecute_tool",
-    "aexecute_tools",
-    "call_tool",
-    "execute_tool",
-    "execute_tools",
-    "may_wait",
-    "run_cascade",
-    "step_by_hand",
-]
-
 T = TypeVar("T")
 AnyResult = ToolResult[Any]
 Offers = Mapping[str, Offer]

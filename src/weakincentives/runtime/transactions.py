@@ -28,19 +28,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.events import ToolInvoked
     from weakincentives.runtime.ledger import OutcomeLedger
 
-__all__ = [
-    "CallResources",
-    "CompositeSnapshot",
-    "Member",
-    "NeedsItsPlace",
-    "PendingToolTracker",
-    "Place",
-    "Transaction",
-    "create_snapshot",
-    "restore_snapshot",
-    "tool_transaction",
-]
-
 T = TypeVar("T")
 
 _logger = get_logger(__name__)

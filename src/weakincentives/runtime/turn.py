@@ -22,16 +22,6 @@ from weakincentives.runtime.transactions import Place, Transaction
 if TYPE_CHECKING:
     from asyncio import Task
 
-__all__ = [
-    "Group",
-    "Turn",
-    "is_outdated",
-    "pause",
-    "reach",
-    "run_together",
-    "wait_before_retry",
-]
-
 Group = list[tuple[int, ToolCall]]
 """Calls that run together, each with its number in the turn."""
 

@@ -54,8 +54,6 @@ from weakincentives.runtime.conversation import (
 )
 from weakincentives.runtime.evaluation import RunConfig
 
-__all__ = ["AdapterCase", "Asked", "MakeAdapter", "Played", "Served", "adapter_cases"]
-
 E = TypeVar("E", bound=BaseException)
 
 Played: TypeAlias = ModelTurn | ProviderError

@@ -9,8 +9,6 @@ from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt.context import ToolContext
 from weakincentives.runtime.session import Session
 
-__all__ = ["make_context", "make_context_with_files", "make_session", "make_vfs"]
-
 
 def make_session(**options: Any) -> Session:
     """Return an empty session; options are those of ``Session``."""

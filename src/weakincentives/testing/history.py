@@ -12,8 +12,6 @@ from weakincentives.runtime.events import ToolInvoked
 from weakincentives.runtime.session import Session
 from weakincentives.runtime.transactions import Transaction
 
-__all__ = ["Anomaly", "History"]
-
 T = TypeVar("T")
 
 _Path: TypeAlias = tuple[Transaction, ...]

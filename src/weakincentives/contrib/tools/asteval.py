@@ -35,8 +35,6 @@ from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import TIMEOUT
 from weakincentives.state import program, source_of
 
-__all__ = ["AstevalConfig", "AstevalParams", "AstevalSection", "Evaluation"]
-
 _CHILD = byte_code(source_of(__file__, "_asteval_child.py"))
 
 MODULES = (

@@ -22,8 +22,6 @@ from weakincentives.retry import NETWORK, RATE_LIMIT, SERVER_ERROR, TIMEOUT
 if TYPE_CHECKING:
     from playwright import async_api
 
-__all__ = ["Browser", "Page"]
-
 T = TypeVar("T")
 
 _logger = get_logger(__name__)

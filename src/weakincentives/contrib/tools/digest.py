@@ -33,14 +33,6 @@ from weakincentives.slices import Slice
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = [
-    "DigestConfig",
-    "DigestNote",
-    "UpdateDigestParams",
-    "WorkspaceDigest",
-    "WorkspaceDigestSection",
-]
-
 T = TypeVar("T")
 
 _MAX_NOTES = 20

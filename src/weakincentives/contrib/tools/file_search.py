@@ -24,21 +24,6 @@ from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
 from weakincentives.text import linear_matcher
 
-__all__ = [
-    "BYTE_ORDER_MARK",
-    "Edit",
-    "Search",
-    "describe_binary",
-    "is_crlf",
-    "may_match",
-    "pattern_matcher",
-    "peculiarities",
-    "replace_text",
-    "required_text",
-    "split_lines",
-    "text_of",
-]
-
 BYTE_ORDER_MARK = "\ufeff"
 
 _BARE_NEWLINE = re.compile(r"(?<!\r)\n")

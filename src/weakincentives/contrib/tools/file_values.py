@@ -10,30 +10,6 @@ from pydantic import Field
 
 from weakincentives.filesystem import FileStat, GrepMatch
 
-__all__ = [
-    "DeleteFileParams",
-    "DirectoryListing",
-    "EditFileParams",
-    "FileContent",
-    "FileDeleted",
-    "FileEdited",
-    "FileLimits",
-    "FileTransferred",
-    "FilesFound",
-    "GlobFilesParams",
-    "GrepFilesParams",
-    "LinesFound",
-    "ListDirectoryParams",
-    "ReadFileParams",
-    "SearchFilesParams",
-    "TransferParams",
-    "WriteFileParams",
-    "counted",
-    "cut",
-    "listed",
-    "size_of",
-]
-
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 

@@ -69,16 +69,6 @@ from weakincentives.retry import RetryPolicies, RetryPolicy
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = [
-    "FileWriteParams",
-    "FileWritten",
-    "VfsConfig",
-    "VfsToolsSection",
-    "file_tools",
-    "file_write_tool",
-    "write",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FileWriteParams:

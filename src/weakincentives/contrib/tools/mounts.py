@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
     from pathspec.pattern import RegexPattern
 
-__all__ = [
-    "HostMount",
-    "IgnoreRules",
-    "LeftOut",
-    "MountedFile",
-    "is_ignored",
-    "left_out_text",
-    "parse_ignore_file",
-    "read_mount",
-]
-
 _SLASH = "ps_d"
 """What pathspec calls the slash behind the directory that a rule is about."""
 

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Door", "OutboundRules", "Resolve", "is_public", "system_resolve"]
-
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Iterable[str]]]
 """Given a host and a port, returns the addresses to try, in order."""
 

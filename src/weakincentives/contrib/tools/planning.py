@@ -18,22 +18,6 @@ from weakincentives.slices import reducer
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = [
-    "AddSteps",
-    "AddStepsParams",
-    "Plan",
-    "PlanStep",
-    "PlanningToolsSection",
-    "SetupPlan",
-    "SetupPlanParams",
-    "StepStatus",
-    "UpdatePlan",
-    "UpdateStep",
-    "UpdateStepParams",
-    "plan_done",
-    "planning_tools",
-]
-
 StepStatus = Literal["pending", "in-progress", "done", "blocked"]
 
 _MARKS: dict[StepStatus, str] = {"pending": " ", "in-progress": ">", "done": "x", "blocked": "!"}

@@ -19,8 +19,6 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.prompt.tool_result import ToolResult
 from weakincentives.retry import RetryPolicies, RetryPolicy
 
-__all__ = ["ScrapeParams", "ScrapedPage", "scrape", "web_scrape_tool"]
-
 _CACHED_PAGES = 100
 
 

@@ -41,8 +41,6 @@ from weakincentives.filesystem.overlay import remove_tree
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.state import program, source_of
 
-__all__ = ["EngineName", "Order", "Sandbox", "SandboxChoice", "find_sandbox"]
-
 SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
 EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 

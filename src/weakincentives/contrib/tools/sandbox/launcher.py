@@ -17,8 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["main"]
-
 CLONE = {
     "mount": 0x0002_0000,
     "cgroup": 0x0200_0000,

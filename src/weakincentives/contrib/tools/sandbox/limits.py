@@ -17,15 +17,6 @@ from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
 from weakincentives.filesystem.tree import files_below
 
-__all__ = [
-    "SandboxLimits",
-    "SandboxWatch",
-    "cgroup",
-    "cgroup_mounts",
-    "remove_cgroups",
-    "sweep_cgroups",
-]
-
 # Seconds between two looks at a command, or this many times as long as a look takes.
 LOOK = 0.05
 REST = 5

@@ -10,15 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "COMPUTING",
-    "REFUSED",
-    "computing_program",
-    "container_profile",
-    "filter_program",
-    "seccomp_number",
-]
-
 # Offsets in the kernel's description of a call, and instruction codes.
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

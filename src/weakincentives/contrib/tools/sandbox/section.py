@@ -38,14 +38,6 @@ from weakincentives.retry import TIMEOUT
 if TYPE_CHECKING:
     from weakincentives.runtime.session import Session
 
-__all__ = [
-    "CommandOutput",
-    "EvaluatePythonParams",
-    "PodmanSandboxConfig",
-    "PodmanSandboxSection",
-    "ShellExecuteParams",
-]
-
 _GRACE = 30.0
 """Seconds that a call may take longer than its command: to start it, and to keep what it did."""
 
