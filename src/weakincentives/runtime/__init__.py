@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from weakincentives.call import ToolCall as ToolCall
     from weakincentives.call import call_under_way as call_under_way
     from weakincentives.logs import configure_logging as configure_logging
+    from weakincentives.prompt.contracts import MemoryScope as MemoryScope
     from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
     from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
     from weakincentives.runtime.compose import ParallelOutput as ParallelOutput
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.memory import EventBus as EventBus
     from weakincentives.runtime.memory import MemoryManager as MemoryManager
     from weakincentives.runtime.memory import MemoryMatch as MemoryMatch
-    from weakincentives.runtime.memory import MemoryScope as MemoryScope
     from weakincentives.runtime.memory import Permissions as Permissions
     from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
     from weakincentives.runtime.saved import SavedSession as SavedSession
