@@ -647,3 +647,29 @@ def test_a_killed_client_never_orders_twice(path: Path, service: str, resolves: 
 @pytest.mark.parametrize("resolves", [False, True])
 def test_a_client_killed_many_times_never_orders_twice(path: Path, service: str, resolves: bool):
     kill_and_restart(path, service, resolves, kills=60, count=600)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_process_that_has_had_many_workspaces_keeps_few_ledgers_open(tmp_path: Path):
+    """And a workspace that it comes back to still knows its calls."""
+
+    @wink.tool(reach="irreversible")
+    def send() -> str:
+        """Send something."""
+        return "sent"
+
+    def use(number: int) -> wink.ToolResult[object]:
+        place = tmp_path / str(number)
+        place.mkdir(exist_ok=True)
+        with wink.ToolRegistry([send], workspace=place) as tools:
+            return tools.execute("send", call_id="once")
+
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(60):
+        assert use(number).success
+    gc.collect()
+
+    assert len(os.listdir("/proc/self/fd")) < before + 30
+    failure = use(0).failure
+    assert failure is not None
+    assert failure.code == "ALREADY_COMMITTED"

@@ -85,6 +85,10 @@ class OutcomeLedger:
             ledger = _ledgers.get(path)
             if ledger is None:
                 ledger = _ledgers[path] = cls(path)
+            _recent.pop(path, None)
+            _recent[path] = ledger
+            if len(_recent) > _MOST_RECENT:
+                del _recent[next(iter(_recent))]
             return ledger
 
     def find(self, call_id: str) -> CallOutcome | None:
@@ -446,7 +450,12 @@ def _byte(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big") + 1 if name else 0
 
 
-_ledgers: dict[Path, OutcomeLedger] = {}
+_ledgers: weakref.WeakValueDictionary[Path, OutcomeLedger] = weakref.WeakValueDictionary()
+_recent: dict[Path, OutcomeLedger] = {}
+"""The ledgers that were used last: reading a file again for every call would take long, and keeping
+all of them would leave a descriptor open for each workspace that a process ever had.
+"""
+_MOST_RECENT = 16
 _ledgers_lock = threading.Lock()
 
 
