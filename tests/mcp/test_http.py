@@ -264,7 +264,12 @@ async def _connect(url: str, first: bytes) -> asyncio.StreamReader:
 
 
 held: list[asyncio.StreamWriter] = []
-"""Kept open: a writer that nobody has is closed."""
+"""Kept open while a test runs: a writer that nobody has is closed."""
+
+
+def _let_go() -> None:
+    while held:
+        held.pop().close()
 
 
 async def _to_the_end(reader: asyncio.StreamReader) -> bytes:
@@ -279,7 +284,10 @@ def test_a_client_that_does_not_finish_its_request_is_let_go(tmp_path: Path, fir
     async def work() -> bytes:
         with ToolRegistry([write], workspace=tmp_path) as tools:
             async with served(tools, patience=0.2) as url:
-                return await _to_the_end(await _connect(url, first))
+                try:
+                    return await _to_the_end(await _connect(url, first))
+                finally:
+                    _let_go()
 
     answer = asyncio.run(work())
 
@@ -316,6 +324,7 @@ def test_those_that_hold_on_make_room_for_those_that_work(tmp_path: Path):
                 last = await client.call_tool("write", {"path": "b.txt", "content": "b"})
                 for each in waiting:
                     each.cancel()
+                _let_go()
                 assert not first.is_error
                 return len(waiting), str(last.content)
 
