@@ -41,9 +41,9 @@ def snippets() -> dict[str, dict[str, Any]]:
     """Return the settings of the page by the heading they stand under."""
     found: dict[str, dict[str, Any]] = {}
     heading = ""
-    for part in re.split(r"(?m)^(## .*|```json\n[\s\S]*?^```)$", PAGE.read_text()):
-        if part.startswith("## "):
-            heading = part[3:]
+    for part in re.split(r"(?m)^(### .*|```json\n[\s\S]*?^```)$", PAGE.read_text()):
+        if part.startswith("### "):
+            heading = part[4:]
         elif part.startswith("```json\n"):
             found[heading] = json.loads(part.removeprefix("```json\n").removesuffix("```"))
     return found

@@ -337,8 +337,12 @@ class Snapshot:
     @classmethod
     def from_data(cls, document: Any, *, types: Iterable[type] = ()) -> Snapshot:
         """Read what ``to_json`` wrote, once it is JSON data."""
+        from importlib import import_module
+
         from weakincentives.serde import thaw
 
+        for name in _KEPT_BY_US:
+            import_module(name)
         known = tuple(types)
         try:
             if document["wink_snapshot"] != 1:
@@ -353,6 +357,16 @@ class Snapshot:
             return cls(*slices, tag=tag, taken_at=taken_at)
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             raise SnapshotError(f"not a snapshot: {error!r}") from error
+
+
+_KEPT_BY_US = (
+    "weakincentives.prompt.feedback",
+    "weakincentives.prompt.policies",
+    "weakincentives.prompt.section",
+    "weakincentives.runtime.conversation",
+    "weakincentives.runtime.ledger",
+)
+"""Modules whose types any session may hold: a process that reads one may not have used them yet."""
 
 
 def type_name(cls: type) -> str:
