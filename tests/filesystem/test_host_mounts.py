@@ -364,8 +364,8 @@ def test_a_kill_on_a_filesystem_without_hard_links_is_recovered(
     with HostFilesystem(root) as fs:
         recovered = fs.recovered
     if anew and change == "copy a directory" and recovered:
-        # Directories are told by their inodes, and those are others now, unless by chance one is
-        # given again: it is left, and told.
+        # Directories are told by their inodes, and those are others now unless the mount happens to
+        # give the same ones: it is left, and told.
         assert "x/copied was changed by someone else since" in recovered[0]
         shutil.rmtree(root / "x")
         os.utime(root, ns=(0, before["."].modified))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,9 +267,12 @@ held: list[asyncio.StreamWriter] = []
 """Kept open while a test runs: a writer that nobody has is closed."""
 
 
-def _let_go() -> None:
+async def _let_go() -> None:
     while held:
-        held.pop().close()
+        writer = held.pop()
+        writer.close()
+        with suppress(OSError):  # the server may have hung up first
+            await writer.wait_closed()
 
 
 async def _to_the_end(reader: asyncio.StreamReader) -> bytes:
@@ -287,7 +290,7 @@ def test_a_client_that_does_not_finish_its_request_is_let_go(tmp_path: Path, fir
                 try:
                     return await _to_the_end(await _connect(url, first))
                 finally:
-                    _let_go()
+                    await _let_go()
 
     answer = asyncio.run(work())
 
@@ -303,6 +306,7 @@ def test_bytes_that_trickle_in_give_no_more_time(tmp_path: Path):
                 while not ended.done():
                     held[-1].write(b"x")
                     await asyncio.sleep(0.05)
+                await _let_go()
                 return ended.result()
 
     assert asyncio.run(work()) == b""
@@ -324,7 +328,7 @@ def test_those_that_hold_on_make_room_for_those_that_work(tmp_path: Path):
                 last = await client.call_tool("write", {"path": "b.txt", "content": "b"})
                 for each in waiting:
                     each.cancel()
-                _let_go()
+                await _let_go()
                 assert not first.is_error
                 return len(waiting), str(last.content)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Unpack, cas
 from pydantic import Field
 
 from weakincentives.call import call_under_way
+from weakincentives.contrib.tools.file_values import counted
 from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
@@ -131,13 +132,13 @@ class WorkspaceDigest:
     def summary(self) -> str:
         """Return the digest in a few lines."""
         more = "More than " if self.is_cut else ""
-        directories = _count(self.directories, "directory", "directories")
+        directories = counted(self.directories, "directory", "directories")
         tests = next((each.command for each in self.how_to if each.purpose == "test"), "")
         outdated = sum(1 for note in self.notes if note.outdated)
         notes = f"Notes: {len(self.notes)}" + (f", {outdated} outdated" if outdated else "")
         lines = [
             self.about,
-            f"{more}{_count(self.files, 'file')} in {directories}, {_bytes(self.size)}.",
+            f"{more}{counted(self.files, 'file')} in {directories}, {_bytes(self.size)}.",
             f"Tests: `{tests}`." if tests else "",
             f"{notes}." if self.notes else "",
         ]
@@ -561,17 +562,13 @@ def _part(title: str, lines: Iterable[str], limit: int) -> str:
 
 def _folder_line(folder: Folder) -> str:
     indent = "  " if "/" in folder.path else ""
-    return f"{indent}- `{shown(folder.path)}/`: {_count(folder.files, 'file')}"
+    return f"{indent}- `{shown(folder.path)}/`: {counted(folder.files, 'file')}"
 
 
 def _command_line(how_to: HowTo) -> str:
     directory, _, name = shown(how_to.source).rpartition("/")
     where = f" in `{directory}`" if directory else ""
     return f"- {how_to.purpose}: `{how_to.command}`{where} ({name})"
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
 
 
 def _bytes(size: float) -> str:
