@@ -24,7 +24,7 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
-from weakincentives.filesystem.base import BaseFilesystem, Reads, reading, worded
+from weakincentives.filesystem.base import Filesystem, Reads, reading, worded
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
@@ -65,7 +65,7 @@ T = TypeVar("T")
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
 
 
-class HostFilesystem(BaseFilesystem[Node, Look]):
+class HostFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
     Whatever a call changes is journalled beside the directory before it is made, so it can be
@@ -221,7 +221,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _below_root(self, target: str) -> list[str] | None:
         return self._workspace.tree.below_root(target)
 
-    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
+    def _shown(self, entries: Sequence[tuple[str, T]]) -> Sequence[tuple[str, T]]:
         return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
 
     def _holds_readonly(self, where: Parts) -> bool:
@@ -252,18 +252,12 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             self.reserved.check_copied(origin)
         self.reserved.check_moved(origin, target, self._look)
 
-    def _check_writable(self, operation: str, args: tuple[object, ...] = ()) -> None:
-        sealed, workspace = self._why_sealed(), self._workspace
-        if sealed is not None or self.read_only is not None:
-            self._check_open(operation, args, sealed)
-        if workspace.store.pid != os.getpid():
+    def check_writable(self, operation: str) -> None:
+        super().check_writable(operation)
+        if self._workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
-        if not workspace.closing.alive:
+        if not self._workspace.closing.alive:
             raise ViewClosed("this filesystem was closed")
-
-    def _why_sealed(self) -> str | None:
-        """Return why this takes no more changes, or None."""
-        return self._sealed
 
     # Changing
 
@@ -294,10 +288,10 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
                 " permissions"
             )
 
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
+    def _change(self, do: Callable[[], R], operation: str) -> R:
         workspace = self._workspace
         with workspace.turn(), workspace.lock, self._lock, undisturbed():
-            self._check_writable(operation, args)
+            self.check_writable(operation)
             return do() if operation == "restore" else self._in_transaction(do, None)
 
     def _in_transaction(self, do: Callable[[], R], call: ToolCall | None) -> R:
@@ -416,11 +410,6 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         if view._parent is not self:
             raise ValueError("only a view that was forked from this filesystem can be merged")
 
-    @property
-    def written(self) -> frozenset[str]:
-        """The paths a private view has changed, directories standing for all below."""
-        return frozenset()
-
     def changed_here(self) -> tuple[str, ...]:
         """Return every path that this view has changed since it was forked, sorted.
 
@@ -533,7 +522,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         """
         self._check_has_history()
         with self._workspace.lock, self._lock:
-            self._check_writable("revert_to", (call_id,))
+            self.check_writable("revert_to")
             return self._whole(partial(self._go_back, self._serial_of(call_id)))
 
     def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
@@ -549,7 +538,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         self._check_has_history()
         workspace = self._workspace
         with workspace.lock, self._lock:
-            self._check_writable("undo", call_ids)
+            self.check_writable("undo")
             serials = [self._serial_of(call_id) for call_id in call_ids]
             if not serials:
                 return ()
@@ -593,9 +582,9 @@ class _View(HostFilesystem):
         self._ended = False
         self.call = call_under_way() or parent.call
 
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
+    def _change(self, do: Callable[[], R], operation: str) -> R:
         with self._lock, undisturbed():
-            self._check_writable(operation, args)
+            self.check_writable(operation)
             return self._whole(do, anew=False)
 
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
@@ -603,14 +592,17 @@ class _View(HostFilesystem):
 
     # Commands
 
+    def _is_sealed(self) -> bool:
+        return self._sealed is not None
+
     _can_scan = False
     """Whether a command may change the directory itself."""
 
     def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
         workspace = self._workspace
         with workspace.lock, self._lock:
-            if self._is_given_up() or self.read_only is None:
-                self._check_writable("run")
+            if self._is_sealed() or self.read_only is None:
+                self.check_writable("run")
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
             way = workspace.commands.way(self.root)
@@ -636,14 +628,14 @@ class _View(HostFilesystem):
         try:
             layers.prepare(command.stdin)
             self._cover(layers)
-            ran = run_over(layers, command, self._is_given_up)
+            ran = run_over(layers, command, self._is_sealed)
             steps = layers.steps(tree) if ran.is_kept(check) else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
-            if steps or self._is_given_up():
+            if steps or self._is_sealed():
                 # It may take its time, and undoes itself when it is interrupted.
                 with self._lock:
-                    self._check_writable("run")
+                    self.check_writable("run")
                     self._whole(partial(apply_steps, steps, self._edit, self._check_step))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
@@ -679,9 +671,6 @@ class _View(HostFilesystem):
         is_directory = step.action == "directory" or (node is not None and node.kind == "directory")
         self._check_put(parts, node, directory=is_directory)
         return True
-
-    def _is_given_up(self) -> bool:
-        return self._why_sealed() is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -723,12 +712,15 @@ class _ViewInPlace(_View):
             workspace.changed(changes, index)
         return result
 
-    def _why_sealed(self) -> str | None:
-        # A call that was given up may be in the middle of one that is nested in it.
-        view = self
-        while view._sealed is None and isinstance(view._parent, _ViewInPlace):
-            view = view._parent
-        return view._sealed
+    def _is_sealed(self) -> bool:
+        # An abandoned call may be in the middle of one that is nested in it.
+        parent = self._parent
+        return super()._is_sealed() or (isinstance(parent, _ViewInPlace) and parent._is_sealed())
+
+    def check_open(self, operation: str) -> None:
+        super().check_open(operation)
+        if isinstance(self._parent, _ViewInPlace):
+            self._parent.check_open(operation)
 
     def snapshot_here(self) -> object:
         with self._lock:
@@ -786,16 +778,16 @@ class _ViewInPlace(_View):
         workspace, changes = self._workspace, self._changes
         with contextlib.ExitStack() as under_way:
             with workspace.lock, self._lock:
-                self._check_writable("run")
+                self.check_writable("run")
                 under_way.enter_context(workspace.commands.in_place())
                 workspace.expect_programs(changes)
             index = len(changes.records)
             try:
-                ran = run_plainly(command, workspace.store, self._is_given_up)
+                ran = run_plainly(command, workspace.store, self._is_sealed)
                 with self._lock:
                     workspace.settle(changes)
                     if ran.is_kept(check):
-                        self._check_writable("run")
+                        self.check_writable("run")
                         workspace.check_found(changes.records[index:])
                         workspace.note_changes(changes, index)
                         return ran.result("scan", reason, check=check)
@@ -803,8 +795,8 @@ class _ViewInPlace(_View):
                 self._undo_scanned(index)
                 raise
             self._undo_scanned(index)
-        if self._is_given_up():
-            self._check_writable("run")
+        if self._is_sealed():
+            self.check_writable("run")
         return ran.result("scan", reason, check=check)
 
     def _undo_scanned(self, index: int) -> None:
@@ -813,7 +805,7 @@ class _ViewInPlace(_View):
 
     def expect_external(self) -> None:
         with self._workspace.lock, self._lock:
-            self._check_writable("expect_external")
+            self.check_writable("expect_external")
             self._workspace.expect_programs(self._changes)
 
 
@@ -884,7 +876,7 @@ class _PrivateView(_View):
         staging = self._staging
         self._check_merge(parent)
         if staging.changed:
-            parent._check_writable("merge")
+            parent.check_writable("merge")
         if parent._reads is not None and self._reads is not None:
             parent._reads.include(self._reads)
         if not staging.changed:
@@ -902,10 +894,6 @@ class _PrivateView(_View):
         self._workspace.private.discard(self)
         self._staging.drop()
         return ()
-
-    @property
-    def written(self) -> frozenset[str]:
-        return frozenset(map(join_path, self._staging.written))
 
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
         staging = self._staging

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, cast
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.filesystem.base import BaseFilesystem, Reads, reading
+from weakincentives.filesystem.base import Filesystem, Reads, reading
 from weakincentives.filesystem.protocol import (
     DEFAULT_ROOT,
     FileStat,
     NodeKind,
     Parts,
     encode_text,
-    join_path,
     split_root,
 )
 
@@ -109,7 +108,7 @@ class _Snapshot:
     """Tells the view it was taken of, and does not keep that view alive."""
 
 
-class MemoryFilesystem(BaseFilesystem[_Node, _State]):
+class MemoryFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` that lives in memory.
 
     >>> fs = MemoryFilesystem({"src/app.py": "print('hi')"})
@@ -240,7 +239,7 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             reads = self._check_merge(view)
             changes = view._look
             if changes.written or changes.made:
-                self._check_writable("merge")
+                self.check_writable("merge")
             current, written, made = self._look
             unchanged = current is view._base
             root = changes.root if unchanged else _apply(changes, current, self._clock.time())
@@ -258,11 +257,6 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             if self._reads is not None and view._reads is not None:
                 self._reads.include(view._reads)
         return ()
-
-    @property
-    def written(self) -> frozenset[str]:
-        """The paths a view has changed, directories standing for all below them."""
-        return frozenset(map(join_path, (*self._look.written, *self._look.made)))
 
     def _own(self, token: object) -> tuple[_State, Reads | None]:
         if not isinstance(token, _Snapshot) or token.family is not self._family:
