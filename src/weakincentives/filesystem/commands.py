@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
@@ -17,22 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.overlay import (
-    Handle,
-    Layers,
-    Process,
-    Step,
-    Way,
-    find_way,
-    remove_tree,
-)
-from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.staging import Edit
+from weakincentives.filesystem.overlay import Layers, Process, Way, find_way
+from weakincentives.filesystem.protocol import shown
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.tree import remove_tree
 from weakincentives.locks import undisturbed
 
 logger = logging.getLogger("weakincentives.filesystem")
@@ -131,7 +122,6 @@ Ending = Literal["ended", "timed out", "stopped"]
 def _collect(
     process: Process,
     outputs: tuple[Output, Output],
-    *,
     timeout: float | None,
     stopped: Callable[[], bool],
 ) -> Ending:
@@ -215,18 +205,12 @@ class Command:
     stdin: bytes = b""
     timeout: float | None = None
     output_limit: int = DEFAULT_OUTPUT_LIMIT
+    check: bool = False
     watch: Watch | None = None
 
     @classmethod
     def of(
-        cls,
-        argv: Sequence[str] | str,
-        *,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes | str | None = None,
-        timeout: float | None = None,
-        limit: int = DEFAULT_OUTPUT_LIMIT,
-        watch: Watch | None = None,
+        cls, argv: Sequence[str] | str, *, stdin: bytes | str | None = None, **options: Any
     ) -> Command:
         """Return a command; raise if it cannot be run."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)
@@ -234,70 +218,20 @@ class Command:
             raise FilesystemError("A command needs the name of a program")
         if any("\0" in word for word in words):
             raise FilesystemError("A command cannot contain a NUL character")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        if limit < 0:
-            raise ValueError(f"output_limit must not be negative, got {limit}")
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
-        return cls(
-            argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit, watch=watch
-        )
+        command = cls(argv=words, stdin=data, **options)
+        if command.timeout is not None and not command.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {command.timeout}")
+        if command.output_limit < 0:
+            raise ValueError(f"output_limit must not be negative, got {command.output_limit}")
+        return command
 
     @property
     def words(self) -> Sequence[str]:
         """What to start, so that variables which a shell does not pass on reach the command."""
         env = os.environ if self.env is None else self.env
-        odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
+        odd = [f"{k}={v}" for k, v in env.items() if not (k.isascii() and k.isidentifier())]
         return ["env", *odd, *self.argv] if odd else self.argv
-
-
-def _is_plain(name: str) -> bool:
-    return name.isascii() and name.isidentifier()
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A command that has ended or was killed."""
-
-    command: Command
-    returncode: int
-    stdout: Output
-    stderr: Output
-    ending: Ending
-    stopped: str | None = None
-
-    def is_kept(self, check: bool) -> bool:
-        """Whether the command's changes are kept."""
-        killed = self.ending != "ended" or self.returncode == KILLED
-        return not killed and not (check and self.returncode != 0)
-
-    def result(self, engine: Engine, reason: str | None, *, check: bool) -> CommandResult:
-        """Return the result; raise CommandFailed when the command had to succeed and did not."""
-        result = CommandResult(
-            argv=self.command.argv,
-            returncode=self.returncode if self.ending == "ended" else KILLED,
-            stdout=self.stdout.text,
-            stderr=self.stderr.text,
-            stdout_truncated=self.stdout.dropped > 0,
-            stderr_truncated=self.stderr.dropped > 0,
-            timed_out=self.ending == "timed out",
-            stopped=self.stopped,
-            kept=self.is_kept(check),
-            engine=engine,
-            engine_reason=reason,
-        )
-        if check and not result.ok:
-            raise CommandFailed(_failure(result, self.command.timeout), result)
-        return result
-
-
-def _failure(result: CommandResult, timeout: float | None) -> str:
-    name = shown(shlex.join(result.argv))
-    how = f"took longer than {timeout} s" if result.timed_out else f"ended with {result.returncode}"
-    if result.stopped is not None:
-        how = f"was killed because {result.stopped}"
-    said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
-    return f"{name} {how}, and nothing that it changed was kept" + (f":\n{said}" if said else "")
 
 
 class Commands:
@@ -376,20 +310,22 @@ def _discard(place: Path, remove: Callable[[], None]) -> None:
         logger.warning("%s could not be removed: %s", place, error)
 
 
-def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:
-    """Run a command over an overlay; what it changed is then in the upper layer."""
+def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> CommandResult:
+    """Run a command over an overlay; the upper layer then has what it changed."""
 
     def start() -> Process:
         return layers.start(command.words, directory=command.directory, env=command.env)
 
-    ran = _run(command, start, layers.upper, stopped)
-    if ran.ending == "ended" and not layers.started:
-        raise _not_started(ran.stderr.text.strip())
-    return ran
+    result = _run(command, start, layers.upper, stopped, None)
+    if result.returncode != KILLED and not layers.started:
+        raise _not_started(result.stderr.strip())
+    return _checked(result, command)
 
 
-def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
-    """Run a command on the workspace itself; the caller finds out what it changed."""
+def run_plainly(
+    command: Command, store: Store, stopped: Callable[[], bool], reason: str
+) -> CommandResult:
+    """Run a command on the workspace itself; the caller finds what it changed."""
     with tempfile.NamedTemporaryFile() as stdin, store.running() as lock:
         stdin.write(command.stdin)
         stdin.flush()
@@ -398,7 +334,7 @@ def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> 
         def start() -> Process:
             return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
 
-        return _run(command, start, None, stopped)
+        return _checked(_run(command, start, None, stopped, reason), command)
 
 
 def _not_started(reason: str | None) -> FilesystemError:
@@ -410,8 +346,9 @@ def _run(
     start: Callable[[], Process],
     layer: Path | None,
     stopped: Callable[[], bool],
-) -> Ran:
-    outputs = Output(command.output_limit), Output(command.output_limit)
+    engine_reason: str | None,
+) -> CommandResult:
+    stdout, stderr = Output(command.output_limit), Output(command.output_limit)
     reason: str | None = None
 
     def is_stopped() -> bool:
@@ -420,7 +357,7 @@ def _run(
         return reason is not None or stopped()
 
     with contextlib.ExitStack() as at_end:
-        # An interrupt waits until it is known what there is to be killed.
+        # An interrupt waits until the process to kill is known.
         with undisturbed():
             try:
                 process = start()
@@ -428,56 +365,40 @@ def _run(
                 raise _not_started(error.strerror) from error
             at_end.callback(process.end)
         running = Running(process.popen.pid, layer)
-        ending = _collect(process, outputs, timeout=command.timeout, stopped=is_stopped)
+        ending = _collect(process, (stdout, stderr), command.timeout, is_stopped)
     if ending == "ended" and command.watch is not None:
-        # Once more: what is watched may have happened between two looks.
+        # Once more: what is watched for may have happened between two looks.
         reason = command.watch(replace(running, ended=True))
         ending = ending if reason is None else "stopped"
     code = process.popen.returncode
-    return Ran(command, code if code >= 0 else 128 - code, *outputs, ending, reason)
+    code = KILLED if ending != "ended" else code if code >= 0 else 128 - code
+    return CommandResult(
+        argv=command.argv,
+        returncode=code,
+        stdout=stdout.text,
+        stderr=stderr.text,
+        stdout_truncated=stdout.dropped > 0,
+        stderr_truncated=stderr.dropped > 0,
+        timed_out=ending == "timed out",
+        stopped=reason,
+        kept=code != KILLED and not (command.check and code),
+        engine="overlay" if engine_reason is None else "scan",
+        engine_reason=engine_reason,
+    )
 
 
-def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
-    """Make a command's changes in the workspace, or in a private view.
-
-    ``check`` is called before each step: False skips the step, and it raises if that is forbidden.
-    """
-    for step in steps:
-        if not check(step):
-            continue
-        if step.action == "remove":
-            edit.remove(step.parts)
-        elif step.action == "directory":
-            edit.make_directory(step.parts)
-        elif step.handle is not None:
-            _link(step.handle, step.parts, edit)
-        elif step.source is not None:
-            tree, place = step.source
-            if step.action == "move":
-                with tree.reached(place) as path:
-                    edit.put_file(step.parts, Path(path))
-            else:
-                edit.write(step.parts, tree.read(place)[0])
-        elif step.attributes is not None:
-            own = step.attributes
-            edit.set_attributes(
-                step.parts,
-                mode=own.mode,
-                mtime_ns=own.mtime_ns,
-                uid=own.uid,
-                gid=own.gid,
-                xattrs=own.xattrs,
-            )
-
-
-def _link(handle: Handle, parts: Parts, edit: Edit) -> None:
-    opened = handle.open()
-    if opened is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-    try:
-        edit.link(Path(f"/proc/self/fd/{opened}"), parts)
-    finally:
-        os.close(opened)
+def _checked(result: CommandResult, command: Command) -> CommandResult:
+    """Return the result; raise CommandFailed when the command had to succeed and did not."""
+    if not command.check or result.ok:
+        return result
+    how = f"ended with {result.returncode}"
+    if result.timed_out:
+        how = f"took longer than {command.timeout} s"
+    if result.stopped is not None:
+        how = f"was killed because {result.stopped}"
+    said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
+    message = f"{shown(shlex.join(result.argv))} {how}, and nothing that it changed was kept"
+    raise CommandFailed(f"{message}:\n{said}" if said else message, result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,6 @@ from weakincentives.filesystem.commands import (
     Command,
     CommandResult,
     Watch,
-    apply_steps,
     run_over,
     run_plainly,
 )
@@ -292,37 +290,35 @@ class HostFilesystem(Filesystem):
         workspace = self._workspace
         with workspace.turn(), workspace.lock, self._lock, undisturbed():
             self.check_writable(operation)
-            return do() if operation == "restore" else self._in_transaction(do, None)
+            return do() if operation == "restore" else self._whole(do)
 
-    def _in_transaction(self, do: Callable[[], R], call: ToolCall | None) -> R:
-        with self._workspace.transaction(call) as self._edit:
+    def _whole(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        """Make several changes as a whole, or not at all; outside of views, a transaction."""
+        with self._workspace.transaction(call, undoes) as self._edit:
             try:
                 return do()
             finally:
                 del self._edit
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
-        """Make a change of a view as a whole, or not at all; here it is a transaction itself.
-
-        Without ``anew``, what this view itself has put at a path is not kept when it is replaced:
-        only for a change that puts one thing at one path.
-        """
-        return do()
-
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
         """Make the changes of a private view here, all of them or none."""
-        self._in_transaction(lambda: staging.replay(self._edit, self._go_to), call)
+        self._whole(lambda: staging.replay(self._edit, self._go_to), call)
 
-    def _go_to(self, place: object) -> None:
-        """Make everything as it was at a place, as a part of the open transaction."""
-        assert isinstance(place, Place)
+    def _go_to(self, place: Place) -> None:
+        """Undo what was committed since a snapshot, as a part of the open transaction."""
+        go_back(self._open_changes, self._workspace.history, place.serial)
+
+    @property
+    def _open_changes(self) -> Changes:
         assert isinstance(self._edit, Changes)
-        go_back(self._edit, self._workspace.history, place.serial)
+        return self._edit
 
-    # Taking part in a transaction. A view overrides what its parent asks of it.
+    # Taking part in a transaction. A view implements what its parent asks of it.
 
     def _check_merge(self, parent: HostFilesystem) -> None:
-        """Raise MergeConflict if something this view depends on has changed since the fork."""
+        """Raise MergeConflict if something in the read set has changed since the fork."""
 
     def _merge_into(self, parent: HostFilesystem) -> None:
         raise NotImplementedError
@@ -466,15 +462,21 @@ class HostFilesystem(Filesystem):
                 is killed then, as by a timeout.
         """
         command = Command.of(
-            argv, env=env, stdin=stdin, timeout=timeout, limit=output_limit, watch=watch
+            argv,
+            env=env,
+            stdin=stdin,
+            timeout=timeout,
+            output_limit=output_limit,
+            check=check,
+            watch=watch,
         )
-        return current_view(self)._run(command, cwd, check)
+        return current_view(self)._run(command, cwd)
 
-    def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
+    def _run(self, command: Command, cwd: str) -> CommandResult:
         with self._workspace.turn():
             view = self.fork_in_place()
             try:
-                result = view._run(command, cwd, check)
+                result = view._run(command, cwd)
             except BaseException:
                 self.discard(view)
                 raise
@@ -523,7 +525,7 @@ class HostFilesystem(Filesystem):
         self._check_has_history()
         with self._workspace.lock, self._lock:
             self.check_writable("revert_to")
-            return self._whole(partial(self._go_back, self._serial_of(call_id)))
+            return self._go_back(self._serial_of(call_id))
 
     def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
         """Take back what some calls changed, and nothing else: all of it, or nothing.
@@ -543,10 +545,10 @@ class HostFilesystem(Filesystem):
             if not serials:
                 return ()
 
-            def act(changes: Changes) -> tuple[str, ...]:
-                return take_back(changes, workspace.history, serials, force=force)
+            def act() -> tuple[str, ...]:
+                return take_back(self._open_changes, workspace.history, serials, force=force)
 
-            return self._whole(partial(self._take_back, act, call_ids))
+            return self._whole(act, call_under_way(), call_ids)
 
     def _check_has_history(self) -> None:
         """Raise ValueError if committed calls cannot be undone here."""
@@ -561,14 +563,11 @@ class HostFilesystem(Filesystem):
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
         undoes = [delta.committed.call_id for delta in history.readable(history.after(serial))]
-        return self._take_back(lambda changes: go_back(changes, history, serial), undoes)
 
-    def _take_back(
-        self, act: Callable[[Changes], tuple[str, ...]], undoes: Sequence[str]
-    ) -> tuple[str, ...]:
-        """Undo what earlier calls changed, as a change that the history has."""
-        with self._workspace.transaction(call_under_way(), undoes) as changes:
-            return act(changes)
+        def act() -> tuple[str, ...]:
+            return go_back(self._open_changes, history, serial)
+
+        return self._whole(act, call_under_way(), undoes)
 
 
 class _View(HostFilesystem):
@@ -585,20 +584,26 @@ class _View(HostFilesystem):
     def _change(self, do: Callable[[], R], operation: str) -> R:
         with self._lock, undisturbed():
             self.check_writable(operation)
-            return self._whole(do, anew=False)
+            return self._one(do)
 
-    def _replay(self, staging: Staging, call: ToolCall | None) -> None:
-        self._whole(lambda: staging.replay(self._edit, self._go_to))
+    def _one(self, do: Callable[[], R]) -> R:
+        """Make a change that puts one thing at one path, as a whole or not at all.
 
-    # Commands
+        What this view itself has put there before is not saved.
+        """
+        raise NotImplementedError
+
+    def _whole(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        return self._one(do)
 
     def _is_sealed(self) -> bool:
         return self._sealed is not None
 
-    _can_scan = False
-    """Whether a command may change the directory itself."""
+    # Commands
 
-    def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
+    def _run(self, command: Command, cwd: str) -> CommandResult:
         workspace = self._workspace
         with workspace.lock, self._lock:
             if self._is_sealed() or self.read_only is None:
@@ -606,67 +611,61 @@ class _View(HostFilesystem):
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
             way = workspace.commands.way(self.root)
-            if isinstance(way, str) and (not self._can_scan or self.read_only is not None):
-                raise FilesystemError(
-                    "A command that runs beside others, or may change nothing, needs an overlay:"
-                    f" {way}. Run it in a call of its own"
-                )
             layers = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
-        if isinstance(way, str) or layers is None:
-            return self._run_scanned(command, str(way), check)
+        if layers is None:
+            return self._run_scanned(command, str(way))
         try:
-            return self._run_over(command, layers, check)
+            return self._run_over(command, layers)
         finally:
             workspace.commands.end(layers)
 
-    def _run_scanned(self, command: Command, reason: str, check: bool) -> CommandResult:
-        raise NotImplementedError
+    def _run_scanned(self, command: Command, reason: str) -> CommandResult:
+        """Run a command on the directory itself, and find what it changed."""
+        raise FilesystemError(
+            f"A concurrent or read-only command needs an overlay: {reason}. Run it in a call of"
+            " its own"
+        )
 
-    def _run_over(self, command: Command, layers: Layers, check: bool) -> CommandResult:
-        """Run a command over an overlay, and make what it changed this view's changes."""
-        tree = self._workspace.tree
+    def _run_over(self, command: Command, layers: Layers) -> CommandResult:
+        """Run a command over an overlay, and make its changes this view's changes."""
         try:
             layers.prepare(command.stdin)
             self._cover(layers)
-            ran = run_over(layers, command, self._is_sealed)
-            steps = layers.steps(tree) if ran.is_kept(check) else []
+            result = run_over(layers, command, self._is_sealed)
+            steps = layers.steps(self._workspace.tree) if result.kept else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_sealed():
-                # It may take its time, and undoes itself when it is interrupted.
+                # Not undisturbed: it may take long, and undoes itself when it is interrupted.
                 with self._lock:
                     self.check_writable("run")
-                    self._whole(partial(apply_steps, steps, self._edit, self._check_step))
+                    self._whole(partial(self._apply, steps))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
             raise FilesystemError(
-                f"What the command changed could not be kept: {error.strerror}"
+                f"The command's changes could not be committed: {error.strerror}"
             ) from error
-        return ran.result("overlay", None, check=check)
+        return result
 
     def _cover(self, layers: Layers) -> None:
         """Let a command see what this view shows."""
 
+    def _apply(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if self._check_step(step):
+                step.do(self._edit)
+
     def _check_step(self, step: Step) -> bool:
-        """Raise if what a command did is a change that no call may make; False if it is none."""
+        """Raise if a step is a change that no call may make; False if it changes nothing."""
         reserved, look, parts = self.reserved, self._look, step.parts
         if step.action == "remove":
             reserved.check_tree(parts, look)
             return True
-        if step.action == "move" and step.source is not None and reserved.problem(parts, look):
-            tree, place = step.source
-            status = tree.status(place)
-            if (
-                status is not None
-                and stat.S_ISREG(status.st_mode)
-                and reserved.is_rewritten_as_it_was(
-                    parts, look, tree.read(place)[0], stat.S_IMODE(status.st_mode)
-                )
-            ):
-                return False
+        if step.source is not None and reserved.is_rewritten_as_it_was(parts, look, *step.source):
+            return False
         node = look.node(parts) if step.action in ("attributes", "rewrite") else None
         is_directory = step.action == "directory" or (node is not None and node.kind == "directory")
         self._check_put(parts, node, directory=is_directory)
@@ -684,8 +683,6 @@ class _Mark:
 class _ViewInPlace(_View):
     """A view that changes the directory itself, journalled; or a savepoint within one."""
 
-    _can_scan = True
-
     def __init__(self, parent: HostFilesystem, changes: Changes | None = None) -> None:
         super().__init__(parent)
         self._savepoint = None if changes is None else changes.mark()
@@ -695,9 +692,17 @@ class _ViewInPlace(_View):
         # Last: what it begins is to be ended through this view.
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
+    def _whole(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        self._changes.keep_anew()
+        result = self._one(do)
+        self._undoes += tuple(undoes)
+        return result
+
+    def _one(self, do: Callable[[], R]) -> R:
         workspace, changes = self._workspace, self._changes
-        if anew or workspace.private:
+        if workspace.private:
             changes.keep_anew()
         if workspace.expects_programs:
             workspace.settle(changes)
@@ -766,16 +771,10 @@ class _ViewInPlace(_View):
         self._workspace.settle(self._changes)
         return self._workspace.changed_by(self._changes.since(self._savepoint))
 
-    def _take_back(
-        self, act: Callable[[Changes], tuple[str, ...]], undoes: Sequence[str]
-    ) -> tuple[str, ...]:
-        told = act(self._changes)
-        self._undoes += tuple(undoes)
-        return told
-
-    def _run_scanned(self, command: Command, reason: str, check: bool) -> CommandResult:
-        """Run a command on the directory itself, and find what it changed."""
-        workspace, changes = self._workspace, self._changes
+    def _run_scanned(self, command: Command, reason: str) -> CommandResult:
+        if self.read_only is not None:
+            return super()._run_scanned(command, reason)
+        workspace, changes, kept = self._workspace, self._changes, False
         with contextlib.ExitStack() as under_way:
             with workspace.lock, self._lock:
                 self.check_writable("run")
@@ -783,25 +782,19 @@ class _ViewInPlace(_View):
                 workspace.expect_programs(changes)
             index = len(changes.records)
             try:
-                ran = run_plainly(command, workspace.store, self._is_sealed)
+                result = run_plainly(command, workspace.store, self._is_sealed, reason)
                 with self._lock:
                     workspace.settle(changes)
-                    if ran.is_kept(check):
+                    if result.kept or self._is_sealed():
                         self.check_writable("run")
                         workspace.check_found(changes.records[index:])
                         workspace.note_changes(changes, index)
-                        return ran.result("scan", reason, check=check)
-            except BaseException:
-                self._undo_scanned(index)
-                raise
-            self._undo_scanned(index)
-        if self._is_sealed():
-            self.check_writable("run")
-        return ran.result("scan", reason, check=check)
-
-    def _undo_scanned(self, index: int) -> None:
-        with self._lock, self._workspace.external.undoing(self._changes):
-            self._changes.undo_since(index)
+                        kept = True
+                return result
+            finally:
+                if not kept:
+                    with self._lock, workspace.external.undoing(changes):
+                        changes.undo_since(index)
 
     def expect_external(self) -> None:
         with self._workspace.lock, self._lock:
@@ -830,7 +823,7 @@ class _PrivateView(_View):
         self._place = place
         workspace.private.add(self)
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
+    def _one(self, do: Callable[[], R]) -> R:
         state = self._staging.state
         try:
             return do()
@@ -856,8 +849,7 @@ class _PrivateView(_View):
         self._note(())
         self._go_to(place, state)
 
-    def _go_to(self, place: object, state: State | None = None) -> None:
-        assert isinstance(place, Place)
+    def _go_to(self, place: Place, state: State | None = None) -> None:
         self._staging.go_to(place, state or State(Layer(self._workspace.at(place))))
 
     def fork(self) -> HostFilesystem:

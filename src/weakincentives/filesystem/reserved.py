@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Look, Node, NodeKind
+from weakincentives.filesystem.layers import Disk, Look, Node, NodeKind
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.tree import Tree
 from weakincentives.state import our_code, our_environment, our_secrets
 
 T = TypeVar("T")
@@ -105,10 +106,12 @@ class Reserved:
                 continue
             kinds = {_kind(before, parts), _kind(now, parts)} - {None}
             found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
-            if found is not None and (found in self.trees or not _is_same(parts, before, now)):
+            if found is not None and (
+                found in self.trees or not _is_same(before, parts, now, parts)
+            ):
                 raise self._protected(found)
 
-    def is_rewritten_as_it_was(self, parts: Parts, look: Look, data: bytes, mode: int) -> bool:
+    def is_rewritten_as_it_was(self, parts: Parts, look: Look, tree: Tree, place: Parts) -> bool:
         """Tell whether a file is protected by its name, and gets the content that it has.
 
         git does so with its settings, for example when it deletes a branch.
@@ -116,10 +119,7 @@ class Reserved:
         found = self.problem(parts, look)
         if found is None or found in self.trees:
             return False
-        node = _node(look, parts)
-        if node is None or node.kind != "file" or (node.size, node.mode) != (len(data), mode):
-            return False
-        return look.read(parts) == data
+        return _is_same(look, parts, Disk(tree), place)
 
     def check_copied(self, parts: Parts) -> None:
         """Raise ProtectedPath if something that cannot be read is at a path or below it."""
@@ -220,13 +220,13 @@ def _node(look: Look, parts: Parts) -> Node | None:
         return None
 
 
-def _is_same(parts: Parts, before: Look, now: Look) -> bool:
-    """Tell whether a path is a file that still has its content and mode."""
-    was, found = _node(before, parts), _node(now, parts)
+def _is_same(before: Look, parts: Parts, now: Look, place: Parts) -> bool:
+    """Tell whether two files have the same content and mode."""
+    was, found = _node(before, parts), _node(now, place)
     if was is None or found is None or not was.kind == found.kind == "file":
         return False
     same = (was.size, was.mode) == (found.size, found.mode)
-    return same and before.read(parts) == now.read(parts)
+    return same and before.read(parts) == now.read(place)
 
 
 def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:

@@ -235,7 +235,7 @@ class Staging:
         """Make everything as it was at a place, and do from there what ``state`` did."""
         self.state = State(state.layer, (_Step("back", (), content=place), *state.steps))
 
-    def replay(self, edit: Edit, go_back: Callable[[object], None]) -> None:
+    def replay(self, edit: Edit, go_back: Callable[[Any], None]) -> None:
         """Make all these changes elsewhere, in the same order."""
         copies: dict[int, Path] = {}
         for method, parts, target, content in self.state.steps:
