@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.budget import TokenUsage
@@ -353,18 +353,12 @@ def _numbers(session: Session, conversation: str) -> dict[str, int]:
     return {} if turn is None else {call.id: n for n, call in enumerate(turn.tool_calls, 1)}
 
 
-class _Files(Filesystem, Protocol):
-    """A filesystem that can tell what has changed, as those of this library can."""
-
-    def changed_since(self, token: object) -> tuple[str, ...]: ...
-
-
-def _files_of(session: Session) -> _Files | None:
+def _files_of(session: Session) -> Filesystem | None:
     try:
         files = None if session.prompt is None else session.prompt.resources.find(Filesystem)
     except ResourceError:
         return None  # the tools that need it will say so
-    return cast("_Files", files) if hasattr(files, "changed_since") else None
+    return files if hasattr(files, "changed_since") else None
 
 
 def _content(files: Filesystem, path: str) -> str:

@@ -488,6 +488,10 @@ class Filesystem(Participant):
         """Go back to the state of a snapshot."""
         self.restore_here(token)
 
+    def changed_since(self, token: object) -> tuple[str, ...]:
+        """Return the paths that were changed since a snapshot, sorted."""
+        raise NotImplementedError
+
     # One part of an operation each. All act on exactly this object.
 
     def _parts(self, path: str) -> Parts:
@@ -599,7 +603,7 @@ class Filesystem(Participant):
     def _entries(
         self, directory: Parts, names: frozenset[str] | None
     ) -> Sequence[tuple[str, NodeKind]]:
-        """Return what is in a directory: everything, or those of some names that exist."""
+        """Return everything in a directory, or only those of some names that exist."""
         found: list[tuple[str, NodeKind]] = []
         with contextlib.suppress(OSError):  # deleted meanwhile, or not readable
             if names is None:
@@ -621,7 +625,7 @@ class Filesystem(Participant):
         return where if node is not None and node.kind == "file" else None
 
     def _changeable(self, parts: Parts) -> tuple[Parts, Node | None]:
-        """Return the file to change, or None for one that is missing."""
+        """Return the file to change; its node is None if it is missing."""
         where, node = self._find(parts)
         if node is not None:
             if node.kind != "file":
@@ -636,7 +640,7 @@ class Filesystem(Participant):
     ) -> tuple[Parts, Parts, Node]:
         """Return source, destination and what is moved or copied, if that is possible.
 
-        A link is moved itself; of one that is copied, its target.
+        A link is moved itself; copying one copies its target.
         """
         origin, node = self._existing(self._parts(source), follow=copied)
         if not origin:

@@ -921,9 +921,9 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
         if name != "journal":
             store.tree.remove_all((name,))
     if any(record.op == "external" for record in records):
-        from weakincentives.filesystem.scan import forget_unfinished
+        from weakincentives.filesystem.scan import drop_names
 
-        forget_unfinished(store)
+        drop_names(store)
     history.journal.close()
     rooms.leave()
     return sentences

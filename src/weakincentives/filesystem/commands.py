@@ -1,4 +1,4 @@
-"""Run a command on a workspace so that what it changed can be kept or undone as a whole."""
+"""Run a command on a workspace so that its changes can be committed or undone as a whole."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_OUTPUT_LIMIT = 1 << 20
 
-# Seconds between looks: whether the command was asked to stop, or has ended while a process that it
-# left behind still holds its output open.
+# Seconds between checks whether the command is to stop, or has ended while a process that it left
+# behind still holds its output open.
 LOOK = 0.05
 
 # How many chunks of output to read after a command has ended.
@@ -40,10 +40,10 @@ DRAINS = 64
 # How much output goes into the error message of a command that had to succeed.
 SAID = 2000
 
-# Stays with a command on the workspace itself, and leads its process group. Descriptor 3 is the
-# command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never written to: it ends when
-# the caller dies, and then the whole group is killed. What the shell itself has to say (`Killed`)
-# is not the command's output.
+# Leads the process group of a command on the workspace itself. Descriptor 3 is the command's
+# stderr and 5 its stdin. Descriptor 4 is a pipe that is never written to: it ends when the caller
+# dies, and then the whole group is killed. The shell's own messages (`Killed`) are not the
+# command's output.
 SCRIPT = """
 exec 3>&2 4<&0 5<"$1" 2>/dev/null
 shift
@@ -58,7 +58,7 @@ Engine = Literal["overlay", "scan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """A command's output, and whether its changes were kept."""
+    """A command's output, and whether its changes are part of the call."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -66,29 +66,29 @@ class CommandResult:
     stdout: str
     stderr: str
     stdout_truncated: bool = False
-    """The middle of the output was left out: it was longer than the limit."""
+    """The output was longer than the limit, and its middle was left out."""
     stderr_truncated: bool = False
     timed_out: bool = False
     stopped: str | None = None
-    """Why its watch had it killed."""
+    """Why its watch killed it."""
     kept: bool = True
-    """False when the command was killed: then the workspace is as if it had never run."""
+    """False for a command that was killed: the workspace is as if it had never run."""
     engine: Engine
     engine_reason: str | None = None
     """Why no overlay was used; None if one was."""
 
     @property
     def ok(self) -> bool:
-        """Whether the command ended by itself, with exit code 0."""
+        """Whether the command ended by itself with exit code 0."""
         return self.returncode == 0 and self.kept
 
 
 @dataclass(slots=True)
 class Output:
-    """One output stream of a command; only its beginning and its end if it is too long."""
+    """One output stream of a command; only its beginning and end if it is too long."""
 
     limit: int
-    """How many bytes are kept."""
+    """In bytes."""
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
     dropped: int = 0
@@ -107,7 +107,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """The output, with a line in the place of what was dropped."""
+        """The output, with a line in place of the dropped bytes."""
         if not self.dropped:
             return (self.head + self.tail).decode(errors="replace")
         return (
@@ -125,7 +125,7 @@ def _collect(
     timeout: float | None,
     stopped: Callable[[], bool],
 ) -> Ending:
-    """Read a command's output until it ends, has to, or is asked to; then it is killed."""
+    """Read a command's output until it ends, times out or is stopped; then kill what is left."""
     popen = process.popen
     until = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
     with selectors.DefaultSelector() as selector, _exit_of(popen) as exited:
@@ -144,7 +144,7 @@ def _collect(
             elif until is not None and SYSTEM_CLOCK.monotonic() >= until:
                 ending = "timed out"
         process.kill()
-        # What is in the pipes, and no more: a process that got away may go on writing.
+        # Only what is in the pipes: a process that escaped may go on writing.
         for _ in range(DRAINS):
             if not _take(selector, 0):
                 break
@@ -166,7 +166,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
 
 
 def _take(selector: selectors.BaseSelector, wait: float) -> bool:
-    """Read what is there; False when nothing was."""
+    """Read what has arrived; False if nothing has."""
     taken = False
     for key, _ in selector.select(wait):
         output: Output | None = key.data
@@ -188,11 +188,11 @@ class Running:
     layer: Path | None
     """The directory that it writes to; None when that is the workspace itself."""
     ended: bool = False
-    """It has ended by itself: this is the last look, before its changes are kept."""
+    """It has ended by itself: this is the last look, before its changes are committed."""
 
 
 Watch = Callable[[Running], str | None]
-"""Called again and again while a command runs; what it returns is why to kill the command."""
+"""Called repeatedly while a command runs; returns why to kill the command, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +240,7 @@ class Commands:
     def __init__(self, store: Store) -> None:
         self._folder = store.path / "commands"
         self._store = store.path
-        self._running = 0
-        self._in_place = 0
+        self._running: dict[Engine, int] = {"overlay": 0, "scan": 0}
         self._ended = threading.Condition()
         self._logged = False
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
@@ -260,50 +259,50 @@ class Commands:
     def begin(self, way: Way, workspace: Path) -> Layers:
         """Return the layers for one more command; the workspace must not change until its end."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        with self._ended:
-            self._running += 1
+        self._count("overlay", 1)
         return Layers(self._folder / os.urandom(8).hex(), workspace, way)
 
     def end(self, layers: Layers) -> None:
         """Let the workspace change again; the layers are removed in the background."""
         with undisturbed():
-            with self._ended:
-                self._running -= 1
-                self._ended.notify_all()
+            self._count("overlay", -1)
             try:
                 self._sweeper.submit(_discard, layers.place, layers.discard)
-            except RuntimeError:  # an abandoned call ends its command when all else is closed
+            except RuntimeError:  # an abandoned call ends its command after everything is closed
                 _discard(layers.place, layers.discard)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None]:
+        """Run a command on the workspace itself in the block."""
+        self._count("scan", 1)
+        try:
+            yield
+        finally:
+            with undisturbed():
+                self._count("scan", -1)
+
+    def wait(self, engine: Engine = "overlay") -> None:
+        """Return when no command of an engine runs.
+
+        The directory below an overlay must not change; a command on the workspace itself would
+        go on after an undo.
+        """
+        if self._running[engine]:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._running[engine])
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
         self._sweeper.shutdown()
 
-    def wait(self) -> None:
-        """Return when no command runs over an overlay: the directory below one must not change."""
+    def _count(self, engine: Engine, change: int) -> None:
         with self._ended:
-            self._ended.wait_for(lambda: not self._running)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Generator[None]:
-        """Run a command on the workspace itself in the block."""
-        with self._ended:
-            self._in_place += 1
-        try:
-            yield
-        finally:
-            with undisturbed(), self._ended:
-                self._in_place -= 1
-                self._ended.notify_all()
-
-    def wait_in_place(self) -> None:
-        """Return when no command runs on the workspace itself: it would go on after an undo."""
-        with self._ended:
-            self._ended.wait_for(lambda: not self._in_place)
+            self._running[engine] += change
+            self._ended.notify_all()
 
 
 def _discard(place: Path, remove: Callable[[], None]) -> None:
-    """Remove what is no longer needed. A failure is logged: nothing depends on it."""
+    """Remove a directory; nothing depends on it, so a failure is only logged."""
     try:
         remove()
     except Exception as error:
@@ -397,7 +396,7 @@ def _checked(result: CommandResult, command: Command) -> CommandResult:
     if result.stopped is not None:
         how = f"was killed because {result.stopped}"
     said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
-    message = f"{shown(shlex.join(result.argv))} {how}, and nothing that it changed was kept"
+    message = f"{shown(shlex.join(result.argv))} {how}. Its changes are undone"
     raise CommandFailed(f"{message}:\n{said}" if said else message, result)
 
 
@@ -429,5 +428,5 @@ def engines(fs: _OnDisk) -> tuple[EngineUse, ...]:
     return (
         EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
         EngineUse(writes="command", engine=engine, reason=why),
-        EngineUse(writes="external", engine="scan", reason="what changed is found by looking"),
+        EngineUse(writes="external", engine="scan", reason="changes are found by comparing files"),
     )

@@ -1,4 +1,4 @@
-"""A filesystem over a real directory: every call's changes can be kept, or undone exactly."""
+"""A filesystem over a real directory: every call is committed, or undone exactly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weakincentives.filesystem.commands import (
 )
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
-from weakincentives.filesystem.layers import Layer, Look, Node, names_of
+from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
 from weakincentives.filesystem.overlay import Layers, Step
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
@@ -59,30 +59,30 @@ from weakincentives.locks import undisturbed
 R = TypeVar("R")
 T = TypeVar("T")
 
-# What a change fails with when the way to it is not as it was.
+# Errors of a replayed change whose path has changed.
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
 
 
 class HostFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
-    Whatever a call changes is journalled beside the directory before it is made, so it can be
-    undone exactly: also after the process was killed, when the directory is opened again. One
-    process at a time can have a directory open.
+    Every change of a call is journalled beside the directory first, so it can be undone exactly:
+    also after the process was killed, when the directory is opened again. One process at a time
+    can have a directory open.
 
     Args:
         root: The directory.
-        prefix: The virtual prefix below which absolute paths are understood.
-        store: Where to keep what undoing takes; beside the directory by default.
+        prefix: The virtual prefix of absolute paths.
+        store: Where to keep journal and history; beside the directory by default.
         durability: ``"fast"`` survives a killed process, ``"safe"`` also a loss of power.
         wait: Seconds to wait for another process that has the directory open.
-        history_limit: Bytes to keep at most so that committed calls can be undone.
+        history_limit: Maximum size of the history, in bytes.
         unprotected: Globs of paths that may be changed although their names protect them, such as
             ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
 
     _edit: Edit
-    """Where changes are made, while a transaction is open."""
+    """Where changes are made while a transaction is open."""
 
     journalled = True
 
@@ -110,7 +110,7 @@ class HostFilesystem(Filesystem):
         self._prefix = split_root(prefix)
         self.read_only: str | None = None
         self.call: ToolCall | None = None
-        """The call that a view belongs to; it names what is committed in the history."""
+        """The call that a view belongs to, for the history."""
         self._sealed = None
         self._reads = None
         self._lock = threading.RLock()
@@ -127,19 +127,19 @@ class HostFilesystem(Filesystem):
         self.root = workspace.tree.path
         """The directory, as the system names it."""
         self.store = workspace.store.path
-        """Where what undoing takes is kept."""
+        """Where journal and history are kept."""
         self.reserved = workspace.reserved
         """What in the directory no call may change."""
         self.recovered: tuple[str, ...] = workspace.recovered
-        """What opening the directory found and could not put back, a sentence each."""
+        """A sentence for each thing that recovery could not restore."""
 
     @property
     def gate(self) -> Gate:
-        """Held by the call that works in place; others wait for it."""
+        """Held by the call that works in place; others wait."""
         return self._workspace.gate
 
     def close(self) -> None:
-        """Undo what is open, and let others have the directory. May be called again."""
+        """Undo the open transaction, and release the directory. May be called again."""
         workspace = self._workspace
         if not workspace.closing.alive:
             return
@@ -155,13 +155,13 @@ class HostFilesystem(Filesystem):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Looking
+    # Reading
 
     @property
     def shows_disk(self) -> bool:
-        """Whether what it shows is the directory as it is: a program that reads it sees the same.
+        """Whether this shows the directory as it is, as other programs see it.
 
-        A private view shows the directory as it was, and what the view has changed.
+        A private view shows the directory as it was, and the view's own changes.
         """
         return current_view(self)._reads is None
 
@@ -173,9 +173,9 @@ class HostFilesystem(Filesystem):
         return tuple(sorted(ascii(name.decode("latin-1"))[1:-1] for name in names))
 
     def behind_links(self, patterns: Sequence[str]) -> frozenset[Parts]:
-        """Return what paths that match some patterns lead to through links, below the root.
+        """Return the targets, below the root, of links at paths that match some patterns.
 
-        It is looked for once: a call that may not change such paths cannot make more of them.
+        The answer is cached: a call that may not change such paths cannot add to them.
         """
         workspace = self._workspace
         with workspace.lock:
@@ -200,7 +200,7 @@ class HostFilesystem(Filesystem):
         found: set[Parts] = set()
         for parts in named:
             links: set[Parts] = set()
-            with contextlib.suppress(FilesystemError, OSError):  # it leads outside, or nowhere
+            with contextlib.suppress(FilesystemError, OSError):  # outside the root, or dangling
                 where = tree.resolve(parts, seen=links)
                 if links:
                     found.add(where)
@@ -223,15 +223,7 @@ class HostFilesystem(Filesystem):
         return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
 
     def _holds_readonly(self, where: Parts) -> bool:
-        pending = [where]
-        while pending:
-            directory = pending.pop()
-            for name, inner in self._look.nodes(directory):
-                if inner.readonly:
-                    return True
-                if inner.kind == "directory":
-                    pending.append((*directory, name))
-        return False
+        return any(node.readonly for _, node in walk(self._look, [where]))
 
     # What no call may change
 
@@ -251,7 +243,8 @@ class HostFilesystem(Filesystem):
         self.reserved.check_moved(origin, target, self._look)
 
     def check_writable(self, operation: str) -> None:
-        super().check_writable(operation)
+        if self._sealed is not None or self.read_only is not None:
+            super().check_writable(operation)
         if self._workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
         if not self._workspace.closing.alive:
@@ -282,8 +275,7 @@ class HostFilesystem(Filesystem):
         now = self._look.node(where)
         if now is not None and now.readonly != readonly:
             raise FilesystemError(
-                f"{shown(join_path(where))} cannot be marked: its filesystem does not keep"
-                " permissions"
+                f"{shown(join_path(where))} cannot be marked: its filesystem has no permissions"
             )
 
     def _change(self, do: Callable[[], R], operation: str) -> R:
@@ -353,9 +345,9 @@ class HostFilesystem(Filesystem):
     def fork(self) -> HostFilesystem:
         """Return a private view: it starts as this is now, and neither sees the other's changes.
 
-        What it writes is kept beside the directory until it is merged. A view of a call that works
-        in place ends with it: once that call has ended, or what it had done until the fork was
-        undone, the view raises ``ViewClosed``, also on reading.
+        Its changes are stored beside the directory until it is merged. A view of a call that works
+        in place ends with that call, or when what the call did before the fork is undone: then
+        reading, too, raises ``ViewClosed``.
         """
         workspace = self._workspace
         with workspace.lock, self._lock:
@@ -384,12 +376,12 @@ class HostFilesystem(Filesystem):
             except OSError as error:
                 if isinstance(error, WinkError):
                     raise
-                raise worded(error, "kept") from error
+                raise worded(error, "committed") from error
 
     def discard(self, view: HostFilesystem) -> tuple[str, ...]:
-        """Undo what a view changed. May be called again.
+        """Undo what a view changed; returns a sentence for each thing that could not be undone.
 
-        Returns a sentence for each thing that could not be put back; normally there is none.
+        May be called again.
         """
         self._check_own(view)
         view.seal("this view was discarded")
@@ -398,7 +390,7 @@ class HostFilesystem(Filesystem):
             if view._ended:
                 return ()
             left = view._undo_all()
-            # Last: one that was interrupted is to be called again.
+            # Last: an interrupted discard is repeated.
             view._ended = True
             return left
 
@@ -409,9 +401,8 @@ class HostFilesystem(Filesystem):
     def changed_here(self) -> tuple[str, ...]:
         """Return every path that this view has changed since it was forked, sorted.
 
-        Of a directory that came, went or was moved, all that is in it; of a file with several
-        names, all of them. What costs is what was changed: only a file with several names that is
-        changed in place is looked for everywhere.
+        Of a directory that was added, deleted or moved, everything in it; of a file with several
+        names, all of them.
         """
         with self._workspace.lock, self._lock:
             return tuple(map(join_path, self._changed_here()[0]))
@@ -422,7 +413,7 @@ class HostFilesystem(Filesystem):
             return tuple(file_changes(*self._changed_here()))
 
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
-        """Return what was changed, and how to look at it as it was before and as it is now."""
+        """Return the changed paths, and a look at the state before and at the present state."""
         return [], self._look, self._look
 
     # Commands
@@ -439,27 +430,27 @@ class HostFilesystem(Filesystem):
         check: bool = False,
         watch: Watch | None = None,
     ) -> CommandResult:
-        """Run a command in the directory; what it changes is kept or undone with the call.
+        """Run a command in the directory; its changes are committed or undone with the call.
 
-        The command sees the files as the call sees them. Over an overlay (Linux), nobody sees what
-        it changes before it has ended; elsewhere what it changed is found by looking. When it is
-        killed, by a timeout for one, the directory is as if it had never run. Processes that it
-        leaves behind are killed.
+        The command sees the files as the call sees them. Over an overlay (Linux), its changes
+        become visible when it has ended; elsewhere a scan finds them. If it is killed, for example
+        by a timeout, the directory is as if it had never run. Processes that it leaves behind are
+        killed.
 
         This is not a sandbox: a command can read and change whatever this process can, and what
-        it does outside of the directory is not undone.
+        it does outside the directory is not undone.
 
         Args:
             argv: The program and its arguments; one string is run by ``sh -c``.
             cwd: Where to start it.
-            env: All of its environment; this process's own by default.
-            stdin: What it can read; nothing by default.
+            env: Its whole environment; this process's own by default.
+            stdin: Its input; empty by default.
             timeout: Seconds after which it is killed.
-            output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
-            check: Raise :class:`~weakincentives.errors.CommandFailed` when it does not end well;
-                then what it changed is not kept.
-            watch: Asked again and again while the command runs; what it returns is why the command
-                is killed then, as by a timeout.
+            output_limit: Maximum bytes of each output stream; the middle of more is left out.
+            check: Raise :class:`~weakincentives.errors.CommandFailed` and drop its changes unless
+                it ends with exit code 0.
+            watch: Called repeatedly while the command runs; it returns why to kill the command,
+                or None.
         """
         command = Command.of(
             argv,
@@ -486,11 +477,11 @@ class HostFilesystem(Filesystem):
     def expect_external(self) -> None:
         """Expect other programs to change the directory until this view is merged or discarded.
 
-        What they change is then found, and kept or undone with the call.
+        Their changes are then found, and committed or undone with the call.
         """
         raise ValueError("only a call that works in place can start programs of its own")
 
-    # What was committed
+    # History
 
     def history(self) -> tuple[Committed, ...]:
         """Return the calls that changed files and can be undone, oldest first."""
@@ -506,9 +497,9 @@ class HostFilesystem(Filesystem):
             return diff_of(workspace.history, [self._serial_of(call_id)], workspace.disk)
 
     def changed_since(self, token: object) -> tuple[str, ...]:
-        """Return the paths that were changed by what was committed since a snapshot, sorted.
+        """Return the paths that calls have changed since a snapshot, sorted.
 
-        A directory that was moved stands for all that is in it.
+        A directory that was moved stands for everything in it.
         """
         serial, history = self._own_place(token).serial, self._workspace.history
         with self._workspace.lock:
@@ -516,11 +507,10 @@ class HostFilesystem(Filesystem):
             return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
 
     def revert_to(self, call_id: str) -> tuple[str, ...]:
-        """Go back to how things were right after a call: what came later is undone.
+        """Undo every call after this one; that is itself a call in the history.
 
-        What someone else has changed since is left alone, and kept as it would be in the store.
-        That is itself a change that the history has, so it can be undone. Returns a sentence for
-        each thing that was left alone.
+        What someone else has changed since is left alone, and what would have replaced it is put
+        into the store. Returns a sentence for each such path.
         """
         self._check_has_history()
         with self._workspace.lock, self._lock:
@@ -528,14 +518,14 @@ class HostFilesystem(Filesystem):
             return self._go_back(self._serial_of(call_id))
 
     def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
-        """Take back what some calls changed, and nothing else: all of it, or nothing.
+        """Undo some calls and nothing else, all of them or none; that is itself in the history.
 
-        That is itself a change that the history has, so it can be undone, too. Returns a sentence
-        for each thing that is not as it was before the calls: a directory that holds more by now.
+        Returns a sentence for each thing that is not as it was before the calls, such as a
+        directory that now holds other files, too.
 
         Raises:
-            UndoRefused: Something is not as these calls left it. ``force`` replaces it; what it
-                was is then kept in the history.
+            UndoRefused: Something has changed since these calls. ``force`` replaces it; what it
+                was is then in the history.
         """
         self._check_has_history()
         workspace = self._workspace
@@ -551,7 +541,7 @@ class HostFilesystem(Filesystem):
             return self._whole(act, call_under_way(), call_ids)
 
     def _check_has_history(self) -> None:
-        """Raise ValueError if committed calls cannot be undone here."""
+        """Raise ValueError in a private view."""
 
     def _serial_of(self, call_id: str) -> int:
         history = self._workspace.history
@@ -641,7 +631,7 @@ class _View(HostFilesystem):
                     self.check_writable("run")
                     self._whole(partial(self._apply, steps))
         except ProtectedPath as error:
-            raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
+            raise ProtectedPath(f"{error}. All changes of the command are undone") from error
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
@@ -689,7 +679,8 @@ class _ViewInPlace(_View):
         """Where this view begins; None for the whole transaction."""
         self._undoes: tuple[str, ...] = ()
         """The calls that this view has undone."""
-        # Last: what it begins is to be ended through this view.
+        self._nested: list[_ViewInPlace] = []
+        # Last: the transaction that begins here must end through this view.
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
     def _whole(
@@ -717,15 +708,12 @@ class _ViewInPlace(_View):
             workspace.changed(changes, index)
         return result
 
-    def _is_sealed(self) -> bool:
+    def seal(self, reason: str) -> None:
         # An abandoned call may be in the middle of one that is nested in it.
-        parent = self._parent
-        return super()._is_sealed() or (isinstance(parent, _ViewInPlace) and parent._is_sealed())
-
-    def check_open(self, operation: str) -> None:
-        super().check_open(operation)
-        if isinstance(self._parent, _ViewInPlace):
-            self._parent.check_open(operation)
+        with self._lock:
+            super().seal(reason)
+            for view in self._nested:
+                view.seal(reason)
 
     def snapshot_here(self) -> object:
         with self._lock:
@@ -744,10 +732,12 @@ class _ViewInPlace(_View):
             self._workspace.settle(self._changes)
             view = _ViewInPlace(self, self._changes)
             view._lock = self._lock  # sealing one waits for a change within the other
+            self._nested.append(view)
+            view._sealed = self._sealed
         return view
 
     def _merge_into(self, parent: HostFilesystem) -> None:
-        """Keep what was changed in place; the outermost view's changes are committed."""
+        """End a nested view, or commit the outermost one."""
         if isinstance(parent, _ViewInPlace):
             parent._undoes += self._undoes
         else:
@@ -756,12 +746,12 @@ class _ViewInPlace(_View):
         self.seal("this view was merged")
 
     def _await_programs(self) -> None:
-        self._workspace.commands.wait_in_place()  # an abandoned call may run one: it is killed
+        self._workspace.commands.wait("scan")  # an abandoned call may run one: it is killed
 
     def _undo_all(self) -> tuple[str, ...]:
         workspace, changes = self._workspace, self._changes
         if workspace.in_place is not changes:
-            return ()  # it has ended, with all that was nested in it
+            return ()  # it has ended, with everything nested in it
         if self._savepoint is None:
             return workspace.roll_back(changes)
         with workspace.undoing(changes):
@@ -809,11 +799,11 @@ class _Staged:
     staging: Staging
     state: State
     place: Place | None
-    """What it was forked from; None for a view within a view."""
+    """The snapshot it was forked from; None for a view of a private view."""
 
 
 class _PrivateView(_View):
-    """A view whose changes nobody sees until it is merged."""
+    """A view whose changes are invisible to others until it is merged."""
 
     def __init__(self, parent: HostFilesystem, base: Look, place: Place | None) -> None:
         workspace = parent._workspace
@@ -840,7 +830,7 @@ class _PrivateView(_View):
             if token.staging is self._staging:
                 self._staging.state = token.state
                 return
-            # Of another view: what that one began with, and what it did.
+            # Of another view: its parent's state, and its changes.
             place, state = self._own_place(token.place), token.state
         else:
             place, state = self._own_place(token), None
@@ -897,7 +887,7 @@ class _PrivateView(_View):
         raise ValueError("a private view has no history of its own")
 
     def _cover(self, layers: Layers) -> None:
-        self._note(())  # nobody knows what the command reads
+        self._note(())  # the command may read anything
         layers.cover(self._staging, self._staging.covered, self._workspace.tree)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
+from weakincentives.filesystem import base
 from weakincentives.filesystem.entry import Entry, File, Kind, kind_of
 from weakincentives.filesystem.history import Delta, Link, Past, kept_at
 from weakincentives.filesystem.journal import Record
@@ -30,28 +31,7 @@ Node = Entry
 node_of = Entry.of
 
 
-class Look(Protocol):
-    """Reading by canonical path. Errors are the system's: ELOOP or ENOTDIR for a barred way."""
-
-    def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
-        ...
-
-    def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
-        ...
-
-    def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
-        ...
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
-        ...
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are: cheaper than the nodes."""
-        ...
+Look = base.Look[Entry]
 
 
 class Disk:

@@ -1,7 +1,7 @@
 """Run a command over an overlay of a directory, and read what it changed from the upper layer.
 
 Linux only. The command sees the workspace at its own path; what it writes goes to a directory in
-the store, so its write set is known without looking at anything that it did not change.
+the store, so its write set is known without reading anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +44,8 @@ SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.
 # Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never
 # written to: it ends when the caller closes it or dies, and then everything in here is killed, more
-# than once, since the command may be starting just then.
-# What the shell itself has to say (`Killed`) is not the command's output.
+# than once, since the command may be starting just then. The shell's own messages (`Killed`) are
+# not the command's output.
 SCRIPT = """
 exec 3>&2 4<&0 5<stdin
 cd -- "$1" || exit 125
@@ -76,19 +76,19 @@ class Way:
     mount: str
     options: str
     xattrs: str
-    """What the names of the overlay's own extended attributes start with."""
+    """The prefix of the overlay's own extended attributes."""
     owner: tuple[int, int] | None
-    """The user and group a command keeps; None for root, which needs no user namespace."""
+    """The user and group of the command; None for root, which needs no user namespace."""
 
 
 class Process:
-    """A program and all that it starts. It is killed when it is told to end, or when we die.
+    """A program and everything that it starts. All of it is killed when we say so, or die.
 
     Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
     leads the program's process group then kills the others.
 
     Args:
-        before: Called in the thread that starts the program.
+        before: Called first, in the thread that starts the program.
         namespace: Whether it has a pid namespace of its own, so that nothing outlives its leader.
     """
 
@@ -121,7 +121,9 @@ class Process:
             )
 
         try:
-            self.popen = _in_a_thread(start)
+            # In a thread of its own, which may enter namespaces.
+            with ThreadPoolExecutor(1, thread_name_prefix="wink-command") as thread:
+                self.popen = thread.submit(start).result()
         except BaseException:
             os.close(writing)
             raise
@@ -143,7 +145,7 @@ class Process:
             if stream is not None:
                 stream.close()
         if not self._namespace:
-            # What it was just writing would come after the look for changes.
+            # What it was just writing would come after the scan.
             wait_for_group(self.popen)
         try:
             self.popen.wait(timeout=10)
@@ -153,41 +155,15 @@ class Process:
             self.popen.wait()
 
 
-def _in_a_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a program from a thread of its own, which may enter namespaces.
-
-    An interrupt that comes meanwhile is raised once the program is known, and killed.
-    """
-    started: Future[subprocess.Popen[bytes]] = Future()
-
-    def run() -> None:
-        if started.set_running_or_notify_cancel():
-            try:
-                process = start()
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(process)
-
-    try:
-        threading.Thread(target=run, name="wink-command").start()
-        return started.result()
-    except BaseException:
-        if not started.cancel() and started.exception() is None:
-            with started.result() as process:
-                kill_group(process)
-        raise
-
-
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and what it started, as far as that has not left its process group."""
-    # The group's number stays taken while any of them is there.
+    """Kill a program and what it started, except what has left its process group."""
+    # The group's number is not used again while any of them exists.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for_group(process: subprocess.Popen[bytes]) -> None:
-    """Return when nothing runs any more of a group that was killed, where the system tells."""
+    """Return when no process of a killed group runs any more, where the system tells."""
     until = SYSTEM_CLOCK.monotonic() + PATIENCE
     pause = threading.Event()
     while _runs(process.pid) and SYSTEM_CLOCK.monotonic() < until:
@@ -217,8 +193,8 @@ _finding = threading.Lock()
 def find_way(workspace: Path, store: Path) -> Way | str:
     """Return how an overlay of the workspace is mounted, or why it cannot be.
 
-    It is found by trying, once for each workspace and filesystem of the store. A filesystem mounted
-    inside the workspace, which an overlay would hide, is looked for each time.
+    That is tried once for each workspace and filesystem of the store. An overlay would hide a
+    filesystem that is mounted inside the workspace, so that is checked each time.
     """
     if sys.platform != "linux":
         return f"overlays need Linux, this is {sys.platform}"
@@ -261,7 +237,7 @@ def _candidates() -> Iterator[tuple[str, str, tuple[int, int] | None]]:
 
 
 def _failure(way: Way, workspace: Path, store: Path) -> str | None:
-    """Return what the system says when a command that changes a file is tried this way."""
+    """Try a command that changes a file this way; returns the system's error, if any."""
     place = store / f"probe-{os.urandom(8).hex()}"
     layers = Layers(place, workspace, way)
     try:
@@ -282,19 +258,19 @@ def _failure(way: Way, workspace: Path, store: Path) -> str | None:
 
 
 class Layers:
-    """The directories of one command: what it sees below, and the upper one that it writes to."""
+    """The directories of one command: those it sees below, and the upper one it writes to."""
 
     def __init__(self, place: Path, workspace: Path, way: Way) -> None:
         self.place = place
         self.upper = place / "upper"
         self.staged = place / "staged"
-        """What lies between the workspace and the upper layer, when a view's changes do."""
+        """A private view's changes, between the workspace and the upper layer."""
         self.workspace = workspace
         self._way = way
         self._trees: list[Tree] = []
 
     def prepare(self, stdin: bytes = b"") -> None:
-        """Make the directories; the upper one with the attributes that the workspace has."""
+        """Make the directories; the upper one with the attributes of the workspace."""
         self.place.mkdir(mode=0o700)
         self.upper.mkdir(mode=0o700)
         (self.place / "work").mkdir(mode=0o700)
@@ -304,7 +280,7 @@ class Layers:
         _take_after(self.upper, os.stat(self.workspace), self.workspace)
 
     def cover(self, look: Look, paths: AbstractSet[Parts], tree: Tree) -> None:
-        """Lay what a view sees at some paths between the workspace and the upper layer."""
+        """Put what a view shows at some paths between the workspace and the upper layer."""
         if not paths:
             return
         self.staged.mkdir(mode=0o700)
@@ -328,7 +304,7 @@ class Layers:
             wrapped += ["--", way.shell, "-c", SCRIPT, "wink", *inner]
             before = partial(self._enter, options)
         else:
-            # Mounting takes the namespace's root; the command runs as the user it is.
+            # Only the namespace's root can mount; the command runs as the user.
             uid, gid = way.owner
             wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
             wrapped += ["--", way.shell, "-c", MOUNT + SCRIPT, "wink"]
@@ -338,25 +314,24 @@ class Layers:
         return Process(argv, cwd=self.place, env=env, before=before, namespace=True)
 
     def _enter(self, options: str) -> None:
-        """Bring this thread, and what it starts, into namespaces with the overlay mounted.
+        """Move this thread, and what it starts, into namespaces with the overlay mounted.
 
-        The rest of the process sees nothing of it. Programs that do the same take much longer.
+        The rest of the process is not affected. Programs that do the same take much longer.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
         _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-        # The working directory is this thread's alone by now. It keeps odd names out of options.
+        # The working directory is this thread's alone now. It keeps odd names out of the options.
         os.chdir(self.place)
         target = os.fsencode(self.workspace)
         _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
 
     @property
     def started(self) -> bool:
-        """Whether the command was reached: the overlay is mounted, its directory is there."""
+        """Whether the command was started: the overlay is mounted, its directory exists."""
         return (self.place / "started").exists()
 
     def discard(self) -> None:
-        """Throw away everything that was written."""
         while self._trees:
             self._trees.pop().close()
         remove_tree(self.place)
@@ -364,7 +339,7 @@ class Layers:
     def steps(self, tree: Tree) -> list[Step]:
         """Return what turns the workspace into what the command saw, in the order to do it.
 
-        They lead to what is in the layers: apply them before these are discarded.
+        Apply them before the layers are discarded.
         """
         index = self._opened(self.place / "work" / "index") if self._way.owner is None else None
         upper = self._opened(self.upper)
@@ -372,7 +347,7 @@ class Layers:
         return _Reader(tree, self._opened(self.staged), upper, index, self._way.xattrs).read()
 
     def _opened(self, place: Path) -> Tree | None:
-        """Return a layer that is there; it stays open until all are discarded."""
+        """Open a layer, if it exists, until all are discarded."""
         if not place.exists():
             return None
         self._trees.append(Tree(place))
@@ -389,9 +364,9 @@ class _Cover:
         self._staged = staged
         self._opaque = opaque
         self._done: set[Parts] = set()
-        """Paths whose whole content is laid out."""
+        """Paths that are complete."""
         self._files: dict[tuple[int, int], Parts] = {}
-        """Where the files with several names are laid out."""
+        """Where the files with several names are."""
 
     def lay(self, paths: Iterable[Parts]) -> None:
         for parts in sorted(paths):
@@ -402,7 +377,7 @@ class _Cover:
         try:
             node = self._look.node(parts)
         except OSError:
-            return  # below something else, which is laid out itself
+            return  # below something else in these paths
         status = self._tree.status_if_reached(parts)
         directory = None if status is None or not stat.S_ISDIR(status.st_mode) else status.st_ino
         self._make_parents(parts)
@@ -427,7 +402,7 @@ class _Cover:
                     _take_after(place, os.lstat(original), original)
 
     def _lay(self, top: Parts, node: Node, status: os.stat_result | None) -> None:
-        """Put what the view sees at a path, with all that is in it, into the layer."""
+        """Put what the view shows at a path, and everything below it, into the layer."""
         directories: list[tuple[Parts, Node]] = []
         pending = [(top, node, status)]
         while pending:
@@ -450,7 +425,7 @@ class _Cover:
     def _lay_file(
         self, place: str, parts: Parts, node: Node, status: os.stat_result | None
     ) -> bool:
-        """Lay out what is not a directory; False for one more name of what is laid out."""
+        """Make a file, link or pipe; False for one more name of a file that exists."""
         if node.kind == "link":
             os.symlink(self._look.link_target(parts), place)
         elif node.file is None:
@@ -603,8 +578,8 @@ class _Reader:
             self._enter(parts, is_merged)
         elif kind in (stat.S_IFCHR, stat.S_IFBLK):
             raise FilesystemError(
-                f"The command made a device at {shown(join_path(parts))}. Devices are not kept"
-                " in the workspace, so nothing that the command changed was kept"
+                f"The command made a device at {shown(join_path(parts))}. A workspace cannot have"
+                " devices, so all changes of the command are undone"
             )
         elif kind == stat.S_IFREG:
             self._read_file(parts, tree, below)
@@ -693,7 +668,7 @@ class _Reader:
         return steps
 
     def _name_of(self, file: Entry) -> Parts | None:
-        """Return a name that a file had before the command, preferably one that goes."""
+        """Return a name that a file had before the command, preferably a deleted one."""
         for top in [*(step.parts for step in self._steps if step.action != "directory"), ()]:
             tree = self._lower(top)
             for parts, status in () if tree is None else tree.walk(top):

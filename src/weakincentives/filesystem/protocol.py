@@ -1,4 +1,4 @@
-"""What all filesystems share: paths, what is known of a file, and the words of refusals."""
+"""Paths, file descriptions and error messages that all filesystems share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = tuple[str, ...]
 
 NodeKind = Literal["file", "directory", "link", "other"]
 
-# What a look fails with when a link, or something that is not a directory, is on the way.
+# Errors of a path that a link, or something that is not a directory, blocks.
 BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 
 MAX_LINKS = 40
@@ -35,16 +35,16 @@ MAX_LINKS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
-    """What is known about a file or directory without reading it."""
+    """A file or directory, without its content."""
 
     path: str
     kind: NodeKind
-    """On disk also ``"link"``, a symbolic link that leads nowhere or out of the root, and
+    """On disk also ``"link"``, a symbolic link that dangles or leads out of the root, and
     ``"other"``, such as a pipe."""
     size: int
     """Bytes of a file; 0 for anything else."""
     modified: float
-    """Seconds since the epoch. A directory is modified when an entry comes or goes."""
+    """Seconds since the epoch. A directory changes when an entry is added or deleted."""
     readonly: bool
 
 
@@ -56,7 +56,7 @@ class GrepMatch:
     line_number: int
     """The first line is 1."""
     line: str
-    """The line without its end."""
+    """Without its line end."""
 
 
 def split_root(root: str) -> Parts:
@@ -74,7 +74,7 @@ def split_root(root: str) -> Parts:
 def split_path(path: str, root: Parts = ()) -> Parts:
     """Return the one spelling of ``path``, name by name, relative to the root.
 
-    Only the text is looked at: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
+    Only the text counts: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
     """
     if "\0" in path:
         raise FilesystemError(f"A path cannot contain a NUL character: {shown(path)}")
@@ -96,7 +96,7 @@ def join_path(parts: Parts) -> str:
 
 
 def shown(path: str) -> str:
-    """Return a path as it can stand in a message: on one line, and not too long."""
+    """Return a path for a message: on one line, and not too long."""
     if len(path) > 200:
         path = f"{path[:100]}...{path[-60:]}"
     return path if path.isprintable() else ascii(path)
@@ -181,8 +181,8 @@ def resolve(
 ) -> Parts:
     """Return the canonical path: links followed, as long as they stay below the root.
 
-    With ``follow=False`` a link that is the last name stands for itself. What is missing is
-    returned as it is. ``seen`` takes the paths of the links on the way.
+    With ``follow=False`` a link that is the last name stands for itself. A missing path is returned
+    as it is. The paths of the links on the way are added to ``seen``.
     """
     done: list[str] = []
     todo = list(reversed(parts))

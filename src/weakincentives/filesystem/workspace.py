@@ -30,7 +30,7 @@ from weakincentives.filesystem.layers import (
     undone,
 )
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.reserved import Hiding, Reserved
+from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import Tree
@@ -81,7 +81,7 @@ class Workspace:
         """Whether other programs change files in the transaction that works in place."""
         self.disk: Look = Disk(self.tree)
         if self.reserved.hidden:
-            self.disk = Hiding(self.disk, self.reserved.hidden)
+            self.disk = functools.reduce(Layer.remove, self.reserved.hidden, Layer(self.disk))
         self.present = Present(self.disk)
         self.links: dict[Sequence[str], frozenset[Parts]] = {}
         """What links at protected paths lead to, by the patterns."""
