@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from weakincentives.errors import UndoRefused
@@ -195,10 +196,8 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
     """
     found: dict[int, list[_Conflict]] = {}
     deltas = list(past.readable(past.after(min(wanted) - 1)))
-    known: dict[Parts, Entry] = {}
     others: list[Delta] = []
     undoing: set[Parts] = set()
-    edited: set[int] = set()
     again = _made_again(deltas, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
@@ -207,35 +206,19 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
                 others.append(delta)
                 continue
             paths = {parts for record in delta.records for parts in record.paths}
-            differing: dict[Parts, Parts | None] = {
-                parts: None
-                for parts in paths & delta.after.keys()
-                if not _is_as(parts, delta, known, again, layer)
-            }
-            inside: dict[Parts, Parts | None] = dict.fromkeys(paths)
+            checked: dict[Parts, Parts | None] = dict.fromkeys(paths & delta.after.keys())
             for top in _put_directories(delta):
-                now = dict(walk(layer, [top]))
-                for parts in _changed_inside(top, delta, now):
-                    differing.setdefault(parts, top)
-                for parts in now:
-                    inside.setdefault(parts, top)
-            # Only where it is still this call that says which: else a later one is undone first.
-            for parts in inside.keys() & delta.after.keys():
-                left = delta.after[parts]
-                if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
-                    continue
-                if left.ino in edited or _is_within(parts, undoing):
-                    continue
-                if not left.is_at(disk.tree, parts):
-                    differing.setdefault(parts, inside[parts])
-            undoing |= paths
-            edited |= {r.before.ino for r in delta.records if r.in_place and r.before is not None}
+                left_there = {parts for parts in delta.after if parts[: len(top)] == top}
+                for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
+                    checked.setdefault(parts, top)
             found[delta.committed.serial] = [
                 _Conflict(parts, _changed_by(others, parts, disk), top)
-                for parts, top in differing.items()
+                for parts, top in checked.items()
+                if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
+                # Where a later one changed it, that one is undone first: the history has it.
+                or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
             ]
-            # What was there before the call: the first of its changes of a path says so.
-            known |= {r.path: r.before for r in reversed(delta.records) if r.before is not None}
+            undoing |= paths
             with contextlib.suppress(OSError):  # what is in the way of that was found above
                 layer = _before(past, delta, layer, opened)
     return found
@@ -249,39 +232,40 @@ def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
     """Return the calls, newest first, that changed a path; none if it is not as they left it."""
     left = [each for each in others if parts in each.after]
-    if left and not _is_as(parts, left[0], {}, {}, disk):
+    if left and not _is_as_left(parts, left[0].after[parts], disk):
         return ()
     return tuple(each.committed.call_id for each in others if _touches(each.committed, parts))
 
 
-def _is_as(
+def _is_as_left(
     parts: Parts,
-    delta: Delta,
-    known: Mapping[Parts, Entry],
-    again: Mapping[Parts, int],
+    left: Entry | None,
     look: Look,
+    again: Mapping[Parts, int] = MappingProxyType({}),
+    top: Parts | None = None,
 ) -> bool:
-    """Tell whether something is as a call left it, as far as size and time tell.
-
-    ``known`` is what later calls, which are undone before it, have replaced.
-    """
-    left, entry = delta.after[parts], known.get(parts)
-    if entry is not None:
-        may_be = entry.kind != "file" or left is None or not left.ctime_ns or left.is_like(entry)
-        if may_be and matches(left, entry):
-            return True
-        # Of a file with several names nobody can tell: another may have been used to change it.
-        if not may_be and entry.links == 1:
-            return False
+    """Tell whether a look has at a path what a call left there."""
     try:
         now = look.node(parts)
     except OSError:
         return False  # something else is in the way
-    if matches(left, now):
+    if left is None or now is None or not left.is_directory or not now.is_directory:
+        if not matches(left, now):
+            return False
+        # Of a file with several names nobody can tell: another may have been used to change it.
+        is_known = left is not None and left.ctime_ns != 0 and now is not None and now.links == 1
+        return not is_known or now.digest is None or left.is_like(now)
+    # Which directory it is says nothing where what it holds is looked at, too.
+    return top is not None or now.ino in (left.ino, again.get(parts))
+
+
+def _is_unchanged(parts: Parts, delta: Delta, layer: Layer, disk: Disk) -> bool:
+    """Tell whether the content and attributes of what is on the disk are as a call left them."""
+    left, now = delta.after.get(parts), layer.node(parts)
+    if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
         return True
-    return (
-        left is not None and left.is_directory and now is not None and again.get(parts) == now.ino
-    )
+    in_history = now is not None and now.digest is not None
+    return in_history or left.is_at(disk.tree, parts)
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
@@ -316,21 +300,6 @@ def _put_directories(delta: Delta) -> Iterator[Parts]:
         left = delta.after.get(record.path)
         if record.op == "was" and record.is_whole and left is not None and left.is_directory:
             yield record.path
-
-
-def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Entry]) -> set[Parts]:
-    """Return what is not as a call left it in a directory that it put there as a whole."""
-    depth = len(top)
-    left = {parts: each for parts, each in delta.after.items() if parts[:depth] == top and each}
-    return {
-        parts for parts in left.keys() | now.keys() if not _same(left.get(parts), now.get(parts))
-    }
-
-
-def _same(left: Entry | None, now: Entry | None) -> bool:
-    if left is not None and now is not None and left.is_directory and now.is_directory:
-        return True  # which directory it is says nothing: what it holds is looked at, too
-    return matches(left, now)
 
 
 def _touches(call: Committed, parts: Parts) -> bool:
