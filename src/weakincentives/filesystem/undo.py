@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -168,13 +167,10 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
 
 def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack) -> Layer:
     """Return how things were before a call."""
-    # On a layer of its own only where it must be told apart from what came later: a look through
-    # thousands of layers would be slow, and too deep.
-    layer = Layer(after) if delta.links else after
     taken = taken_by(past, delta)
     if taken.tree is not None:
         opened.callback(taken.tree.close)
-    return undone(layer, delta.records, taken)
+    return undone(after, delta.records, taken)
 
 
 # Checking
@@ -364,13 +360,6 @@ class _Undo:
         self._left: set[Parts] = set()
         """What is left alone, with all that is below it."""
         self._times: dict[Parts, int] = {}
-        self._former: dict[Parts, int] = {}
-        """The names that were made here, with the inode that the file at each had in the history:
-        the one it has now may be that of a file that is no more."""
-        self._made: dict[int, list[Parts]] = {}
-        """The same by inode; some of these may be gone again."""
-        self._stayed: dict[int, list[Parts]] | None = None
-        """The names of all other files, by inode; looked up when first needed."""
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
         """Undo one committed call, but for what is not as it left it."""
@@ -434,23 +423,14 @@ class _Undo:
         self._times.update(record.times)
 
     def _follow(self, path: Parts, origin: Parts) -> None:
-        """Know things by the names they have now that one, or a directory, was moved back."""
+        """Know directories by the names they have now that one was moved back."""
         depth = len(path)
         for known in [known for known in self._times if known[:depth] == path]:
             self._times[(*origin, *known[depth:])] = self._times.pop(known)
-        for known in [known for known in self._former if known[:depth] == path]:
-            self._note((*origin, *known[depth:]), self._former.pop(known))
-        self._stayed = None
-
-    def _note(self, parts: Parts, ino: int) -> None:
-        """Note that a path is a name of what was a file in the history."""
-        self._former[parts] = ino
-        self._made.setdefault(ino, []).append(parts)
 
     def _forget(self, parts: Parts) -> None:
         """Forget what was made at a path, or below it, and goes now."""
         depth = len(parts)
-        self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
         self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
 
     def _holds_more(self, parts: Parts) -> bool:
@@ -483,13 +463,9 @@ class _Undo:
                 self._remove(parts)
         elif not record.names and before.kind != "file" and self._looks_like(parts, before):
             self._set_attributes(parts, before)
-        elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
-            self.changes.write(parts, self.changes.store.objects.read(before.digest or ""))
-            self._set_attributes(parts, before)
-            now = self._file(parts)
-            if now is not None and now.st_ino != status.st_ino:
-                self._note(parts, before.ino)  # it was the last name: the file is another one now
-        elif not self._link(parts, before) and not self._make_again(record, before, delta):
+        elif record.source is not None and _is_linked(status) and before.digest is not None:
+            self._write_in_place(parts, before, before.digest)
+        elif not self._make_again(record, before, delta):
             self._left.add(parts)
             self.sentences.append(
                 f"{shown(join_path(parts))} could not be put back: its content was not kept"
@@ -503,63 +479,28 @@ class _Undo:
             before.target,
         )
 
-    def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
-        """Tell whether a file with several names is the one it was, or stands for it now."""
-        if before.links < 2 or before.digest is None or not stat.S_ISREG(status.st_mode):
-            return False
-        return self._former.get(parts, status.st_ino) == before.ino
+    def _write_in_place(self, parts: Parts, before: Entry, digest: str) -> None:
+        """Give a file with several names its content back, for all of them."""
+        now = capture(self.changes.tree, parts, read=True)
+        if now is not None and now.digest != digest:
+            self.changes.write(parts, self.changes.store.objects.read(digest))
+        if now is None or not now.is_like(before) or now.mtime_ns != before.mtime_ns:
+            self._set_attributes(parts, before)
 
     def _make_again(self, record: Record, before: Entry, delta: Delta) -> bool:
         """Put back what a call has replaced; False if it was not kept."""
         parts, store = record.path, self.changes.store
         staged = store.tx / store.fresh()
         try:
-            files = self._make(record, before, store.tree, staged.name, delta)
+            self._make(record, before, store.tree, staged.name, delta)
         except FileNotFoundError:
             return False
-        others = {
-            link.place: other
-            for link in delta.links.get(record.kept or "", ())
-            if (other := self._other_name(files[link.place])) is not None
-        }
         self._forget(parts)
+        above = self.changes.tree.status(parts[:-1])
+        if above is not None:  # another name of a file may be in a directory that did not change
+            self._times.setdefault(parts[:-1], above.st_mtime_ns)
         self.changes.put_file(parts, staged)
-        for place, file in files.items():
-            there, other = (*parts, *place), others.get(place)
-            if not file.is_directory and (
-                other is None or not self._relink(there, other, file.ino)
-            ):
-                self._note(there, file.ino)
         return True
-
-    def _other_name(self, file: Entry) -> Parts | None:
-        """Return a name of a file that is as it was: one that is back, or one that stayed."""
-        names = itertools.chain(self._made.get(file.ino, ())[::-1], self._stayed_as(file.ino))
-        for name in names:
-            status = self._file(name)
-            if status is None or self._former.get(name, status.st_ino) != file.ino:
-                continue
-            if matches(file, Entry.of(status)):
-                return name
-        return None
-
-    def _stayed_as(self, ino: int) -> Iterator[Parts]:
-        yield from self._names_of(ino)  # only once asked for: it takes a walk
-
-    def _names_of(self, ino: int) -> list[Parts]:
-        if self._stayed is None:
-            self._stayed = {}
-            for place, status in self.changes.tree.walk(()):
-                if stat.S_ISREG(status.st_mode) and place not in self._former:
-                    self._stayed.setdefault(status.st_ino, []).append(place)
-        return self._stayed.setdefault(ino, [])
-
-    def _file(self, parts: Parts) -> os.stat_result | None:
-        try:
-            status = self.changes.tree.status(parts)
-        except OSError:
-            return None  # something else is in the way
-        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def _remove(self, parts: Parts) -> None:
         self._forget(parts)
@@ -570,48 +511,16 @@ class _Undo:
             self.changes.set_attributes(parts[:-1], mode=0o700)
             self.changes.remove(parts)
 
-    def _link(self, parts: Parts, before: Entry) -> bool:
-        """Make a path one more name of the file it was a name of; False where there is none."""
-        if before.kind != "file" or before.links < 2:
-            return False
-        other = self._other_name(before)
-        if other is None or other == parts:
-            return False
-        self._forget(parts)
-        return self._add_name(parts, other, before.ino)
-
-    def _relink(self, parts: Parts, other: Parts, ino: int) -> bool:
-        """Make a file in a directory that is back one more name of the one that stayed."""
-        above = self.changes.tree.status(parts[:-1])
-        if above is None or not self._add_name(parts, other, ino):
-            return False
-        self._times.setdefault(parts[:-1], above.st_mtime_ns)
-        return True
-
-    def _add_name(self, parts: Parts, other: Parts, ino: int) -> bool:
-        try:
-            self.changes.add_name(other, parts)
-        except OSError:
-            return False  # not everybody may do so, nor on every filesystem
-        if other in self._former:
-            self._note(parts, ino)
-        else:
-            self._names_of(ino).append(parts)
-        return True
-
-    def _make(
-        self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta
-    ) -> dict[Parts, Entry]:
-        """Make again what a call has replaced, at a free name; returns the files it consists of."""
+    def _make(self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta) -> None:
+        """Make again what a call has replaced, at a free name."""
         if before.kind == "file":
             self.history.make_file(before, tree, name)
-            return {(): before}
-        if before.is_directory and record.kept is not None:
-            return self.history.copy_tree(delta, record.kept, tree, name)
-        if not create(tree.fd, name, before):
+        elif before.is_directory and record.kept is not None:
+            self.history.copy_tree(delta, record.kept, tree, name)
+        elif create(tree.fd, name, before):
+            apply_entry(tree, (name,), before)
+        else:
             raise FileNotFoundError(name)
-        apply_entry(tree, (name,), before)
-        return {}
 
     def _set_attributes(self, parts: Parts, before: Entry) -> None:
         if self.changes.tree.status(parts) is not None:
@@ -631,3 +540,7 @@ class _Undo:
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self.changes.set_attributes(parts, mtime_ns=mtime)
+
+
+def _is_linked(status: os.stat_result | None) -> bool:
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1
