@@ -623,3 +623,19 @@ def test_a_call_that_failed_in_between_is_no_obstacle(
         fs.discard(view)
     fs.undo("c1")
     assert look(root)["src/app.py"].content == before["src/app.py"].content
+
+
+def test_calls_that_moved_a_file_over_another_are_undone_after_an_undo(
+    fs: HostFilesystem, root: Path
+):
+    (root / "a").write_text("a\n")
+    os.chmod(root / "notes", 0o600)
+    before, start = look(root), fs.snapshot()
+    write(fs, "c1", a="")
+    call(fs, "c2", lambda view: view.move("notes", "a", overwrite=True))
+
+    fs.restore(start)
+    assert look(root) == before
+    write(fs, "c3", a="")
+    fs.restore(start)
+    assert look(root) == before

@@ -29,8 +29,14 @@ from weakincentives.filesystem.entry import (
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path, shown
-from weakincentives.filesystem.restore import Restore, move_out, safe_name, status_at
-from weakincentives.filesystem.scratch import Scratch, Scratches
+from weakincentives.filesystem.restore import (
+    Restore,
+    move_out,
+    open_to_change,
+    safe_name,
+    status_at,
+)
+from weakincentives.filesystem.scratch import TEMPORARY, Scratch, Scratches
 from weakincentives.filesystem.store import Source, Store
 from weakincentives.filesystem.tree import (
     PRIVILEGES,
@@ -358,7 +364,30 @@ class Changes:
                 own.remove(name)
                 copy_exactly(room.tree, room.at(name), own.tree, (name,))
                 copied = True
+                self._undo_edits(room, name)
         return copied
+
+    def _undo_edits(self, room: Scratch, name: str) -> None:
+        """Give files in a copied directory what they held when it was taken away.
+
+        They may have been changed since, by another of their names.
+        """
+        kept = next(n for n, record in enumerate(self.records) if record.kept == name)
+        later = [r for r in self.records[kept:] if r.in_place and r.before and r.source]
+        edited = {r.before.ino: r for r in reversed(later) if r.before is not None}
+        if not edited:
+            return
+        for parts, status in room.tree.walk(room.at(name)):
+            record = edited.get(status.st_ino) if stat.S_ISREG(status.st_mode) else None
+            if record is not None and record.before is not None and record.source is not None:
+                place = (name, *parts[len(room.base) + 1 :])
+                fd = open_to_change(self.store.tree, place, record.before.mode)
+                try:
+                    os.ftruncate(fd, 0)
+                    record.source.fill(self.store.path, record.before.size, fd)
+                finally:
+                    os.close(fd)
+                apply_entry(self.store.tree, place, record.before)
 
     def keep_safe(self) -> None:
         """Copy what is kept elsewhere to the store: programs reach what is in the workspace."""
@@ -724,6 +753,17 @@ class Changes:
             source=Source(copy),
             room=room.mark,
             times=self._times(above, parts[:-1]),
+            others=() if entry.links == 1 else self._other_names(parts, entry),
+        )
+
+    def _other_names(self, parts: Parts, entry: Entry) -> tuple[Parts, ...]:
+        """Return the other names of a file in the workspace."""
+        found = self.tree.walk((), lenient=True)
+        same = (other for other, each in found if (each.st_dev, each.st_ino) == entry.file)
+        return tuple(
+            other
+            for other in same
+            if other != parts and not any(name.startswith(TEMPORARY) for name in other)
         )
 
     def _moved_record(

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.overlay import Layers, Process, Way, find_way
+from weakincentives.filesystem.overlay import Overlay, Process, Way, find_way
 from weakincentives.filesystem.protocol import shown
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import remove_tree
@@ -32,7 +32,7 @@ DEFAULT_OUTPUT_LIMIT = 1 << 20
 
 # Seconds between checks whether the command is to stop, or has ended while a process that it left
 # behind still holds its output open.
-LOOK = 0.05
+POLL = 0.05
 
 # How many chunks of output to read after a command has ended.
 DRAINS = 64
@@ -136,7 +136,7 @@ def _collect(
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
-            _take(selector, LOOK)
+            _take(selector, POLL)
             if popen.poll() is not None:
                 ending = "ended"
             elif stopped():
@@ -256,20 +256,20 @@ class Commands:
             logger.warning("Commands on %s run without an overlay: %s", workspace, way)
         return way
 
-    def begin(self, way: Way, workspace: Path) -> Layers:
-        """Return the layers for one more command; the workspace must not change until its end."""
+    def begin(self, way: Way, workspace: Path) -> Overlay:
+        """Return the overlay for one more command; the workspace must not change until its end."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._count("overlay", 1)
-        return Layers(self._folder / os.urandom(8).hex(), workspace, way)
+        return Overlay(self._folder / os.urandom(8).hex(), workspace, way)
 
-    def end(self, layers: Layers) -> None:
-        """Let the workspace change again; the layers are removed in the background."""
+    def end(self, overlay: Overlay) -> None:
+        """Let the workspace change again; its layers are removed in the background."""
         with undisturbed():
             self._count("overlay", -1)
             try:
-                self._sweeper.submit(_discard, layers.place, layers.discard)
+                self._sweeper.submit(_discard, overlay.place, overlay.discard)
             except RuntimeError:  # an abandoned call ends its command after everything is closed
-                _discard(layers.place, layers.discard)
+                _discard(overlay.place, overlay.discard)
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
@@ -309,14 +309,14 @@ def _discard(place: Path, remove: Callable[[], None]) -> None:
         logger.warning("%s could not be removed: %s", place, error)
 
 
-def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> CommandResult:
+def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) -> CommandResult:
     """Run a command over an overlay; the upper layer then has what it changed."""
 
     def start() -> Process:
-        return layers.start(command.words, directory=command.directory, env=command.env)
+        return overlay.start(command.words, directory=command.directory, env=command.env)
 
-    result = _run(command, start, layers.upper, stopped, None)
-    if result.returncode != KILLED and not layers.started:
+    result = _run(command, start, overlay.upper, stopped, None)
+    if result.returncode != KILLED and not overlay.started:
         raise _not_started(result.stderr.strip())
     return _checked(result, command)
 

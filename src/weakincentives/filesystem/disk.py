@@ -36,7 +36,7 @@ from weakincentives.filesystem.commands import (
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
 from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
-from weakincentives.filesystem.overlay import Layers, Step
+from weakincentives.filesystem.overlay import Overlay, Step
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
     BARRED,
@@ -282,9 +282,9 @@ class HostFilesystem(Filesystem):
         workspace = self._workspace
         with workspace.turn(), workspace.lock, self._lock, undisturbed():
             self.check_writable(operation)
-            return do() if operation == "restore" else self._whole(do)
+            return do() if operation == "restore" else self._atomically(do)
 
-    def _whole(
+    def _atomically(
         self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
     ) -> R:
         """Make several changes as a whole, or not at all; outside of views, a transaction."""
@@ -296,7 +296,7 @@ class HostFilesystem(Filesystem):
 
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
         """Make the changes of a private view here, all of them or none."""
-        self._whole(lambda: staging.replay(self._edit, self._go_to), call)
+        self._atomically(lambda: staging.replay(self._edit, self._go_to), call)
 
     def _go_to(self, place: Place) -> None:
         """Undo what was committed since a snapshot, as a part of the open transaction."""
@@ -538,7 +538,7 @@ class HostFilesystem(Filesystem):
             def act() -> tuple[str, ...]:
                 return take_back(self._open_changes, workspace.history, serials, force=force)
 
-            return self._whole(act, call_under_way(), call_ids)
+            return self._atomically(act, call_under_way(), call_ids)
 
     def _check_has_history(self) -> None:
         """Raise ValueError in a private view."""
@@ -557,7 +557,7 @@ class HostFilesystem(Filesystem):
         def act() -> tuple[str, ...]:
             return go_back(self._open_changes, history, serial)
 
-        return self._whole(act, call_under_way(), undoes)
+        return self._atomically(act, call_under_way(), undoes)
 
 
 class _View(HostFilesystem):
@@ -574,19 +574,19 @@ class _View(HostFilesystem):
     def _change(self, do: Callable[[], R], operation: str) -> R:
         with self._lock, undisturbed():
             self.check_writable(operation)
-            return self._one(do)
+            return self._step(do)
 
-    def _one(self, do: Callable[[], R]) -> R:
+    def _step(self, do: Callable[[], R]) -> R:
         """Make a change that puts one thing at one path, as a whole or not at all.
 
         What this view itself has put there before is not saved.
         """
         raise NotImplementedError
 
-    def _whole(
+    def _atomically(
         self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
     ) -> R:
-        return self._one(do)
+        return self._step(do)
 
     def _is_sealed(self) -> bool:
         return self._sealed is not None
@@ -601,13 +601,13 @@ class _View(HostFilesystem):
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
             way = workspace.commands.way(self.root)
-            layers = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
-        if layers is None:
+            overlay = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
+        if overlay is None:
             return self._run_scanned(command, str(way))
         try:
-            return self._run_over(command, layers)
+            return self._run_over(command, overlay)
         finally:
-            workspace.commands.end(layers)
+            workspace.commands.end(overlay)
 
     def _run_scanned(self, command: Command, reason: str) -> CommandResult:
         """Run a command on the directory itself, and find what it changed."""
@@ -616,20 +616,20 @@ class _View(HostFilesystem):
             " its own"
         )
 
-    def _run_over(self, command: Command, layers: Layers) -> CommandResult:
+    def _run_over(self, command: Command, overlay: Overlay) -> CommandResult:
         """Run a command over an overlay, and make its changes this view's changes."""
         try:
-            layers.prepare(command.stdin)
-            self._cover(layers)
-            result = run_over(layers, command, self._is_sealed)
-            steps = layers.steps(self._workspace.tree) if result.kept else []
+            overlay.prepare(command.stdin)
+            self._cover(overlay)
+            result = run_over(overlay, command, self._is_sealed)
+            steps = overlay.steps(self._workspace.tree) if result.kept else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_sealed():
                 # Not undisturbed: it may take long, and undoes itself when it is interrupted.
                 with self._lock:
                     self.check_writable("run")
-                    self._whole(partial(self._apply, steps))
+                    self._atomically(partial(self._apply, steps))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. All changes of the command are undone") from error
         except OSError as error:
@@ -640,7 +640,7 @@ class _View(HostFilesystem):
             ) from error
         return result
 
-    def _cover(self, layers: Layers) -> None:
+    def _cover(self, overlay: Overlay) -> None:
         """Let a command see what this view shows."""
 
     def _apply(self, steps: Sequence[Step]) -> None:
@@ -683,15 +683,15 @@ class _ViewInPlace(_View):
         # Last: the transaction that begins here must end through this view.
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
-    def _whole(
+    def _atomically(
         self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
     ) -> R:
         self._changes.keep_anew()
-        result = self._one(do)
+        result = self._step(do)
         self._undoes += tuple(undoes)
         return result
 
-    def _one(self, do: Callable[[], R]) -> R:
+    def _step(self, do: Callable[[], R]) -> R:
         workspace, changes = self._workspace, self._changes
         if workspace.private:
             changes.keep_anew()
@@ -813,7 +813,7 @@ class _PrivateView(_View):
         self._place = place
         workspace.private.add(self)
 
-    def _one(self, do: Callable[[], R]) -> R:
+    def _step(self, do: Callable[[], R]) -> R:
         state = self._staging.state
         try:
             return do()
@@ -886,9 +886,9 @@ class _PrivateView(_View):
     def _check_has_history(self) -> None:
         raise ValueError("a private view has no history of its own")
 
-    def _cover(self, layers: Layers) -> None:
+    def _cover(self, overlay: Overlay) -> None:
         self._note(())  # the command may read anything
-        layers.cover(self._staging, self._staging.covered, self._workspace.tree)
+        overlay.cover(self._staging, self._staging.covered, self._workspace.tree)
 
 
 def _is_text(name: str) -> bool:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weakincentives import locks
 from weakincentives.call import ToolCall
@@ -38,7 +38,6 @@ from weakincentives.filesystem.store import (
     Objects,
     Source,
     Store,
-    checked_name,
     checked_parts,
     left_in,
     location_of,
@@ -75,15 +74,6 @@ class Committed:
     """The calls that it took back."""
 
 
-class Link(NamedTuple):
-    """A file in a directory that a call took away, and that stayed under another name."""
-
-    place: Parts
-    """Where it is in the directory."""
-    ino: int
-    """Of the file that stayed; in the directory is a copy of what it was."""
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A committed call with its changes, in order; each says what was there before."""
@@ -92,8 +82,6 @@ class Delta:
     records: tuple[Record, ...]
     after: Mapping[Parts, Entry | None]
     """What was at each path when it was committed."""
-    links: Mapping[str, tuple[Link, ...]]
-    """The files in each directory it took away that had names elsewhere, too."""
 
 
 class Past:
@@ -172,9 +160,12 @@ class Past:
         # Later records of what is kept already say only what else the call put there.
         firsts = _firsts(records)
         changes = tuple(
-            replace(record, before=_in_full(record.before, entries.get(index)))
+            replace(
+                record, path=path, others=(), before=_in_full(record.before, entries.get(index))
+            )
             for index, record in enumerate(records)
             if record.is_change and firsts.get(record.kept, index) == index
+            for path in (record.path, *record.others)
         )
         committed = Committed(
             serial=meta["serial"],
@@ -185,7 +176,7 @@ class Past:
             size=meta["size"],
             undoes=tuple(meta.get("undoes", ())),
         )
-        return Delta(committed, changes, _after(meta), _links_in(meta))
+        return Delta(committed, changes, _after(meta))
 
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
@@ -236,16 +227,11 @@ class History(Past):
         self._total: int | None = None
         self._uses: _Uses | None = None
 
-    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Entry]:
-        """Make a copy of a directory that a call took away; returns what was in it."""
+    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> None:
+        """Make a copy of a directory that a call took away."""
         trees = Tree(self.trees(delta.committed.serial))
-        stayed = {link.place: link.ino for link in delta.links.get(kept, ())}
         try:
             copy_exactly(trees, (kept,), tree, (name,))
-            return {
-                parts[1:]: Entry.of(status)._replace(ino=stayed.get(parts[1:], status.st_ino))
-                for parts, status in trees.walk((kept,))
-            }
         finally:
             trees.close()
 
@@ -281,7 +267,6 @@ class History(Past):
             "entries": [(index, entries[index].encode()) for index in sorted(entries)],
             "left": [["/".join(parts), each and each.encode()] for parts, each in after.items()],
             "size": size,
-            "links": self._links(records, entries, tree),
             "undoes": list(undoes),
         }
         commit = Record(op="commit", data=meta)
@@ -315,9 +300,9 @@ class History(Past):
         for index in [*edits, *(entries.keys() - edits)]:
             record, entry = records[index], entries[index]
             if entry.is_directory:
-                later = [entries[edit] for edit in edits if edit > index]
-                links = _links_in(meta).get(record.kept or "", ())
-                self._settle_directory(record, serial, links, later)
+                # What files in it were before they were changed later, by another name.
+                edited = {entries[n].ino: entries[n] for n in reversed(edits) if n > index}
+                self._settle_directory(record.kept or "", serial, edited)
             else:
                 self._settle_file(record.source or Source(record.kept or ""), entry)
         self.journal.move(f"{self._path}/{serial:012d}-{size}")
@@ -398,73 +383,32 @@ class History(Past):
         finally:
             os.close(fd)
 
-    def _links(
-        self, records: Sequence[Record], entries: Mapping[int, Entry], tree: Tree
-    ) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Return which files in directories that were taken away have names elsewhere, too."""
-        own = self.store.tree
-        taken = [records[index] for index, entry in entries.items() if entry.is_directory]
-        linked = [(record, _linked(*kept_at(record, own, tree))) for record in taken]
-        if not linked or not any(files for _, files in linked):
-            return []
-        # Names that are only for undoing do not count.
-        undoing = [r for r in records if r.kept and (r.in_place or r.op == "moved")]
-        statuses = [
-            own_tree.status(parts)
-            for own_tree, parts in (kept_at(record, own, tree) for record in undoing)
-        ]
-        ours = Counter(status.st_ino for status in statuses if status is not None)
-        found: list[tuple[str, list[tuple[str, int]]]] = []
-        for record, files in linked:
-            # What a room has is copied: every file is another one in the history.
-            links = [
-                ("/".join(place), ino)
-                for ino, (places, names) in files.items()
-                if record.room is not None or names > len(places) + ours[ino]
-                for place in places
-            ]
-            found += [(record.kept or "", links)] if links else []
-        return found
-
-    def _settle_directory(
-        self, record: Record, serial: int, links: Sequence[Link], later: Sequence[Entry]
-    ) -> None:
-        name = record.kept or ""
+    def _settle_directory(self, name: str, serial: int, edited: Mapping[int, Entry]) -> None:
         if self.store.tree.status((name,)) is not None:
-            self._part_links(name, links, later)
+            self._part_links(name, edited)
             trees = self.trees(serial)
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
-    def _part_links(self, name: str, links: Sequence[Link], later: Sequence[Entry]) -> None:
-        """Give files that have names outside a directory an inode of their own in it.
-
-        They would change with what is in the workspace. ``later`` tells, in order, which were
-        changed after the directory had been taken away.
-        """
+    def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
+        """Give each file with other names an inode of its own: it would change with them."""
         tree = self.store.tree
-        taken = {entry.ino: entry for entry in reversed(later)}
-        files: dict[int, list[Parts]] = {}
-        for link in links:
-            files.setdefault(link.ino, []).append((name, *link.place))
-        for ino, places in files.items():
-            status = tree.status(places[0])
-            if ino not in taken and status is not None and status.st_nlink == len(places):
-                continue
+        linked = [
+            (parts, status.st_ino)
+            for parts, status in tree.walk((name,))
+            if stat.S_ISREG(status.st_mode) and (status.st_nlink > 1 or status.st_ino in edited)
+        ]
+        for parts, ino in linked:
             staged = self.store.fresh()
-            if ino in taken:
-                self.make_file(taken[ino], tree, staged)
+            if ino in edited:
+                self.make_file(edited[ino], tree, staged)
             else:
-                copy_exactly(tree, places[0], tree, (staged,))
-            for place in places:
-                with tree.parent(place) as above:
-                    before = os.fstat(above)
-                    # Renamed over it: at no moment is the history without the file.
-                    spare = self.store.fresh()
-                    os.link(staged, spare, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
-                    os.rename(spare, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
-                    os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
-            os.unlink(staged, dir_fd=tree.fd)
+                copy_exactly(tree, parts, tree, (staged,))
+            with tree.parent(parts) as above:
+                before = os.fstat(above)
+                # Renamed over it: at no moment is the history without the file.
+                os.rename(staged, parts[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
+                os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def make_file(self, entry: Entry, tree: Tree, name: str) -> None:
         """Make a file again, at a free name; raises FileNotFoundError if it was not kept."""
@@ -637,23 +581,6 @@ def _open_own(path: str) -> int:
     except PermissionError:
         os.chmod(path, 0o600)
         return os.open(path, flags)
-
-
-def _linked(tree: Tree, top: Parts) -> dict[int, tuple[list[Parts], int]]:
-    """Return the files below a directory that have several names: those in it, how many in all."""
-    linked: dict[int, tuple[list[Parts], int]] = {}
-    for parts, status in tree.walk(top):
-        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-            places, _ = linked.setdefault(status.st_ino, ([], status.st_nlink))
-            places.append(parts[len(top) :])
-    return linked
-
-
-def _links_in(meta: Mapping[str, Any]) -> dict[str, tuple[Link, ...]]:
-    return {
-        checked_name(kept): tuple(Link(checked_parts(place), int(ino)) for place, ino in links)
-        for kept, links in meta.get("links", ())
-    }
 
 
 def _after(meta: Mapping[str, Any]) -> dict[Parts, Entry | None]:

@@ -42,6 +42,8 @@ class Record:
     path: Parts = ()
     origin: Parts | None = None
     """Of something moved: where it was."""
+    others: tuple[Parts, ...] = ()
+    """Of a file that is changed in place: its other names in the workspace."""
     before: Entry | None = None
     """What was at the path, or was moved; None for nothing."""
     after: Entry | None = None
@@ -85,7 +87,7 @@ class Record:
 
     @property
     def paths(self) -> tuple[Parts, ...]:
-        return (self.path,) if self.origin is None else (self.path, self.origin)
+        return (self.path, *self.others) if self.origin is None else (self.path, self.origin)
 
     @property
     def names(self) -> list[str]:
@@ -109,6 +111,7 @@ class Record:
             self.away,
             None if self.twin is None else "/".join(self.twin),
             self.data,
+            ["/".join(parts) for parts in self.others] if self.others else (),
         ]
         return _encode(values).encode()
 
@@ -118,7 +121,9 @@ class Record:
         values = json.loads(text)
         if values[0] != _VERSION:
             values = _from_version_2(values)
-        _, op, path, origin, before, after, kept, source, room, times, away, twin, data = values
+        _, op, path, origin, before, after, kept, source, room, times, away, twin, data = values[
+            :13
+        ]
         return cls(
             op=op,
             path=checked_parts(path),
@@ -132,6 +137,7 @@ class Record:
             away=bool(away),
             twin=None if twin is None else checked_parts(twin),
             data=data,
+            others=tuple(map(checked_parts, values[13])),
         )
 
 
@@ -149,7 +155,8 @@ def _from_version_2(values: list[Any]) -> list[Any]:
     source = source if copy is None else (copy, 0, 0)
     words = {"moved over": "moved", "moved": op, "external": op, "commit": op}
     op = words.get(op, "was")
-    return [_VERSION, op, path, origin, before, after, kept, source, room, times, away, twin, data]
+    changed = [op, path, origin, before, after, kept, source, room, times, away, twin, data]
+    return [_VERSION, *changed, ()]
 
 
 def _known(ident: Sequence[int], digest: object = None, *, edited: bool = False) -> list[Any]:

@@ -6,10 +6,9 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from rpds import HashTrieMap, HashTrieSet
@@ -17,7 +16,7 @@ from rpds import HashTrieMap, HashTrieSet
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
 from weakincentives.filesystem.entry import Entry, File, Kind, kind_of
-from weakincentives.filesystem.history import Delta, Link, Past, kept_at
+from weakincentives.filesystem.history import Delta, Past, kept_at
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path
 from weakincentives.filesystem.store import Objects
@@ -462,8 +461,6 @@ class Taken(NamedTuple):
     """Has the directories, and what is not committed yet."""
     workspace: Tree | None = None
     """Has scratch directories with what is not committed yet."""
-    links: Mapping[str, Sequence[Link]] = MappingProxyType({})
-    """The files in each directory that stayed under another name; they are copies in it."""
     store: Path | None = None
     """Has the contents of files that were changed in place, in what is not committed yet."""
 
@@ -480,7 +477,7 @@ def taken_by(past: Past, delta: Delta) -> Taken:
     """Return where that is what a committed call has replaced."""
     folder = past.trees(delta.committed.serial)
     tree = Tree(folder) if folder.exists() else None
-    return Taken(past.objects, tree, links=delta.links)
+    return Taken(past.objects, tree)
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
@@ -510,8 +507,7 @@ def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
         case "link":
             source = os.fsencode(before.target or "")
         case "directory" if (place := taken.at(record)) is not None:
-            stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
-            source = (Kept(place[0], layer.below, stayed), place[1])
+            source = (Kept(place[0], layer.below), place[1])
         case _:
             pass
     return layer.put(record.path, Cover(before._replace(device=device), source))
@@ -537,28 +533,15 @@ def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Origi
     return None if place is None else (Kept(place[0], layer.below), place[1])
 
 
-def _stayed(tree: Tree, top: Parts, device: int, links: Sequence[Link]) -> dict[File, File]:
-    stayed: dict[File, File] = {}
-    for link in links:
-        status = tree.status((*top, *link.place))
-        if status is not None:
-            stayed[status.st_dev, status.st_ino] = (device, link.ino)
-    return stayed
-
-
 class Kept(Disk):
     """Things that were taken away: a file among them may still be changed by another name of it.
 
     Then what it was before that is known to the changes that came ``later``.
     """
 
-    def __init__(
-        self, tree: Tree, later: Look, stayed: Mapping[File, File] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, tree: Tree, later: Look) -> None:
         super().__init__(tree)
         self._later = later
-        self._stayed = stayed
-        """Which files copies are of."""
 
     def node(self, parts: Parts) -> Node | None:
         node = super().node(parts)
@@ -574,15 +557,12 @@ class Kept(Disk):
 
     def _as_taken(self, node: Node) -> Node:
         cover = self._changed(node)
-        if cover is not None and cover.node is not None:
-            return cover.node
-        stayed = None if node.file is None else self._stayed.get(node.file)
-        return node if stayed is None else node._replace(device=stayed[0], ino=stayed[1])
+        return node if cover is None or cover.node is None else cover.node
 
     def _changed(self, node: Node) -> Cover | None:
         """Return what a file was before it was changed for the first time since."""
         look, file = self._later, node.file
-        if file is None or file in self._stayed:
+        if file is None:
             return None
         while isinstance(look, (Layer, Present)):
             if isinstance(look, Present):

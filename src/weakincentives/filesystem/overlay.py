@@ -239,25 +239,25 @@ def _candidates() -> Iterator[tuple[str, str, tuple[int, int] | None]]:
 def _failure(way: Way, workspace: Path, store: Path) -> str | None:
     """Try a command that changes a file this way; returns the system's error, if any."""
     place = store / f"probe-{os.urandom(8).hex()}"
-    layers = Layers(place, workspace, way)
+    overlay = Overlay(place, workspace, way)
     try:
-        layers.prepare()
-        process = layers.start(["touch", "probe"], directory=workspace)
+        overlay.prepare()
+        process = overlay.start(["touch", "probe"], directory=workspace)
         try:
             _, said = process.popen.communicate(timeout=PATIENCE)
         finally:
             process.end()
         code = process.popen.returncode
-        if code or not (layers.upper / "probe").exists():
+        if code or not (overlay.upper / "probe").exists():
             return said.decode(errors="replace").strip() or f"exit code {code}"
         return None
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     finally:
-        layers.discard()
+        overlay.discard()
 
 
-class Layers:
+class Overlay:
     """The directories of one command: those it sees below, and the upper one it writes to."""
 
     def __init__(self, place: Path, workspace: Path, way: Way) -> None:
@@ -286,7 +286,7 @@ class Layers:
         self.staged.mkdir(mode=0o700)
         staged = Tree(self.staged)
         try:
-            _Cover(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
+            _Stage(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
         finally:
             staged.close()
 
@@ -357,7 +357,7 @@ class Layers:
 # Laying a private view's changes over the workspace
 
 
-class _Cover:
+class _Stage:
     def __init__(self, look: Look, tree: Tree, staged: Tree, opaque: str) -> None:
         self._look = look
         self._tree = tree

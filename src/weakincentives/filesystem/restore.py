@@ -393,7 +393,7 @@ class Restore:
             with contextlib.suppress(OSError):
                 # Should this be cut short, recovery knows whose the mixture is.
                 os.chmod(source.name, stat.S_IRUSR, dir_fd=self.store.tx_fd)
-            fd = _open_to_change(tree, parts, before.mode)
+            fd = open_to_change(tree, parts, before.mode)
             try:
                 source.fill(self.store.path, before.size, fd)
                 os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
@@ -627,7 +627,7 @@ def _is_beginning(tree: Tree, parts: Parts, reading: int) -> bool:
         os.close(fd)
 
 
-def _open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
+def open_to_change(tree: Tree, parts: Parts, mode: int) -> int:
     with tree.parent(parts) as above:
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from weakincentives.errors import UndoRefused
@@ -167,13 +167,10 @@ def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
 
 def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack) -> Layer:
     """Return how things were before a call."""
-    # On a layer of its own only where it must be told apart from what came later: a look through
-    # thousands of layers would be slow, and too deep.
-    layer = Layer(after) if delta.links else after
     taken = taken_by(past, delta)
     if taken.tree is not None:
         opened.callback(taken.tree.close)
-    return undone(layer, delta.records, taken)
+    return undone(after, delta.records, taken)
 
 
 # Checking
@@ -195,10 +192,8 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
     """
     found: dict[int, list[_Conflict]] = {}
     deltas = list(past.readable(past.after(min(wanted) - 1)))
-    known: dict[Parts, Entry] = {}
     others: list[Delta] = []
     undoing: set[Parts] = set()
-    edited: set[int] = set()
     again = _made_again(deltas, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
@@ -207,35 +202,19 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
                 others.append(delta)
                 continue
             paths = {parts for record in delta.records for parts in record.paths}
-            differing: dict[Parts, Parts | None] = {
-                parts: None
-                for parts in paths & delta.after.keys()
-                if not _is_as(parts, delta, known, again, layer)
-            }
-            inside: dict[Parts, Parts | None] = dict.fromkeys(paths)
+            checked: dict[Parts, Parts | None] = dict.fromkeys(paths & delta.after.keys())
             for top in _put_directories(delta):
-                now = dict(walk(layer, [top]))
-                for parts in _changed_inside(top, delta, now):
-                    differing.setdefault(parts, top)
-                for parts in now:
-                    inside.setdefault(parts, top)
-            # Only where it is still this call that says which: else a later one is undone first.
-            for parts in inside.keys() & delta.after.keys():
-                left = delta.after[parts]
-                if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
-                    continue
-                if left.ino in edited or _is_within(parts, undoing):
-                    continue
-                if not left.is_at(disk.tree, parts):
-                    differing.setdefault(parts, inside[parts])
-            undoing |= paths
-            edited |= {r.before.ino for r in delta.records if r.in_place and r.before is not None}
+                left_there = {parts for parts in delta.after if parts[: len(top)] == top}
+                for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
+                    checked.setdefault(parts, top)
             found[delta.committed.serial] = [
                 _Conflict(parts, _changed_by(others, parts, disk), top)
-                for parts, top in differing.items()
+                for parts, top in checked.items()
+                if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
+                # Where a later one changed it, that one is undone first: the history has it.
+                or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
             ]
-            # What was there before the call: the first of its changes of a path says so.
-            known |= {r.path: r.before for r in reversed(delta.records) if r.before is not None}
+            undoing |= paths
             with contextlib.suppress(OSError):  # what is in the way of that was found above
                 layer = _before(past, delta, layer, opened)
     return found
@@ -249,39 +228,40 @@ def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
     """Return the calls, newest first, that changed a path; none if it is not as they left it."""
     left = [each for each in others if parts in each.after]
-    if left and not _is_as(parts, left[0], {}, {}, disk):
+    if left and not _is_as_left(parts, left[0].after[parts], disk):
         return ()
     return tuple(each.committed.call_id for each in others if _touches(each.committed, parts))
 
 
-def _is_as(
+def _is_as_left(
     parts: Parts,
-    delta: Delta,
-    known: Mapping[Parts, Entry],
-    again: Mapping[Parts, int],
+    left: Entry | None,
     look: Look,
+    again: Mapping[Parts, int] = MappingProxyType({}),
+    top: Parts | None = None,
 ) -> bool:
-    """Tell whether something is as a call left it, as far as size and time tell.
-
-    ``known`` is what later calls, which are undone before it, have replaced.
-    """
-    left, entry = delta.after[parts], known.get(parts)
-    if entry is not None:
-        may_be = entry.kind != "file" or left is None or not left.ctime_ns or left.is_like(entry)
-        if may_be and matches(left, entry):
-            return True
-        # Of a file with several names nobody can tell: another may have been used to change it.
-        if not may_be and entry.links == 1:
-            return False
+    """Tell whether a look has at a path what a call left there."""
     try:
         now = look.node(parts)
     except OSError:
         return False  # something else is in the way
-    if matches(left, now):
+    if left is None or now is None or not left.is_directory or not now.is_directory:
+        if not matches(left, now):
+            return False
+        # Of a file with several names nobody can tell: another may have been used to change it.
+        is_known = left is not None and left.ctime_ns != 0 and now is not None and now.links == 1
+        return not is_known or now.digest is None or left.is_like(now)
+    # Which directory it is says nothing where what it holds is looked at, too.
+    return top is not None or now.ino in (left.ino, again.get(parts))
+
+
+def _is_unchanged(parts: Parts, delta: Delta, layer: Layer, disk: Disk) -> bool:
+    """Tell whether the content and attributes of what is on the disk are as a call left them."""
+    left, now = delta.after.get(parts), layer.node(parts)
+    if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
         return True
-    return (
-        left is not None and left.is_directory and now is not None and again.get(parts) == now.ino
-    )
+    in_history = now is not None and now.digest is not None
+    return in_history or left.is_at(disk.tree, parts)
 
 
 def _is_within(parts: Parts, others: Set[Parts]) -> bool:
@@ -316,21 +296,6 @@ def _put_directories(delta: Delta) -> Iterator[Parts]:
         left = delta.after.get(record.path)
         if record.op == "was" and record.is_whole and left is not None and left.is_directory:
             yield record.path
-
-
-def _changed_inside(top: Parts, delta: Delta, now: Mapping[Parts, Entry]) -> set[Parts]:
-    """Return what is not as a call left it in a directory that it put there as a whole."""
-    depth = len(top)
-    left = {parts: each for parts, each in delta.after.items() if parts[:depth] == top and each}
-    return {
-        parts for parts in left.keys() | now.keys() if not _same(left.get(parts), now.get(parts))
-    }
-
-
-def _same(left: Entry | None, now: Entry | None) -> bool:
-    if left is not None and now is not None and left.is_directory and now.is_directory:
-        return True  # which directory it is says nothing: what it holds is looked at, too
-    return matches(left, now)
 
 
 def _touches(call: Committed, parts: Parts) -> bool:
@@ -395,13 +360,6 @@ class _Undo:
         self._left: set[Parts] = set()
         """What is left alone, with all that is below it."""
         self._times: dict[Parts, int] = {}
-        self._former: dict[Parts, int] = {}
-        """The names that were made here, with the inode that the file at each had in the history:
-        the one it has now may be that of a file that is no more."""
-        self._made: dict[int, list[Parts]] = {}
-        """The same by inode; some of these may be gone again."""
-        self._stayed: dict[int, list[Parts]] | None = None
-        """The names of all other files, by inode; looked up when first needed."""
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
         """Undo one committed call, but for what is not as it left it."""
@@ -465,23 +423,14 @@ class _Undo:
         self._times.update(record.times)
 
     def _follow(self, path: Parts, origin: Parts) -> None:
-        """Know things by the names they have now that one, or a directory, was moved back."""
+        """Know directories by the names they have now that one was moved back."""
         depth = len(path)
         for known in [known for known in self._times if known[:depth] == path]:
             self._times[(*origin, *known[depth:])] = self._times.pop(known)
-        for known in [known for known in self._former if known[:depth] == path]:
-            self._note((*origin, *known[depth:]), self._former.pop(known))
-        self._stayed = None
-
-    def _note(self, parts: Parts, ino: int) -> None:
-        """Note that a path is a name of what was a file in the history."""
-        self._former[parts] = ino
-        self._made.setdefault(ino, []).append(parts)
 
     def _forget(self, parts: Parts) -> None:
         """Forget what was made at a path, or below it, and goes now."""
         depth = len(parts)
-        self._former = {p: ino for p, ino in self._former.items() if p[:depth] != parts}
         self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
 
     def _holds_more(self, parts: Parts) -> bool:
@@ -514,13 +463,9 @@ class _Undo:
                 self._remove(parts)
         elif not record.names and before.kind != "file" and self._looks_like(parts, before):
             self._set_attributes(parts, before)
-        elif before.kind == "file" and status is not None and self._is_same(parts, status, before):
-            self.changes.write(parts, self.changes.store.objects.read(before.digest or ""))
-            self._set_attributes(parts, before)
-            now = self._file(parts)
-            if now is not None and now.st_ino != status.st_ino:
-                self._note(parts, before.ino)  # it was the last name: the file is another one now
-        elif not self._link(parts, before) and not self._make_again(record, before, delta):
+        elif record.source is not None and _is_linked(status) and before.digest is not None:
+            self._write_in_place(parts, before, before.digest)
+        elif not self._make_again(record, before, delta):
             self._left.add(parts)
             self.sentences.append(
                 f"{shown(join_path(parts))} could not be put back: its content was not kept"
@@ -534,63 +479,28 @@ class _Undo:
             before.target,
         )
 
-    def _is_same(self, parts: Parts, status: os.stat_result, before: Entry) -> bool:
-        """Tell whether a file with several names is the one it was, or stands for it now."""
-        if before.links < 2 or before.digest is None or not stat.S_ISREG(status.st_mode):
-            return False
-        return self._former.get(parts, status.st_ino) == before.ino
+    def _write_in_place(self, parts: Parts, before: Entry, digest: str) -> None:
+        """Give a file with several names its content back, for all of them."""
+        now = capture(self.changes.tree, parts, read=True)
+        if now is not None and now.digest != digest:
+            self.changes.write(parts, self.changes.store.objects.read(digest))
+        if now is None or not now.is_like(before) or now.mtime_ns != before.mtime_ns:
+            self._set_attributes(parts, before)
 
     def _make_again(self, record: Record, before: Entry, delta: Delta) -> bool:
         """Put back what a call has replaced; False if it was not kept."""
         parts, store = record.path, self.changes.store
         staged = store.tx / store.fresh()
         try:
-            files = self._make(record, before, store.tree, staged.name, delta)
+            self._make(record, before, store.tree, staged.name, delta)
         except FileNotFoundError:
             return False
-        others = {
-            link.place: other
-            for link in delta.links.get(record.kept or "", ())
-            if (other := self._other_name(files[link.place])) is not None
-        }
         self._forget(parts)
+        above = self.changes.tree.status(parts[:-1])
+        if above is not None:  # another name of a file may be in a directory that did not change
+            self._times.setdefault(parts[:-1], above.st_mtime_ns)
         self.changes.put_file(parts, staged)
-        for place, file in files.items():
-            there, other = (*parts, *place), others.get(place)
-            if not file.is_directory and (
-                other is None or not self._relink(there, other, file.ino)
-            ):
-                self._note(there, file.ino)
         return True
-
-    def _other_name(self, file: Entry) -> Parts | None:
-        """Return a name of a file that is as it was: one that is back, or one that stayed."""
-        names = itertools.chain(self._made.get(file.ino, ())[::-1], self._stayed_as(file.ino))
-        for name in names:
-            status = self._file(name)
-            if status is None or self._former.get(name, status.st_ino) != file.ino:
-                continue
-            if matches(file, Entry.of(status)):
-                return name
-        return None
-
-    def _stayed_as(self, ino: int) -> Iterator[Parts]:
-        yield from self._names_of(ino)  # only once asked for: it takes a walk
-
-    def _names_of(self, ino: int) -> list[Parts]:
-        if self._stayed is None:
-            self._stayed = {}
-            for place, status in self.changes.tree.walk(()):
-                if stat.S_ISREG(status.st_mode) and place not in self._former:
-                    self._stayed.setdefault(status.st_ino, []).append(place)
-        return self._stayed.setdefault(ino, [])
-
-    def _file(self, parts: Parts) -> os.stat_result | None:
-        try:
-            status = self.changes.tree.status(parts)
-        except OSError:
-            return None  # something else is in the way
-        return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def _remove(self, parts: Parts) -> None:
         self._forget(parts)
@@ -601,48 +511,16 @@ class _Undo:
             self.changes.set_attributes(parts[:-1], mode=0o700)
             self.changes.remove(parts)
 
-    def _link(self, parts: Parts, before: Entry) -> bool:
-        """Make a path one more name of the file it was a name of; False where there is none."""
-        if before.kind != "file" or before.links < 2:
-            return False
-        other = self._other_name(before)
-        if other is None or other == parts:
-            return False
-        self._forget(parts)
-        return self._add_name(parts, other, before.ino)
-
-    def _relink(self, parts: Parts, other: Parts, ino: int) -> bool:
-        """Make a file in a directory that is back one more name of the one that stayed."""
-        above = self.changes.tree.status(parts[:-1])
-        if above is None or not self._add_name(parts, other, ino):
-            return False
-        self._times.setdefault(parts[:-1], above.st_mtime_ns)
-        return True
-
-    def _add_name(self, parts: Parts, other: Parts, ino: int) -> bool:
-        try:
-            self.changes.add_name(other, parts)
-        except OSError:
-            return False  # not everybody may do so, nor on every filesystem
-        if other in self._former:
-            self._note(parts, ino)
-        else:
-            self._names_of(ino).append(parts)
-        return True
-
-    def _make(
-        self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta
-    ) -> dict[Parts, Entry]:
-        """Make again what a call has replaced, at a free name; returns the files it consists of."""
+    def _make(self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta) -> None:
+        """Make again what a call has replaced, at a free name."""
         if before.kind == "file":
             self.history.make_file(before, tree, name)
-            return {(): before}
-        if before.is_directory and record.kept is not None:
-            return self.history.copy_tree(delta, record.kept, tree, name)
-        if not create(tree.fd, name, before):
+        elif before.is_directory and record.kept is not None:
+            self.history.copy_tree(delta, record.kept, tree, name)
+        elif create(tree.fd, name, before):
+            apply_entry(tree, (name,), before)
+        else:
             raise FileNotFoundError(name)
-        apply_entry(tree, (name,), before)
-        return {}
 
     def _set_attributes(self, parts: Parts, before: Entry) -> None:
         if self.changes.tree.status(parts) is not None:
@@ -662,3 +540,7 @@ class _Undo:
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self.changes.set_attributes(parts, mtime_ns=mtime)
+
+
+def _is_linked(status: os.stat_result | None) -> bool:
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_nlink > 1
