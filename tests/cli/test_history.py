@@ -310,8 +310,9 @@ def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project
 
     done = wink("diff", f"{run.mark}/6")
 
-    assert "+mine" in done.out
-    assert "these files have changed since, outside wink: new.txt" in done.err
+    assert "mine" not in done.out
+    assert "new.txt: created, and changed since by somebody else" in done.out
+    assert "these files have changed since, outside wink (not shown): new.txt" in done.err
 
 
 def test_a_call_that_changed_nothing_has_no_diff(wink: Wink, project: Path):

@@ -122,18 +122,16 @@ class Model:
                 self.entries[path] = replace(entry, modified=seen[path].modified)
 
     def part_links(self, seen: dict[str, Seen]) -> None:
-        """Take names outside of the root as those of another file where they are found to be.
+        """Take names of one file as those of several where they are found to be.
 
-        Going back over what was committed makes a deleted file again. Of its other names only
-        those below the root can be found.
+        Going back over what was committed makes a file again that was replaced or deleted.
         """
+        numbers: dict[frozenset[str], int] = {}
         for path, entry in list(self.entries.items()):
-            names = self.names_of(entry)
-            inside = {name for name in names if name.startswith(f"{ROOT}/")}
-            if path in inside and path in seen and seen[path].names == inside < names:
-                number = next(_numbers)
-                for name in inside:
-                    self.entries[name] = replace(self.entries[name], number=number)
+            found = seen[path].names if path in seen else frozenset[str]()
+            if found < self.names_of(entry):
+                number = numbers.setdefault(found, next(_numbers))
+                self.entries[path] = replace(entry, number=number)
 
     def names_of(self, entry: Entry) -> set[str]:
         return {path for path, other in self.entries.items() if other.number == entry.number}

@@ -681,7 +681,7 @@ def test_a_command_that_is_killed_while_it_starts_is_killed_nonetheless(tmp_path
     if isinstance(way, str):
         pytest.skip(way)
     for attempt in range(30):
-        layers = overlay.Layers(store / str(attempt), workspace, way)
+        layers = overlay.Overlay(store / str(attempt), workspace, way)
         layers.prepare(b"")
         process = layers.start(["sleep", "1000"], directory=workspace)
         process.kill()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from weakincentives.errors import (
     WorkspaceLocked,
 )
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.filesystem.records import Record, read_journal
-from weakincentives.filesystem.store import Entry
+from weakincentives.filesystem.entry import Entry
+from weakincentives.filesystem.journal import Record, read_journal
+from weakincentives.filesystem.store import Source
 from weakincentives.filesystem.tree import Tree, exchange
 from weakincentives.state import Seals
 
@@ -394,7 +394,7 @@ def test_torn_record_is_no_record(tmp_path: Path):
     journal = tmp_path / "journal"
 
     def line(place: int) -> bytes:
-        return seals.sealed(Record(op="put", path=("a",)).encode(), place) + b"\n"
+        return seals.sealed(Record(op="was", path=("a",)).encode(), place) + b"\n"
 
     size = len(line(0))
 
@@ -414,12 +414,76 @@ def test_torn_record_is_no_record(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            '["put","a",null,"n1",null,null,[7,12,5],[8,7,6],null,[["",4]],false,null,null,null,"%s"]'
+            % ("a" * 64),
+            {
+                "before": Entry("file", size=12, mtime_ns=5, ino=7),
+                "after": Entry("file", size=7, mtime_ns=6, ino=8, digest="a" * 64),
+                "kept": "n1",
+                "times": (((), 4),),
+            },
+        ),
+        (
+            '["gone","a",null,"k1",null,null,[7,-1,-1],null,"b/c",[],false,null]',
+            {
+                "before": Entry("directory", size=-1, mtime_ns=-1, ino=7),
+                "kept": "k1",
+                "room": ("b", "c"),
+            },
+        ),
+        (
+            '["edit","a",null,"k1","c2",["file",420,5,0,0,[],10,7,3,null,null],[7,10,5],[7,-1,-1],'
+            "null,[],false,null,null,null,null]",
+            {
+                "before": Entry("file", 0o644, 10, 5, 7, links=3),
+                "after": Entry("file", size=-1, mtime_ns=-1, ino=7),
+                "kept": "k1",
+                "source": Source("c2"),
+            },
+        ),
+        (
+            '["made","a",null,null,null,null,null,null,null,[],false,null]',
+            {"after": Entry("directory")},
+        ),
+        (
+            '["found","a",null,null,null,["symlink",511,5,0,0,[],1,7,1,"x",null],null,null,null,[],'
+            'false,null,"b",["pack-1",3,9],null]',
+            {
+                "before": Entry("link", 0o777, 1, 5, 7, target="x"),
+                "twin": ("b",),
+                "source": Source("pack-1", 3, 9),
+            },
+        ),
+        (
+            '["moved over","a","b","k1",null,null,[7,1,5],[7,1,5],null,[],false,null]',
+            {
+                "op": "moved",
+                "origin": ("b",),
+                "before": Entry("file", size=1, mtime_ns=5, ino=7),
+                "after": Entry("file", size=1, mtime_ns=5, ino=7),
+                "kept": "k1",
+            },
+        ),
+        (
+            '["external","",null,null,null,null,[1,200,0],null,null,[],false,null]',
+            {"op": "external", "path": (), "data": {"index": [1, 200]}},
+        ),
+    ],
+)
+def test_a_record_of_an_earlier_version_says_the_same(line: str, expected: dict[str, Any]):
+    assert Record.decode(line.encode()) == Record(**{"op": "was", "path": ("a",), **expected})
+
+
+@pytest.mark.parametrize(
     "changed",
     [
         {"kept": "../../etc"},
         {"kept": "journal"},
         {"kept": ""},
-        {"copy": "/etc/passwd"},
+        {"source": Source("/etc/passwd")},
         {"path": ("..", "a")},
         {"path": ("a", "", "b")},
         {"path": ("a\0b",)},
@@ -427,16 +491,16 @@ def test_torn_record_is_no_record(tmp_path: Path):
         {"room": ("..",)},
         {"twin": ("", "etc")},
         {"times": ((("..",), 0),)},
-        {"before": replace(ENTRY, digest="ab")},
-        {"before": replace(ENTRY, digest="../" * 20 + "a" * 4)},
-        {"before": replace(ENTRY, digest="A" * 64)},
+        {"before": ENTRY._replace(digest="ab")},
+        {"before": ENTRY._replace(digest="../" * 20 + "a" * 4)},
+        {"before": ENTRY._replace(digest="A" * 64)},
     ],
 )
 def test_a_name_that_leads_elsewhere_is_no_name_even_under_a_seal(
     tmp_path: Path, changed: dict[str, Any]
 ):
     seals = Seals("journal of a test")
-    record = Record(**{"op": "put", "path": ("a",), **changed})
+    record = Record(**{"op": "was", "path": ("a",), **changed})
     (tmp_path / "journal").write_bytes(seals.sealed(record.encode(), 0) + b"\n")
 
     assert read_journal(tmp_path / "journal", seals) == ([], "torn")

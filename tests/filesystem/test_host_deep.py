@@ -135,9 +135,9 @@ def test_what_cannot_be_swept_is_told_and_the_rest_is_swept(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever goes wrong with one, the thread that removes them goes on."""
-    discard, swept = overlay.Layers.discard, list[overlay.Layers]()
+    discard, swept = overlay.Overlay.discard, list[overlay.Overlay]()
 
-    def fail_twice(layers: overlay.Layers) -> None:
+    def fail_twice(layers: overlay.Overlay) -> None:
         swept.append(layers)
         if len(swept) <= 2:
             raise RecursionError("too deep")
@@ -145,7 +145,7 @@ def test_what_cannot_be_swept_is_told_and_the_rest_is_swept(
 
     with HostFilesystem(root) as fs:
         needs_overlay(fs)
-        monkeypatch.setattr(overlay.Layers, "discard", fail_twice)
+        monkeypatch.setattr(overlay.Overlay, "discard", fail_twice)
         for _ in range(3):
             fs.run("true")
         commands = fs.store / "commands"

@@ -284,6 +284,44 @@ def test_what_a_person_put_into_a_new_directory_is_not_told_as_the_calls(
     assert [each.path for each in changes.files] == ["docs", "docs/a"]
 
 
+@pytest.mark.parametrize("later", ["by a person", None])
+def test_a_diff_never_shows_what_a_person_did_since(
+    fs: HostFilesystem, root: Path, later: str | None
+):
+    write(fs, "c1", notes="by the agent", other="1")
+    if later is None:
+        (root / "notes").unlink()
+    else:
+        (root / "notes").write_text(later)
+
+    (changes,) = WorkspaceHistory(root).changes()
+    told = "".join(each.text for each in changes.files)
+    for text in (told, fs.diff("c1")):
+        assert "person" not in text
+        assert "notes: changed, and changed since by somebody else\n" in text
+        assert "+1" in text
+
+    write(fs, "c2", notes="by the agent, again")
+    assert "person" not in fs.diff("c1")
+
+
+def test_a_diff_of_a_directory_that_was_replaced_shows_what_went_and_what_came(
+    fs: HostFilesystem, root: Path
+):
+    def work(view: HostFilesystem) -> None:
+        view.write("staged/new.py", "new\n")
+        view.copy("staged", "src", overwrite=True)
+
+    call(fs, "c1", work)
+    (root / "src/mine").write_text("a person's")
+
+    (changes,) = WorkspaceHistory(root).changes()
+    assert [each.path for each in changes.files] == [
+        "src/app.py", "src/new.py", "staged", "staged/new.py",
+    ]  # fmt: skip
+    assert "person" not in fs.diff("c1")
+
+
 def test_a_call_that_the_history_does_not_have_is_a_lookup_error(fs: HostFilesystem):
     with pytest.raises(LookupError, match="c9"):
         fs.undo("c9")
@@ -585,3 +623,19 @@ def test_a_call_that_failed_in_between_is_no_obstacle(
         fs.discard(view)
     fs.undo("c1")
     assert look(root)["src/app.py"].content == before["src/app.py"].content
+
+
+def test_calls_that_moved_a_file_over_another_are_undone_after_an_undo(
+    fs: HostFilesystem, root: Path
+):
+    (root / "a").write_text("a\n")
+    os.chmod(root / "notes", 0o600)
+    before, start = look(root), fs.snapshot()
+    write(fs, "c1", a="")
+    call(fs, "c2", lambda view: view.move("notes", "a", overwrite=True))
+
+    fs.restore(start)
+    assert look(root) == before
+    write(fs, "c3", a="")
+    fs.restore(start)
+    assert look(root) == before

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.scripted import stream_text
@@ -329,18 +329,12 @@ class _Watch:
         return seen
 
 
-class _Files(Filesystem, Protocol):
-    """A filesystem that reports changes, as those of this library do."""
-
-    def changed_since(self, token: object) -> tuple[str, ...]: ...
-
-
-def _files_of(session: Session) -> _Files | None:
+def _files_of(session: Session) -> Filesystem | None:
     try:
         files = None if session.prompt is None else session.prompt.resources.find(Filesystem)
     except ResourceError:
         return None  # the tools that need it will fail
-    return cast("_Files", files) if hasattr(files, "changed_since") else None
+    return files if hasattr(files, "changed_since") else None
 
 
 def _content(files: Filesystem, path: str) -> str:

@@ -126,7 +126,7 @@ def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = 
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
-        say(f"these files have changed since, outside wink: {', '.join(later)}")
+        say(f"these files have changed since, outside wink (not shown): {', '.join(later)}")
     return 0
 
 
@@ -235,8 +235,8 @@ def _from(calls: Calls, first: str) -> list[Call]:
 # Undoing
 
 _KILLED = (
-    "a call was killed, and its changes are still there; the next command that opens the "
-    "directory, such as `wink undo`, rolls it back first"
+    "a call was killed, and its changes are still there (not shown); the next command that opens "
+    "the directory, such as `wink undo`, rolls it back first"
 )
 
 

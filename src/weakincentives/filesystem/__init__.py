@@ -7,15 +7,15 @@ from weakincentives.lazy import load_lazily
 load_lazily(__name__)
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.adopting import adopt_store as adopt_store
+    from weakincentives.filesystem.base import Filesystem as Filesystem
     from weakincentives.filesystem.commands import CommandResult as CommandResult
     from weakincentives.filesystem.commands import engines as engines
     from weakincentives.filesystem.diffs import FileChange as FileChange
     from weakincentives.filesystem.disk import HostFilesystem as HostFilesystem
     from weakincentives.filesystem.history import Committed as Committed
-    from weakincentives.filesystem.looking import CallChanges as CallChanges
-    from weakincentives.filesystem.looking import WorkspaceHistory as WorkspaceHistory
+    from weakincentives.filesystem.history import adopt_store as adopt_store
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
     from weakincentives.filesystem.protocol import FileStat as FileStat
-    from weakincentives.filesystem.protocol import Filesystem as Filesystem
     from weakincentives.filesystem.protocol import GrepMatch as GrepMatch
+    from weakincentives.filesystem.undo import CallChanges as CallChanges
+    from weakincentives.filesystem.undo import WorkspaceHistory as WorkspaceHistory

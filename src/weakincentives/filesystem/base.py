@@ -1,8 +1,8 @@
 """Every operation on files, once: path, look up, check, and then the backend acts.
 
-A backend gives a ``_look``, which tells what is at a path, and six steps that change it. In memory
-both are about one persistent tree. On disk they are the directory and its journal or, for a private
-view, a layer over the directory and the steps to repeat when the view is merged.
+A backend gives a ``_look``, which reads by path, and six steps that change it. In memory both work
+on one persistent tree. On disk they are the directory and its journal or, for a private view, a
+layer over the directory and the steps to replay when the view is merged.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import logging
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from weakincentives.call import current_view
 from weakincentives.errors import (
@@ -23,7 +21,6 @@ from weakincentives.errors import (
     FilesystemError,
     MergeConflict,
     NotADirectory,
-    ReadOnlyView,
     ViewClosed,
     WinkError,
 )
@@ -36,7 +33,6 @@ from weakincentives.filesystem.patterns import (
 from weakincentives.filesystem.protocol import (
     BARRED,
     FileStat,
-    Filesystem,
     GrepMatch,
     NodeKind,
     Parts,
@@ -54,13 +50,8 @@ from weakincentives.filesystem.protocol import (
 )
 from weakincentives.participant import Participant
 
-P = ParamSpec("P")
-R = TypeVar("R")
 T = TypeVar("T")
-N = TypeVar("N", bound="Node")
-L = TypeVar("L", bound="Look[Any]")
-
-_logger = logging.getLogger("weakincentives.filesystem")
+F = TypeVar("F", bound=Callable[..., Any])
 
 RETRIES = 10
 """How often a path is looked up again when links on it come and go."""
@@ -70,7 +61,7 @@ class Node(Protocol):
     """What is at a path, links not followed."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> NodeKind: ...
 
     @property
     def readonly(self) -> int:
@@ -79,39 +70,53 @@ class Node(Protocol):
 
 
 class Look(Protocol[T]):
-    """Reading by canonical path. Errors are the system's: ELOOP or ENOTDIR for a barred way."""
+    """Reads by canonical path. Errors are the system's: ELOOP or ENOTDIR for a blocked path."""
 
-    def node(self, parts: Parts) -> T | None: ...
-    def read(self, parts: Parts) -> bytes: ...
-    def link_target(self, parts: Parts) -> str: ...
-    def nodes(self, parts: Parts) -> list[tuple[str, T]]: ...
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]: ...
+    def node(self, parts: Parts) -> T | None:
+        """Return what is at a path; None for nothing."""
+        ...
+
+    def read(self, parts: Parts) -> bytes:
+        """Return the bytes of a regular file."""
+        ...
+
+    def link_target(self, parts: Parts) -> str:
+        """Return the text of a symbolic link."""
+        ...
+
+    def nodes(self, parts: Parts) -> list[tuple[str, T]]:
+        """Return everything in a directory."""
+        ...
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        """Return the names in a directory with their kinds: cheaper than the nodes."""
+        ...
 
 
 @dataclass(slots=True)
 class Reads:
-    """What a private view depends on. It only grows: what has been read cannot be unread."""
+    """The read set of a private view. It only grows: a rollback does not undo a read."""
 
     touched: set[Parts] = field(default_factory=set[Parts])
-    """Read or written: what is there, with all that is below it, must not have changed."""
+    """Read or written: nothing at the path or below it may have changed."""
     glimpsed: set[Parts] = field(default_factory=set[Parts])
     """Seen to be a directory: it must still be one."""
     cleared: set[Parts] = field(default_factory=set[Parts])
-    """Made a directory: no file may have come there, or into the way."""
+    """Made a directory: no file may have appeared there, or on the way."""
 
     def include(self, other: Reads) -> None:
-        """Depend on all that another view depends on, too."""
+        """Add another view's read set."""
         self.touched |= other.touched
         self.glimpsed |= other.glimpsed
         self.cleared |= other.cleared
 
     def check(self, differs: Callable[[Parts], bool], base: Look[Any], current: Look[Any]) -> None:
-        """Raise MergeConflict if anything this depends on is not what it was at the fork.
+        """Raise MergeConflict if anything in the read set has changed since the fork.
 
         Args:
-            differs: Tells whether what is at a path, with all that is below it, has changed.
+            differs: Tells whether a path, or anything below it, has changed.
             base: What the view was forked from.
-            current: What it is to be merged into.
+            current: What it is merged into.
         """
         changed = {parts for parts in self.touched if differs(parts)}
         changed |= {
@@ -132,7 +137,7 @@ class Reads:
 
 
 def kind_at(look: Look[Any], parts: Parts) -> NodeKind | None:
-    """Return what is at a path, None for nothing, "other" where the way there is barred."""
+    """Return the kind of what is at a path, None for nothing, "other" for a blocked path."""
     try:
         node = look.node(parts)
     except OSError:
@@ -140,16 +145,11 @@ def kind_at(look: Look[Any], parts: Parts) -> NodeKind | None:
     return None if node is None else node.kind
 
 
-Self = TypeVar("Self", bound="BaseFilesystem[Any, Any]")
-
-
-def reading(
-    operation: Callable[Concatenate[Self, P], R],
-) -> Callable[Concatenate[Self, P], R]:
+def reading(operation: F) -> F:
     """Run the operation on the view that the current call works on."""
 
     @functools.wraps(operation)
-    def on_current_view(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def on_current_view(self: Filesystem, *args: Any, **kwargs: Any) -> Any:
         view = current_view(self)
         try:
             if view._reads is None:  # pyright: ignore[reportPrivateUsage]
@@ -162,27 +162,25 @@ def reading(
                 raise
             raise worded(error, "read", args) from error
 
-    return on_current_view
+    return cast(F, on_current_view)
 
 
-def writing(
-    operation: Callable[Concatenate[Self, P], R],
-) -> Callable[Concatenate[Self, P], R]:
-    """Run the operation on the current view, if it may be changed: as a whole, or not at all."""
+def writing(operation: F) -> F:
+    """Run the operation on the current view if it is writable: as a whole, or not at all."""
     name = operation.__name__
 
     @functools.wraps(operation)
-    def on_current_view(self: Self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def on_current_view(self: Filesystem, *args: Any, **kwargs: Any) -> Any:
         view = current_view(self)
-        do = functools.partial(operation, view, *args, **kwargs)
         try:
-            return view._change(do, name, args)  # pyright: ignore[reportPrivateUsage]
+            do = functools.partial(operation, view, *args, **kwargs)
+            return view._change(do, name)  # pyright: ignore[reportPrivateUsage]
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
             raise worded(error, "changed", args) from error
 
-    return on_current_view
+    return cast(F, on_current_view)
 
 
 def worded(error: OSError, what: str, args: tuple[object, ...] = ()) -> Exception:
@@ -196,23 +194,27 @@ def worded(error: OSError, what: str, args: tuple[object, ...] = ()) -> Exceptio
     return FilesystemError(f"{shown(path)} could not be {what}: {reason}")
 
 
-class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
-    """What all filesystems share. :class:`Filesystem` says what each operation does."""
+class Filesystem(Participant):
+    """Files below one root, read and changed by path.
+
+    Paths are relative to the root, or absolute below a virtual prefix: ``a.txt``, ``./a.txt``,
+    ``x/../a.txt`` and ``/workspace/a.txt`` are one file. Every path a method returns is relative.
+    Nothing ever resolves outside the root.
+
+    An operation takes effect as a whole or raises and changes nothing. What a model may have caused
+    raises a :class:`~weakincentives.errors.FilesystemError` worded for it.
+    """
 
     _prefix: Parts
-    _lock: threading.RLock
-    """Held while this is changed, and to seal it: once ``seal`` has returned, nothing slips
-    through. Reentrant: a log handler or finaliser that uses the filesystem must not hang."""
-    _read_lock: threading.RLock
+    _read_lock: Any
     """Held while a private view is read."""
-    _sealed: str | None
     _reads: Reads | None
-    """What a private view depends on; None for anything else."""
-    _look: L
-    """What there is."""
+    """The read set of a private view; None for anything else."""
+    _look: Any
+    """A ``Look`` at what there is."""
 
-    # A backend changes itself by these, each one step, and given canonical paths. Missing parent
-    # directories are made.
+    # A backend implements these: one step each, given canonical paths. Missing parent directories
+    # are made.
 
     def _write(self, where: Parts, data: bytes) -> None:
         raise NotImplementedError
@@ -229,35 +231,35 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
     def _copy(self, origin: Parts, target: Parts) -> None:
         raise NotImplementedError
 
-    def _mark(self, where: Parts, node: N, readonly: bool) -> None:
-        """Mark a file as read-only, or take the mark away."""
+    def _mark(self, where: Parts, node: Any, readonly: bool) -> None:
+        """Mark a file as read-only, or remove the mark."""
         raise NotImplementedError
 
-    # A backend may have more to check or to tell.
+    def _stat(self, path: str, node: Any) -> FileStat:
+        raise NotImplementedError
 
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
-        """Check that this may be changed, and change it: as a whole, or not at all."""
+    # A backend may override these.
+
+    def _change(self, do: Callable[[], T], operation: str) -> T:
+        """Check that this is writable, and change it: as a whole, or not at all."""
         with self._lock:
             if self._sealed is not None or self.read_only is not None:
-                self._check_writable(operation, args)
+                self.check_writable(operation)
             return do()
-
-    def _stat(self, path: str, node: N) -> FileStat:
-        raise NotImplementedError
 
     def _below_root(self, target: str) -> list[str] | None:
         """Return the names that an absolute link has below the root; None for one outside."""
         return None
 
-    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return those entries of a directory that are to be shown."""
+    def _shown(self, entries: Sequence[tuple[str, T]]) -> Sequence[tuple[str, T]]:
+        """Return those entries of a directory that are shown."""
         return entries
 
     def _holds_readonly(self, where: Parts) -> bool:
         """Tell whether a read-only file is below a directory whose node does not count them."""
         return False
 
-    def _check_put(self, where: Parts, node: N | None, *, directory: bool = False) -> None:
+    def _check_put(self, where: Parts, node: Any, *, directory: bool = False) -> None:
         """Raise if nothing may be put at a path, or changed there."""
 
     def _check_gone(self, where: Parts) -> None:
@@ -269,10 +271,12 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
     # Reading
 
     def normalize(self, path: str) -> str:
+        """Return the one relative spelling of a path; ``"."`` is the root."""
         return join_path(self._parts(path))
 
     @reading
     def read(self, path: str) -> str:
+        """Return a file's text, exactly as stored; one that is not UTF-8 raises ``BinaryFile``."""
         parts = split_path(path, self._prefix)
         try:
             return self._content(parts).decode()
@@ -281,10 +285,12 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @reading
     def read_bytes(self, path: str) -> bytes:
+        """Return a file's bytes."""
         return self._content(split_path(path, self._prefix))
 
     @reading
     def exists(self, path: str) -> bool:
+        """Tell whether there is a file or directory at the path."""
         parts = self._parts(path)
         try:
             where, node = self._find(parts, note=False)
@@ -298,6 +304,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @reading
     def is_readonly(self, path: str) -> bool:
+        """Tell whether the file is read-only; False for directories and missing files."""
         try:
             _, node = self._find(self._parts(path))
         except NotADirectory:
@@ -306,25 +313,30 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @reading
     def stat(self, path: str) -> FileStat:
+        """Return kind, size, time and read-only mark of a file or directory."""
         parts = self._parts(path)
         where, node = self._existing(parts, follow=False)
         return self._stat(join_path(parts), self._followed(where, node))
 
     @reading
     def list(self, path: str = ".") -> tuple[FileStat, ...]:
+        """Return a directory's entries, sorted by path."""
         parts = self._parts(path)
         where = self._directory(parts)
         prefix = _prefix(parts)
         return tuple(
-            self._stat(
-                prefix + name,
-                node if node.kind != "link" else self._followed((*where, name), node),
-            )
+            self._stat(prefix + name, self._followed((*where, name), node))
             for name, node in sorted(self._shown(self._look.nodes(where)), key=_name)
         )
 
     @reading
     def glob(self, pattern: str, path: str = ".") -> tuple[str, ...]:
+        """Return the files below ``path`` that match, sorted.
+
+        ``*``, ``?`` and ``[a-z]`` stay within one name; ``**`` is any number of directories,
+        also none. Names that start with a dot are like any other. Links to directories are not
+        followed.
+        """
         glob = GlobPattern(pattern, self._prefix)
         parts = self._parts(path)
         return tuple(sorted(path for path, _ in self._walk(parts, self._directory(parts), glob)))
@@ -333,12 +345,15 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
     def grep(
         self, pattern: str, path: str = ".", *, glob: str = "**/*", limit: int | None = None
     ) -> tuple[GrepMatch, ...]:
+        """Return the lines that match the regular expression, by path and line.
+
+        ``path`` is a directory, or one file. Binary files are left out.
+        """
         check_limit(limit)
         regex = compile_regex(pattern)
         compiled = GlobPattern(glob, self._prefix)
         parts = self._parts(path)
         where, node = self._existing(parts)
-        look = self._look
         files = [(join_path(parts), where)]
         if node.kind == "directory":
             files = sorted(self._walk(parts, where, compiled), key=_name)
@@ -347,9 +362,9 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
         matches: list[GrepMatch] = []
         for name, file in files:
             try:
-                data = look.read(file)
+                data = self._look.read(file)
             except OSError:
-                continue  # gone meanwhile, or not readable: nothing can be found in it
+                continue  # deleted meanwhile, or not readable
             for number, line in matching_lines(data, regex.search):
                 if len(matches) == limit:
                     return tuple(matches)
@@ -358,6 +373,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @reading
     def search(self, query: str, limit: int | None = None) -> tuple[str, ...]:
+        """Return the files whose name contains ``query`` in any case, sorted by path."""
         check_limit(limit)
         wanted = query.casefold()
         found = (
@@ -371,27 +387,29 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @writing
     def write(self, path: str, content: str) -> None:
+        """Make the file hold exactly this text, as UTF-8. Missing parent directories are made."""
         self._put(path, encode_text(content, path))
 
     @writing
     def write_bytes(self, path: str, content: bytes) -> None:
-        self._put(path, content)
-
-    def _put(self, path: str, content: bytes) -> None:
+        """Make the file hold exactly these bytes. Missing parent directories are made."""
         # A bytearray or memoryview could change later on.
-        data = content if type(content) is bytes else bytes(memoryview(content))
+        self._put(path, content if type(content) is bytes else bytes(memoryview(content)))
+
+    def _put(self, path: str, data: bytes) -> None:
         where, _ = self._changeable(split_path(path, self._prefix))
         self._write(where, data)
 
     @writing
     def append(self, path: str, content: str) -> None:
+        """Add text at the end of a file, which is made if missing."""
         added = encode_text(content, path)
         where, node = self._changeable(self._parts(path))
         self._write(where, added if node is None else self._look.read(where) + added)
 
     @writing
     def set_readonly(self, path: str, readonly: bool = True) -> None:
-        """Mark a file as read-only, or take the mark away."""
+        """Mark a file as read-only, or remove the mark."""
         self._set_readonly(path, readonly)
 
     def _set_readonly(self, path: str, readonly: bool) -> None:
@@ -404,6 +422,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @writing
     def mkdir(self, path: str) -> None:
+        """Make a directory and its missing parents; one that exists is fine."""
         parts = self._parts(path)
         where, node = self._find(parts, note=False)
         if node is not None and node.kind != "directory":
@@ -418,6 +437,11 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @writing
     def move(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        """Move a file, or a directory with everything in it, to another path.
+
+        ``overwrite`` lets a file replace a file, and a directory replace a directory as a whole. A
+        symbolic link is moved itself, not its target.
+        """
         origin, target, node = self._transfer(source, destination, overwrite, copied=False)
         self._check_unlocked(origin, node)
         if origin != target:
@@ -427,6 +451,10 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @writing
     def copy(self, source: str, destination: str, *, overwrite: bool = False) -> None:
+        """Copy a file or a whole directory: content, times and read-only marks.
+
+        ``overwrite`` is as in :meth:`move`.
+        """
         origin, target, _ = self._transfer(source, destination, overwrite, copied=True)
         if origin != target:
             self._check_moved(origin, target, copied=True)
@@ -434,6 +462,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     @writing
     def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Delete a file or directory; one that is not empty needs ``recursive=True``."""
         parts = self._parts(path)
         if not parts:
             raise FilesystemError("The root directory cannot be deleted. Delete what is in it")
@@ -447,37 +476,23 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
         self._check_gone(where)
         self._remove(where)
 
-    # Taking part in a transaction: each backend adds fork, merge, check_conflicts, discard,
-    # snapshot_here, restore_here and changed_here.
+    # Taking part in a transaction
 
     @reading
     def snapshot(self) -> object:
+        """Return a token for the present state."""
         return self.snapshot_here()
 
     @writing
     def restore(self, token: object) -> None:
+        """Go back to the state of a snapshot."""
         self.restore_here(token)
 
-    @property
-    def touched(self) -> frozenset[str]:
-        """The paths a private view has read or changed, directories standing for all below."""
-        with self._read_lock:
-            reads = self._reads or Reads()
-            return frozenset(map(join_path, reads.touched | reads.glimpsed | reads.cleared))
+    def changed_since(self, token: object) -> tuple[str, ...]:
+        """Return the paths that were changed since a snapshot, sorted."""
+        raise NotImplementedError
 
-    def _check_writable(self, operation: str, args: tuple[object, ...] = ()) -> None:
-        """Refuse a change through a view that has ended, and log it, or that is read-only."""
-        self._check_open(operation, args, self._sealed)
-
-    def _check_open(self, operation: str, args: tuple[object, ...], sealed: str | None) -> None:
-        if sealed is not None:
-            about = f" of {shown(args[0])}" if args and isinstance(args[0], str) else ""
-            _logger.error("Refused %s%s: %s", operation, about, sealed)
-            raise ViewClosed(sealed)
-        if self.read_only is not None:
-            raise ReadOnlyView(self.read_only)
-
-    # One step of an operation each. All act on exactly this object.
+    # One part of an operation each. All act on exactly this object.
 
     def _parts(self, path: str) -> Parts:
         return split_path(path, self._prefix)
@@ -488,8 +503,8 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     def _find(
         self, parts: Parts, *, follow: bool = True, note: bool = True
-    ) -> tuple[Parts, N | None]:
-        """Return the canonical path, and what is there; a private view depends on it."""
+    ) -> tuple[Parts, Node | None]:
+        """Return the canonical path, and what is there; ``note`` adds it to the read set."""
         try:
             node = self._look.node(parts)
         except OSError as error:
@@ -502,7 +517,9 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
             self._reads.touched.add(parts)
         return parts, node
 
-    def _find_behind_links(self, parts: Parts, follow: bool, note: bool) -> tuple[Parts, N | None]:
+    def _find_behind_links(
+        self, parts: Parts, follow: bool, note: bool
+    ) -> tuple[Parts, Node | None]:
         links = None if self._reads is None else self._reads.touched
         for _ in range(RETRIES):  # links may come and go meanwhile
             where = resolve(
@@ -522,7 +539,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
         raise escapes(parts)
 
     def _check_barred(self, parts: Parts) -> None:
-        """Raise if a file is in the way."""
+        """Raise if a file blocks the path."""
         for depth in range(1, len(parts)):
             try:
                 node = self._look.node(parts[:depth])
@@ -532,7 +549,7 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
                 self._note(parts[:depth])
                 raise file_not_directory(join_path(parts[:depth]))
 
-    def _existing(self, parts: Parts, *, follow: bool = True) -> tuple[Parts, N]:
+    def _existing(self, parts: Parts, *, follow: bool = True) -> tuple[Parts, Node]:
         where, node = self._find(parts, follow=follow)
         if node is None:
             raise nothing_there(join_path(parts))
@@ -557,8 +574,8 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
             self._reads.touched.add(parts)
         return data
 
-    def _followed(self, parts: Parts, node: N) -> N:
-        """Return what a link leads to, where that is below the root."""
+    def _followed(self, parts: Parts, node: Node) -> Node:
+        """Return what a link leads to, if that is below the root; else the node itself."""
         if node.kind != "link":
             return node
         try:
@@ -569,11 +586,10 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     def _walk(self, parts: Parts, where: Parts, glob: GlobPattern) -> Iterator[tuple[str, Parts]]:
         """Yield path and canonical path of each file below a directory that matches."""
-        look = self._look
         pending = [(where, _prefix(parts), glob.start(parts))]
         while pending:
             directory, prefix, positions = pending.pop()
-            for name, kind in self._shown(_entries(look, directory, glob.names(positions))):
+            for name, kind in self._shown(self._entries(directory, glob.names(positions))):
                 reached = glob.step(positions, name)
                 here = (*directory, name)
                 if kind == "directory":
@@ -584,6 +600,21 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
                     if file is not None:
                         yield prefix + name, file
 
+    def _entries(
+        self, directory: Parts, names: frozenset[str] | None
+    ) -> Sequence[tuple[str, NodeKind]]:
+        """Return everything in a directory, or only those of some names that exist."""
+        found: list[tuple[str, NodeKind]] = []
+        with contextlib.suppress(OSError):  # deleted meanwhile, or not readable
+            if names is None:
+                return self._look.kinds(directory)
+        for name in names or ():
+            with contextlib.suppress(OSError):
+                node = self._look.node((*directory, name))
+                if node is not None:
+                    found.append((name, node.kind))
+        return found
+
     def _file_behind(self, parts: Parts, kind: str) -> Parts | None:
         if kind != "link":
             return None
@@ -593,8 +624,8 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
             return None
         return where if node is not None and node.kind == "file" else None
 
-    def _changeable(self, parts: Parts) -> tuple[Parts, N | None]:
-        """Return the file to be changed, or None for one that is still to be made."""
+    def _changeable(self, parts: Parts) -> tuple[Parts, Node | None]:
+        """Return the file to change; its node is None if it is missing."""
         where, node = self._find(parts)
         if node is not None:
             if node.kind != "file":
@@ -606,10 +637,10 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
 
     def _transfer(
         self, source: str, destination: str, overwrite: bool, *, copied: bool
-    ) -> tuple[Parts, Parts, N]:
-        """Return from where to where something goes, and what it is, if it can be put there.
+    ) -> tuple[Parts, Parts, Node]:
+        """Return source, destination and what is moved or copied, if that is possible.
 
-        A link is moved itself; of one that is copied, what it leads to.
+        A link is moved itself; copying one copies its target.
         """
         origin, node = self._existing(self._parts(source), follow=copied)
         if not origin:
@@ -637,29 +668,13 @@ class BaseFilesystem(Participant, Filesystem, Generic[N, L]):
             self._check_gone(target)
         return origin, target, node
 
-    def _check_unlocked(self, where: Parts, node: N) -> None:
+    def _check_unlocked(self, where: Parts, node: Node) -> None:
         """Raise if it, or a file in it, is read-only."""
         if node.kind != "directory":
             if node.readonly:
                 raise read_only(join_path(where))
         elif node.readonly or self._holds_readonly(where):
             raise read_only(f"A file in {join_path(where)}")
-
-
-def _entries(
-    look: Look[Any], directory: Parts, names: frozenset[str] | None
-) -> list[tuple[str, NodeKind]]:
-    """Return what is in a directory, or those of some names that are there."""
-    found: list[tuple[str, NodeKind]] = []
-    with contextlib.suppress(OSError):  # gone meanwhile, or not readable
-        if names is None:
-            return look.kinds(directory)
-    for name in names or ():
-        with contextlib.suppress(OSError):
-            node = look.node((*directory, name))
-            if node is not None:
-                found.append((name, node.kind))
-    return found
 
 
 def _not_a_file(parts: Parts, node: Node) -> FilesystemError:

@@ -1,9 +1,8 @@
-"""Run a command on a workspace so that what it changed can be kept or undone as a whole."""
+"""Run a command on a workspace so that its changes can be committed or undone as a whole."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
@@ -17,31 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.overlay import (
-    Handle,
-    Layers,
-    Process,
-    Step,
-    Way,
-    find_way,
-    remove_tree,
-)
-from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.staging import Edit
+from weakincentives.filesystem.overlay import Overlay, Process, Way, find_way
+from weakincentives.filesystem.protocol import shown
 from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.tree import remove_tree
 from weakincentives.locks import undisturbed
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_OUTPUT_LIMIT = 1 << 20
 
-# Seconds between looks: whether the command was asked to stop, or has ended while a process that it
-# left behind still holds its output open.
-LOOK = 0.05
+# Seconds between checks whether the command is to stop, or has ended while a process that it left
+# behind still holds its output open.
+POLL = 0.05
 
 # How many chunks of output to read after a command has ended.
 DRAINS = 64
@@ -49,10 +40,10 @@ DRAINS = 64
 # How much output goes into the error message of a command that had to succeed.
 SAID = 2000
 
-# Stays with a command on the workspace itself, and leads its process group. Descriptor 3 is the
-# command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never written to: it ends when
-# the caller dies, and then the whole group is killed. What the shell itself has to say (`Killed`)
-# is not the command's output.
+# Leads the process group of a command on the workspace itself. Descriptor 3 is the command's
+# stderr and 5 its stdin. Descriptor 4 is a pipe that is never written to: it ends when the caller
+# dies, and then the whole group is killed. The shell's own messages (`Killed`) are not the
+# command's output.
 SCRIPT = """
 exec 3>&2 4<&0 5<"$1" 2>/dev/null
 shift
@@ -67,7 +58,7 @@ Engine = Literal["overlay", "scan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """A command's output, and whether its changes were kept."""
+    """A command's output, and whether its changes are part of the call."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -75,29 +66,29 @@ class CommandResult:
     stdout: str
     stderr: str
     stdout_truncated: bool = False
-    """The middle of the output was left out: it was longer than the limit."""
+    """The output was longer than the limit, and its middle was left out."""
     stderr_truncated: bool = False
     timed_out: bool = False
     stopped: str | None = None
-    """Why its watch had it killed."""
+    """Why its watch killed it."""
     kept: bool = True
-    """False when the command was killed: then the workspace is as if it had never run."""
+    """False for a command that was killed: the workspace is as if it had never run."""
     engine: Engine
     engine_reason: str | None = None
     """Why no overlay was used; None if one was."""
 
     @property
     def ok(self) -> bool:
-        """Whether the command ended by itself, with exit code 0."""
+        """Whether the command ended by itself with exit code 0."""
         return self.returncode == 0 and self.kept
 
 
 @dataclass(slots=True)
 class Output:
-    """One output stream of a command; only its beginning and its end if it is too long."""
+    """One output stream of a command; only its beginning and end if it is too long."""
 
     limit: int
-    """How many bytes are kept."""
+    """In bytes."""
     head: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
     dropped: int = 0
@@ -116,7 +107,7 @@ class Output:
 
     @property
     def text(self) -> str:
-        """The output, with a line in the place of what was dropped."""
+        """The output, with a line in place of the dropped bytes."""
         if not self.dropped:
             return (self.head + self.tail).decode(errors="replace")
         return (
@@ -131,11 +122,10 @@ Ending = Literal["ended", "timed out", "stopped"]
 def _collect(
     process: Process,
     outputs: tuple[Output, Output],
-    *,
     timeout: float | None,
     stopped: Callable[[], bool],
 ) -> Ending:
-    """Read a command's output until it ends, has to, or is asked to; then it is killed."""
+    """Read a command's output until it ends, times out or is stopped; then kill what is left."""
     popen = process.popen
     until = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
     with selectors.DefaultSelector() as selector, _exit_of(popen) as exited:
@@ -146,7 +136,7 @@ def _collect(
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
-            _take(selector, LOOK)
+            _take(selector, POLL)
             if popen.poll() is not None:
                 ending = "ended"
             elif stopped():
@@ -154,7 +144,7 @@ def _collect(
             elif until is not None and SYSTEM_CLOCK.monotonic() >= until:
                 ending = "timed out"
         process.kill()
-        # What is in the pipes, and no more: a process that got away may go on writing.
+        # Only what is in the pipes: a process that escaped may go on writing.
         for _ in range(DRAINS):
             if not _take(selector, 0):
                 break
@@ -176,7 +166,7 @@ def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
 
 
 def _take(selector: selectors.BaseSelector, wait: float) -> bool:
-    """Read what is there; False when nothing was."""
+    """Read what has arrived; False if nothing has."""
     taken = False
     for key, _ in selector.select(wait):
         output: Output | None = key.data
@@ -198,11 +188,11 @@ class Running:
     layer: Path | None
     """The directory that it writes to; None when that is the workspace itself."""
     ended: bool = False
-    """It has ended by itself: this is the last look, before its changes are kept."""
+    """It has ended by itself: this is the last look, before its changes are committed."""
 
 
 Watch = Callable[[Running], str | None]
-"""Called again and again while a command runs; what it returns is why to kill the command."""
+"""Called repeatedly while a command runs; returns why to kill the command, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,18 +205,12 @@ class Command:
     stdin: bytes = b""
     timeout: float | None = None
     output_limit: int = DEFAULT_OUTPUT_LIMIT
+    check: bool = False
     watch: Watch | None = None
 
     @classmethod
     def of(
-        cls,
-        argv: Sequence[str] | str,
-        *,
-        env: Mapping[str, str] | None = None,
-        stdin: bytes | str | None = None,
-        timeout: float | None = None,
-        limit: int = DEFAULT_OUTPUT_LIMIT,
-        watch: Watch | None = None,
+        cls, argv: Sequence[str] | str, *, stdin: bytes | str | None = None, **options: Any
     ) -> Command:
         """Return a command; raise if it cannot be run."""
         words = ("sh", "-c", argv) if isinstance(argv, str) else tuple(argv)
@@ -234,70 +218,20 @@ class Command:
             raise FilesystemError("A command needs the name of a program")
         if any("\0" in word for word in words):
             raise FilesystemError("A command cannot contain a NUL character")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
-        if limit < 0:
-            raise ValueError(f"output_limit must not be negative, got {limit}")
         data = stdin.encode() if isinstance(stdin, str) else stdin or b""
-        return cls(
-            argv=words, env=env, stdin=data, timeout=timeout, output_limit=limit, watch=watch
-        )
+        command = cls(argv=words, stdin=data, **options)
+        if command.timeout is not None and not command.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {command.timeout}")
+        if command.output_limit < 0:
+            raise ValueError(f"output_limit must not be negative, got {command.output_limit}")
+        return command
 
     @property
     def words(self) -> Sequence[str]:
         """What to start, so that variables which a shell does not pass on reach the command."""
         env = os.environ if self.env is None else self.env
-        odd = [f"{name}={value}" for name, value in env.items() if not _is_plain(name)]
+        odd = [f"{k}={v}" for k, v in env.items() if not (k.isascii() and k.isidentifier())]
         return ["env", *odd, *self.argv] if odd else self.argv
-
-
-def _is_plain(name: str) -> bool:
-    return name.isascii() and name.isidentifier()
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A command that has ended or was killed."""
-
-    command: Command
-    returncode: int
-    stdout: Output
-    stderr: Output
-    ending: Ending
-    stopped: str | None = None
-
-    def is_kept(self, check: bool) -> bool:
-        """Whether the command's changes are kept."""
-        killed = self.ending != "ended" or self.returncode == KILLED
-        return not killed and not (check and self.returncode != 0)
-
-    def result(self, engine: Engine, reason: str | None, *, check: bool) -> CommandResult:
-        """Return the result; raise CommandFailed when the command had to succeed and did not."""
-        result = CommandResult(
-            argv=self.command.argv,
-            returncode=self.returncode if self.ending == "ended" else KILLED,
-            stdout=self.stdout.text,
-            stderr=self.stderr.text,
-            stdout_truncated=self.stdout.dropped > 0,
-            stderr_truncated=self.stderr.dropped > 0,
-            timed_out=self.ending == "timed out",
-            stopped=self.stopped,
-            kept=self.is_kept(check),
-            engine=engine,
-            engine_reason=reason,
-        )
-        if check and not result.ok:
-            raise CommandFailed(_failure(result, self.command.timeout), result)
-        return result
-
-
-def _failure(result: CommandResult, timeout: float | None) -> str:
-    name = shown(shlex.join(result.argv))
-    how = f"took longer than {timeout} s" if result.timed_out else f"ended with {result.returncode}"
-    if result.stopped is not None:
-        how = f"was killed because {result.stopped}"
-    said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
-    return f"{name} {how}, and nothing that it changed was kept" + (f":\n{said}" if said else "")
 
 
 class Commands:
@@ -306,8 +240,7 @@ class Commands:
     def __init__(self, store: Store) -> None:
         self._folder = store.path / "commands"
         self._store = store.path
-        self._running = 0
-        self._in_place = 0
+        self._running: dict[Engine, int] = {"overlay": 0, "scan": 0}
         self._ended = threading.Condition()
         self._logged = False
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
@@ -323,73 +256,75 @@ class Commands:
             logger.warning("Commands on %s run without an overlay: %s", workspace, way)
         return way
 
-    def begin(self, way: Way, workspace: Path) -> Layers:
-        """Return the layers for one more command; the workspace must not change until its end."""
+    def begin(self, way: Way, workspace: Path) -> Overlay:
+        """Return the overlay for one more command; the workspace must not change until its end."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        with self._ended:
-            self._running += 1
-        return Layers(self._folder / os.urandom(8).hex(), workspace, way)
+        self._count("overlay", 1)
+        return Overlay(self._folder / os.urandom(8).hex(), workspace, way)
 
-    def end(self, layers: Layers) -> None:
-        """Let the workspace change again; the layers are removed in the background."""
+    def end(self, overlay: Overlay) -> None:
+        """Let the workspace change again; its layers are removed in the background."""
         with undisturbed():
-            with self._ended:
-                self._running -= 1
-                self._ended.notify_all()
+            self._count("overlay", -1)
             try:
-                self._sweeper.submit(_discard, layers.place, layers.discard)
-            except RuntimeError:  # an abandoned call ends its command when all else is closed
-                _discard(layers.place, layers.discard)
+                self._sweeper.submit(_discard, overlay.place, overlay.discard)
+            except RuntimeError:  # an abandoned call ends its command after everything is closed
+                _discard(overlay.place, overlay.discard)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Generator[None]:
+        """Run a command on the workspace itself in the block."""
+        self._count("scan", 1)
+        try:
+            yield
+        finally:
+            with undisturbed():
+                self._count("scan", -1)
+
+    def wait(self, engine: Engine = "overlay") -> None:
+        """Return when no command of an engine runs.
+
+        The directory below an overlay must not change; a command on the workspace itself would
+        go on after an undo.
+        """
+        if self._running[engine]:
+            with self._ended:
+                self._ended.wait_for(lambda: not self._running[engine])
 
     def close(self) -> None:
         """Return when nothing is left of the commands that have ended."""
         self._sweeper.shutdown()
 
-    def wait(self) -> None:
-        """Return when no command runs over an overlay: the directory below one must not change."""
+    def _count(self, engine: Engine, change: int) -> None:
         with self._ended:
-            self._ended.wait_for(lambda: not self._running)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Generator[None]:
-        """Run a command on the workspace itself in the block."""
-        with self._ended:
-            self._in_place += 1
-        try:
-            yield
-        finally:
-            with undisturbed(), self._ended:
-                self._in_place -= 1
-                self._ended.notify_all()
-
-    def wait_in_place(self) -> None:
-        """Return when no command runs on the workspace itself: it would go on after an undo."""
-        with self._ended:
-            self._ended.wait_for(lambda: not self._in_place)
+            self._running[engine] += change
+            self._ended.notify_all()
 
 
 def _discard(place: Path, remove: Callable[[], None]) -> None:
-    """Remove what is no longer needed. A failure is logged: nothing depends on it."""
+    """Remove a directory; nothing depends on it, so a failure is only logged."""
     try:
         remove()
     except Exception as error:
         logger.warning("%s could not be removed: %s", place, error)
 
 
-def run_over(layers: Layers, command: Command, stopped: Callable[[], bool]) -> Ran:
-    """Run a command over an overlay; what it changed is then in the upper layer."""
+def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) -> CommandResult:
+    """Run a command over an overlay; the upper layer then has what it changed."""
 
     def start() -> Process:
-        return layers.start(command.words, directory=command.directory, env=command.env)
+        return overlay.start(command.words, directory=command.directory, env=command.env)
 
-    ran = _run(command, start, layers.upper, stopped)
-    if ran.ending == "ended" and not layers.started:
-        raise _not_started(ran.stderr.text.strip())
-    return ran
+    result = _run(command, start, overlay.upper, stopped, None)
+    if result.returncode != KILLED and not overlay.started:
+        raise _not_started(result.stderr.strip())
+    return _checked(result, command)
 
 
-def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> Ran:
-    """Run a command on the workspace itself; the caller finds out what it changed."""
+def run_plainly(
+    command: Command, store: Store, stopped: Callable[[], bool], reason: str
+) -> CommandResult:
+    """Run a command on the workspace itself; the caller finds what it changed."""
     with tempfile.NamedTemporaryFile() as stdin, store.running() as lock:
         stdin.write(command.stdin)
         stdin.flush()
@@ -398,7 +333,7 @@ def run_plainly(command: Command, store: Store, stopped: Callable[[], bool]) -> 
         def start() -> Process:
             return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
 
-        return _run(command, start, None, stopped)
+        return _checked(_run(command, start, None, stopped, reason), command)
 
 
 def _not_started(reason: str | None) -> FilesystemError:
@@ -410,8 +345,9 @@ def _run(
     start: Callable[[], Process],
     layer: Path | None,
     stopped: Callable[[], bool],
-) -> Ran:
-    outputs = Output(command.output_limit), Output(command.output_limit)
+    engine_reason: str | None,
+) -> CommandResult:
+    stdout, stderr = Output(command.output_limit), Output(command.output_limit)
     reason: str | None = None
 
     def is_stopped() -> bool:
@@ -420,7 +356,7 @@ def _run(
         return reason is not None or stopped()
 
     with contextlib.ExitStack() as at_end:
-        # An interrupt waits until it is known what there is to be killed.
+        # An interrupt waits until the process to kill is known.
         with undisturbed():
             try:
                 process = start()
@@ -428,56 +364,40 @@ def _run(
                 raise _not_started(error.strerror) from error
             at_end.callback(process.end)
         running = Running(process.popen.pid, layer)
-        ending = _collect(process, outputs, timeout=command.timeout, stopped=is_stopped)
+        ending = _collect(process, (stdout, stderr), command.timeout, is_stopped)
     if ending == "ended" and command.watch is not None:
-        # Once more: what is watched may have happened between two looks.
+        # Once more: what is watched for may have happened between two looks.
         reason = command.watch(replace(running, ended=True))
         ending = ending if reason is None else "stopped"
     code = process.popen.returncode
-    return Ran(command, code if code >= 0 else 128 - code, *outputs, ending, reason)
+    code = KILLED if ending != "ended" else code if code >= 0 else 128 - code
+    return CommandResult(
+        argv=command.argv,
+        returncode=code,
+        stdout=stdout.text,
+        stderr=stderr.text,
+        stdout_truncated=stdout.dropped > 0,
+        stderr_truncated=stderr.dropped > 0,
+        timed_out=ending == "timed out",
+        stopped=reason,
+        kept=code != KILLED and not (command.check and code),
+        engine="overlay" if engine_reason is None else "scan",
+        engine_reason=engine_reason,
+    )
 
 
-def apply_steps(steps: Sequence[Step], edit: Edit, check: Callable[[Step], bool]) -> None:
-    """Make a command's changes in the workspace, or in a private view.
-
-    ``check`` is called before each step: False skips the step, and it raises if that is forbidden.
-    """
-    for step in steps:
-        if not check(step):
-            continue
-        if step.action == "remove":
-            edit.remove(step.parts)
-        elif step.action == "directory":
-            edit.make_directory(step.parts)
-        elif step.handle is not None:
-            _link(step.handle, step.parts, edit)
-        elif step.source is not None:
-            tree, place = step.source
-            if step.action == "move":
-                with tree.reached(place) as path:
-                    edit.put_file(step.parts, Path(path))
-            else:
-                edit.write(step.parts, tree.read(place)[0])
-        elif step.attributes is not None:
-            own = step.attributes
-            edit.set_attributes(
-                step.parts,
-                mode=own.mode,
-                mtime_ns=own.mtime_ns,
-                uid=own.uid,
-                gid=own.gid,
-                xattrs=own.xattrs,
-            )
-
-
-def _link(handle: Handle, parts: Parts, edit: Edit) -> None:
-    opened = handle.open()
-    if opened is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-    try:
-        edit.link(Path(f"/proc/self/fd/{opened}"), parts)
-    finally:
-        os.close(opened)
+def _checked(result: CommandResult, command: Command) -> CommandResult:
+    """Return the result; raise CommandFailed when the command had to succeed and did not."""
+    if not command.check or result.ok:
+        return result
+    how = f"ended with {result.returncode}"
+    if result.timed_out:
+        how = f"took longer than {command.timeout} s"
+    if result.stopped is not None:
+        how = f"was killed because {result.stopped}"
+    said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
+    message = f"{shown(shlex.join(result.argv))} {how}. Its changes are undone"
+    raise CommandFailed(f"{message}:\n{said}" if said else message, result)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -508,5 +428,5 @@ def engines(fs: _OnDisk) -> tuple[EngineUse, ...]:
     return (
         EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
         EngineUse(writes="command", engine=engine, reason=why),
-        EngineUse(writes="external", engine="scan", reason="what changed is found by looking"),
+        EngineUse(writes="external", engine="scan", reason="changes are found by comparing files"),
     )

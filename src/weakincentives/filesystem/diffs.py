@@ -14,18 +14,14 @@ from difflib import Match, SequenceMatcher
 from typing import Any
 
 from weakincentives.errors import ContentDamaged
-from weakincentives.filesystem.history import CHANGES
+from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
 from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
-from weakincentives.filesystem.records import Record
 
 _MAX_COMPARED = 1 << 20
 """Bytes of a file; of a bigger one only the size is told."""
 _CONTEXT = 3
 """Lines that stay, before and after those that changed."""
-
-# What stands for all that is below it, there before or there now.
-_WHOLE = ("put", "again", "gone", "moved", "moved over")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +81,9 @@ def changed_paths(records: Sequence[Record], before: Look, now: Look) -> list[Pa
     Of a directory that came, went or was moved, all that is in it; of a file with several names
     that was changed in place, all of them.
     """
-    origins = {record.origin for record in records if record.origin is not None}
-    found = {record.path for record in records if record.op in CHANGES} | origins
-    tops = {record.path for record in records if record.op in _WHOLE} | origins
-    edited = [before.node(record.path) for record in records if record.op == "edit"]
+    found = {parts for record in records if record.is_change for parts in record.paths}
+    tops = {parts for record in records if record.is_whole for parts in record.paths}
+    edited = [before.node(record.path) for record in records if record.in_place]
     files = {node.file for node in edited if node is not None and node.links > 1 and node.file}
     return all_changed(found, tops, files, before, now)
 
@@ -161,12 +156,12 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
 def _differ(old: _Side, new: _Side) -> bool:
     if old.is_damaged or new.is_damaged:
         return True
-    if old.kind != new.kind:
-        return True
+    if old.node is None or new.node is None or old.kind != new.kind:
+        return old.kind != new.kind
     if old.kind not in ("file", "link"):
         return False  # of a directory, what is in it is told
     if old.data is None or new.data is None:
-        return old.node != new.node
+        return old.node[:7] != new.node[:7]  # all that a status says, but for the change time
     return old.data != new.data or old.mode != new.mode
 
 
@@ -207,6 +202,8 @@ def _in_words(old: _Side, new: _Side) -> str:
         return "directory deleted"
     if old.node == _UNKNOWN and not old.is_damaged:
         return f"changed; what it was before is not kept, now {new.words}"
+    if new.node and new.node.kind == "other" and new.node.ino == 0 and not new.is_damaged:
+        return f"{'created' if old.node is None else 'changed'}, and changed since by somebody else"
     return f"{old.words} became {new.words}"
 
 

@@ -1,11 +1,10 @@
-"""A filesystem over a real directory: every call's changes can be kept, or undone exactly."""
+"""A filesystem over a real directory: every call is committed, or undone exactly."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,26 +20,23 @@ from weakincentives.errors import (
     ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
-    UndoRefused,
     ViewClosed,
     WinkError,
 )
-from weakincentives.filesystem.base import BaseFilesystem, Reads, reading, worded
+from weakincentives.filesystem.base import Filesystem, Reads, reading, worded
+from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
     Command,
     CommandResult,
     Watch,
-    apply_steps,
     run_over,
     run_plainly,
 )
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
-from weakincentives.filesystem.journal import Changes
-from weakincentives.filesystem.layers import Disk, Layer, Look, Node, names_of
-from weakincentives.filesystem.looking import diff_of
-from weakincentives.filesystem.overlay import Layers, Step
+from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
+from weakincentives.filesystem.overlay import Overlay, Step
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
     BARRED,
@@ -51,11 +47,11 @@ from weakincentives.filesystem.protocol import (
     shown,
     split_root,
 )
-from weakincentives.filesystem.revert import go_back, obstacles, take_back
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
+from weakincentives.filesystem.undo import diff_of, go_back, take_back
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -63,30 +59,30 @@ from weakincentives.locks import undisturbed
 R = TypeVar("R")
 T = TypeVar("T")
 
-# What a change fails with when the way to it is not as it was.
+# Errors of a replayed change whose path has changed.
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
 
 
-class HostFilesystem(BaseFilesystem[Node, Look]):
+class HostFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
-    Whatever a call changes is journalled beside the directory before it is made, so it can be
-    undone exactly: also after the process was killed, when the directory is opened again. One
-    process at a time can have a directory open.
+    Every change of a call is journalled beside the directory first, so it can be undone exactly:
+    also after the process was killed, when the directory is opened again. One process at a time
+    can have a directory open.
 
     Args:
         root: The directory.
-        prefix: The virtual prefix below which absolute paths are understood.
-        store: Where to keep what undoing takes; beside the directory by default.
+        prefix: The virtual prefix of absolute paths.
+        store: Where to keep journal and history; beside the directory by default.
         durability: ``"fast"`` survives a killed process, ``"safe"`` also a loss of power.
         wait: Seconds to wait for another process that has the directory open.
-        history_limit: Bytes to keep at most so that committed calls can be undone.
+        history_limit: Maximum size of the history, in bytes.
         unprotected: Globs of paths that may be changed although their names protect them, such as
             ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
 
     _edit: Edit
-    """Where changes are made, while a transaction is open."""
+    """Where changes are made while a transaction is open."""
 
     journalled = True
 
@@ -114,7 +110,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         self._prefix = split_root(prefix)
         self.read_only: str | None = None
         self.call: ToolCall | None = None
-        """The call that a view belongs to; it names what is committed in the history."""
+        """The call that a view belongs to, for the history."""
         self._sealed = None
         self._reads = None
         self._lock = threading.RLock()
@@ -131,19 +127,19 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         self.root = workspace.tree.path
         """The directory, as the system names it."""
         self.store = workspace.store.path
-        """Where what undoing takes is kept."""
+        """Where journal and history are kept."""
         self.reserved = workspace.reserved
         """What in the directory no call may change."""
         self.recovered: tuple[str, ...] = workspace.recovered
-        """What opening the directory found and could not put back, a sentence each."""
+        """A sentence for each thing that recovery could not restore."""
 
     @property
     def gate(self) -> Gate:
-        """Held by the call that works in place; others wait for it."""
+        """Held by the call that works in place; others wait."""
         return self._workspace.gate
 
     def close(self) -> None:
-        """Undo what is open, and let others have the directory. May be called again."""
+        """Undo the open transaction, and release the directory. May be called again."""
         workspace = self._workspace
         if not workspace.closing.alive:
             return
@@ -159,13 +155,13 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Looking
+    # Reading
 
     @property
     def shows_disk(self) -> bool:
-        """Whether what it shows is the directory as it is: a program that reads it sees the same.
+        """Whether this shows the directory as it is, as other programs see it.
 
-        A private view shows the directory as it was, and what the view has changed.
+        A private view shows the directory as it was, and the view's own changes.
         """
         return current_view(self)._reads is None
 
@@ -177,9 +173,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         return tuple(sorted(ascii(name.decode("latin-1"))[1:-1] for name in names))
 
     def behind_links(self, patterns: Sequence[str]) -> frozenset[Parts]:
-        """Return what paths that match some patterns lead to through links, below the root.
+        """Return the targets, below the root, of links at paths that match some patterns.
 
-        It is looked for once: a call that may not change such paths cannot make more of them.
+        The answer is cached: a call that may not change such paths cannot add to them.
         """
         workspace = self._workspace
         with workspace.lock:
@@ -204,7 +200,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         found: set[Parts] = set()
         for parts in named:
             links: set[Parts] = set()
-            with contextlib.suppress(FilesystemError, OSError):  # it leads outside, or nowhere
+            with contextlib.suppress(FilesystemError, OSError):  # outside the root, or dangling
                 where = tree.resolve(parts, seen=links)
                 if links:
                     found.add(where)
@@ -223,19 +219,11 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _below_root(self, target: str) -> list[str] | None:
         return self._workspace.tree.below_root(target)
 
-    def _shown(self, entries: list[tuple[str, T]]) -> list[tuple[str, T]]:
+    def _shown(self, entries: Sequence[tuple[str, T]]) -> Sequence[tuple[str, T]]:
         return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
 
     def _holds_readonly(self, where: Parts) -> bool:
-        pending = [where]
-        while pending:
-            directory = pending.pop()
-            for name, inner in self._look.nodes(directory):
-                if inner.readonly:
-                    return True
-                if inner.kind == "directory":
-                    pending.append((*directory, name))
-        return False
+        return any(node.readonly for _, node in walk(self._look, [where]))
 
     # What no call may change
 
@@ -254,18 +242,13 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             self.reserved.check_copied(origin)
         self.reserved.check_moved(origin, target, self._look)
 
-    def _check_writable(self, operation: str, args: tuple[object, ...] = ()) -> None:
-        sealed, workspace = self._why_sealed(), self._workspace
-        if sealed is not None or self.read_only is not None:
-            self._check_open(operation, args, sealed)
-        if workspace.store.pid != os.getpid():
+    def check_writable(self, operation: str) -> None:
+        if self._sealed is not None or self.read_only is not None:
+            super().check_writable(operation)
+        if self._workspace.store.pid != os.getpid():
             raise ViewClosed("this filesystem belongs to the process that opened it")
-        if not workspace.closing.alive:
+        if not self._workspace.closing.alive:
             raise ViewClosed("this filesystem was closed")
-
-    def _why_sealed(self) -> str | None:
-        """Return why this takes no more changes, or None."""
-        return self._sealed
 
     # Changing
 
@@ -292,45 +275,42 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         now = self._look.node(where)
         if now is not None and now.readonly != readonly:
             raise FilesystemError(
-                f"{shown(join_path(where))} cannot be marked: its filesystem does not keep"
-                " permissions"
+                f"{shown(join_path(where))} cannot be marked: its filesystem has no permissions"
             )
 
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
+    def _change(self, do: Callable[[], R], operation: str) -> R:
         workspace = self._workspace
         with workspace.turn(), workspace.lock, self._lock, undisturbed():
-            self._check_writable(operation, args)
-            return do() if operation == "restore" else self._in_transaction(do, None)
+            self.check_writable(operation)
+            return do() if operation == "restore" else self._atomically(do)
 
-    def _in_transaction(self, do: Callable[[], R], call: ToolCall | None) -> R:
-        with self._workspace.transaction(call) as self._edit:
+    def _atomically(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        """Make several changes as a whole, or not at all; outside of views, a transaction."""
+        with self._workspace.transaction(call, undoes) as self._edit:
             try:
                 return do()
             finally:
                 del self._edit
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
-        """Make a change of a view as a whole, or not at all; here it is a transaction itself.
-
-        Without ``anew``, what this view itself has put at a path is not kept when it is replaced:
-        only for a change that puts one thing at one path.
-        """
-        return do()
-
     def _replay(self, staging: Staging, call: ToolCall | None) -> None:
         """Make the changes of a private view here, all of them or none."""
-        self._in_transaction(lambda: staging.replay(self._edit, self._go_to), call)
+        self._atomically(lambda: staging.replay(self._edit, self._go_to), call)
 
-    def _go_to(self, place: object) -> None:
-        """Make everything as it was at a place, as a part of the open transaction."""
-        assert isinstance(place, Place)
+    def _go_to(self, place: Place) -> None:
+        """Undo what was committed since a snapshot, as a part of the open transaction."""
+        go_back(self._open_changes, self._workspace.history, place.serial)
+
+    @property
+    def _open_changes(self) -> Changes:
         assert isinstance(self._edit, Changes)
-        go_back(self._edit, self._workspace.history, place.serial)
+        return self._edit
 
-    # Taking part in a transaction. A view overrides what its parent asks of it.
+    # Taking part in a transaction. A view implements what its parent asks of it.
 
     def _check_merge(self, parent: HostFilesystem) -> None:
-        """Raise MergeConflict if something this view depends on has changed since the fork."""
+        """Raise MergeConflict if something in the read set has changed since the fork."""
 
     def _merge_into(self, parent: HostFilesystem) -> None:
         raise NotImplementedError
@@ -365,9 +345,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def fork(self) -> HostFilesystem:
         """Return a private view: it starts as this is now, and neither sees the other's changes.
 
-        What it writes is kept beside the directory until it is merged. A view of a call that works
-        in place ends with it: once that call has ended, or what it had done until the fork was
-        undone, the view raises ``ViewClosed``, also on reading.
+        Its changes are stored beside the directory until it is merged. A view of a call that works
+        in place ends with that call, or when what the call did before the fork is undone: then
+        reading, too, raises ``ViewClosed``.
         """
         workspace = self._workspace
         with workspace.lock, self._lock:
@@ -396,12 +376,12 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             except OSError as error:
                 if isinstance(error, WinkError):
                     raise
-                raise worded(error, "kept") from error
+                raise worded(error, "committed") from error
 
     def discard(self, view: HostFilesystem) -> tuple[str, ...]:
-        """Undo what a view changed. May be called again.
+        """Undo what a view changed; returns a sentence for each thing that could not be undone.
 
-        Returns a sentence for each thing that could not be put back; normally there is none.
+        May be called again.
         """
         self._check_own(view)
         view.seal("this view was discarded")
@@ -410,7 +390,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             if view._ended:
                 return ()
             left = view._undo_all()
-            # Last: one that was interrupted is to be called again.
+            # Last: an interrupted discard is repeated.
             view._ended = True
             return left
 
@@ -418,17 +398,11 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         if view._parent is not self:
             raise ValueError("only a view that was forked from this filesystem can be merged")
 
-    @property
-    def written(self) -> frozenset[str]:
-        """The paths a private view has changed, directories standing for all below."""
-        return frozenset()
-
     def changed_here(self) -> tuple[str, ...]:
         """Return every path that this view has changed since it was forked, sorted.
 
-        Of a directory that came, went or was moved, all that is in it; of a file with several
-        names, all of them. What costs is what was changed: only a file with several names that is
-        changed in place is looked for everywhere.
+        Of a directory that was added, deleted or moved, everything in it; of a file with several
+        names, all of them.
         """
         with self._workspace.lock, self._lock:
             return tuple(map(join_path, self._changed_here()[0]))
@@ -439,7 +413,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             return tuple(file_changes(*self._changed_here()))
 
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
-        """Return what was changed, and how to look at it as it was before and as it is now."""
+        """Return the changed paths, and a look at the state before and at the present state."""
         return [], self._look, self._look
 
     # Commands
@@ -456,38 +430,44 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
         check: bool = False,
         watch: Watch | None = None,
     ) -> CommandResult:
-        """Run a command in the directory; what it changes is kept or undone with the call.
+        """Run a command in the directory; its changes are committed or undone with the call.
 
-        The command sees the files as the call sees them. Over an overlay (Linux), nobody sees what
-        it changes before it has ended; elsewhere what it changed is found by looking. When it is
-        killed, by a timeout for one, the directory is as if it had never run. Processes that it
-        leaves behind are killed.
+        The command sees the files as the call sees them. Over an overlay (Linux), its changes
+        become visible when it has ended; elsewhere a scan finds them. If it is killed, for example
+        by a timeout, the directory is as if it had never run. Processes that it leaves behind are
+        killed.
 
         This is not a sandbox: a command can read and change whatever this process can, and what
-        it does outside of the directory is not undone.
+        it does outside the directory is not undone.
 
         Args:
             argv: The program and its arguments; one string is run by ``sh -c``.
             cwd: Where to start it.
-            env: All of its environment; this process's own by default.
-            stdin: What it can read; nothing by default.
+            env: Its whole environment; this process's own by default.
+            stdin: Its input; empty by default.
             timeout: Seconds after which it is killed.
-            output_limit: Bytes of each of its outputs to keep; the middle of more is left out.
-            check: Raise :class:`~weakincentives.errors.CommandFailed` when it does not end well;
-                then what it changed is not kept.
-            watch: Asked again and again while the command runs; what it returns is why the command
-                is killed then, as by a timeout.
+            output_limit: Maximum bytes of each output stream; the middle of more is left out.
+            check: Raise :class:`~weakincentives.errors.CommandFailed` and drop its changes unless
+                it ends with exit code 0.
+            watch: Called repeatedly while the command runs; it returns why to kill the command,
+                or None.
         """
         command = Command.of(
-            argv, env=env, stdin=stdin, timeout=timeout, limit=output_limit, watch=watch
+            argv,
+            env=env,
+            stdin=stdin,
+            timeout=timeout,
+            output_limit=output_limit,
+            check=check,
+            watch=watch,
         )
-        return current_view(self)._run(command, cwd, check)
+        return current_view(self)._run(command, cwd)
 
-    def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
+    def _run(self, command: Command, cwd: str) -> CommandResult:
         with self._workspace.turn():
             view = self.fork_in_place()
             try:
-                result = view._run(command, cwd, check)
+                result = view._run(command, cwd)
             except BaseException:
                 self.discard(view)
                 raise
@@ -497,11 +477,11 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def expect_external(self) -> None:
         """Expect other programs to change the directory until this view is merged or discarded.
 
-        What they change is then found, and kept or undone with the call.
+        Their changes are then found, and committed or undone with the call.
         """
         raise ValueError("only a call that works in place can start programs of its own")
 
-    # What was committed
+    # History
 
     def history(self) -> tuple[Committed, ...]:
         """Return the calls that changed files and can be undone, oldest first."""
@@ -517,9 +497,9 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             return diff_of(workspace.history, [self._serial_of(call_id)], workspace.disk)
 
     def changed_since(self, token: object) -> tuple[str, ...]:
-        """Return the paths that were changed by what was committed since a snapshot, sorted.
+        """Return the paths that calls have changed since a snapshot, sorted.
 
-        A directory that was moved stands for all that is in it.
+        A directory that was moved stands for everything in it.
         """
         serial, history = self._own_place(token).serial, self._workspace.history
         with self._workspace.lock:
@@ -527,44 +507,41 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
             return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
 
     def revert_to(self, call_id: str) -> tuple[str, ...]:
-        """Go back to how things were right after a call: what came later is undone.
+        """Undo every call after this one; that is itself a call in the history.
 
-        What someone else has changed since is left alone, and kept as it would be in the store.
-        That is itself a change that the history has, so it can be undone. Returns a sentence for
-        each thing that was left alone.
+        What someone else has changed since is left alone, and what would have replaced it is put
+        into the store. Returns a sentence for each such path.
         """
         self._check_has_history()
         with self._workspace.lock, self._lock:
-            self._check_writable("revert_to", (call_id,))
-            return self._whole(partial(self._go_back, self._serial_of(call_id)))
+            self.check_writable("revert_to")
+            return self._go_back(self._serial_of(call_id))
 
     def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
-        """Take back what some calls changed, and nothing else: all of it, or nothing.
+        """Undo some calls and nothing else, all of them or none; that is itself in the history.
 
-        That is itself a change that the history has, so it can be undone, too. Returns a sentence
-        for each thing that is not as it was before the calls: a directory that holds more by now.
+        Returns a sentence for each thing that is not as it was before the calls, such as a
+        directory that now holds other files, too.
 
         Raises:
-            UndoRefused: Something is not as these calls left it. ``force`` replaces it; what it
-                was is then kept in the history.
+            UndoRefused: Something has changed since these calls. ``force`` replaces it; what it
+                was is then in the history.
         """
         self._check_has_history()
         workspace = self._workspace
         with workspace.lock, self._lock:
-            self._check_writable("undo", call_ids)
+            self.check_writable("undo")
             serials = [self._serial_of(call_id) for call_id in call_ids]
             if not serials:
                 return ()
-            if not force and (found := obstacles(workspace.history, serials, Disk(workspace.tree))):
-                raise UndoRefused(found)
 
-            def act(changes: Changes) -> tuple[str, ...]:
-                return take_back(changes, workspace.history, serials, force=force)
+            def act() -> tuple[str, ...]:
+                return take_back(self._open_changes, workspace.history, serials, force=force)
 
-            return self._whole(partial(self._take_back, act, call_ids))
+            return self._atomically(act, call_under_way(), call_ids)
 
     def _check_has_history(self) -> None:
-        """Raise ValueError if committed calls cannot be undone here."""
+        """Raise ValueError in a private view."""
 
     def _serial_of(self, call_id: str) -> int:
         history = self._workspace.history
@@ -576,14 +553,11 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
         undoes = [delta.committed.call_id for delta in history.readable(history.after(serial))]
-        return self._take_back(lambda changes: go_back(changes, history, serial), undoes)
 
-    def _take_back(
-        self, act: Callable[[Changes], tuple[str, ...]], undoes: Sequence[str]
-    ) -> tuple[str, ...]:
-        """Undo what earlier calls changed, as a change that the history has."""
-        with self._workspace.transaction(call_under_way(), undoes) as changes:
-            return act(changes)
+        def act() -> tuple[str, ...]:
+            return go_back(self._open_changes, history, serial)
+
+        return self._atomically(act, call_under_way(), undoes)
 
 
 class _View(HostFilesystem):
@@ -597,95 +571,95 @@ class _View(HostFilesystem):
         self._ended = False
         self.call = call_under_way() or parent.call
 
-    def _change(self, do: Callable[[], R], operation: str, args: tuple[object, ...] = ()) -> R:
+    def _change(self, do: Callable[[], R], operation: str) -> R:
         with self._lock, undisturbed():
-            self._check_writable(operation, args)
-            return self._whole(do, anew=False)
+            self.check_writable(operation)
+            return self._step(do)
 
-    def _replay(self, staging: Staging, call: ToolCall | None) -> None:
-        self._whole(lambda: staging.replay(self._edit, self._go_to))
+    def _step(self, do: Callable[[], R]) -> R:
+        """Make a change that puts one thing at one path, as a whole or not at all.
+
+        What this view itself has put there before is not saved.
+        """
+        raise NotImplementedError
+
+    def _atomically(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        return self._step(do)
+
+    def _is_sealed(self) -> bool:
+        return self._sealed is not None
 
     # Commands
 
-    _can_scan = False
-    """Whether a command may change the directory itself."""
-
-    def _run(self, command: Command, cwd: str, check: bool) -> CommandResult:
+    def _run(self, command: Command, cwd: str) -> CommandResult:
         workspace = self._workspace
         with workspace.lock, self._lock:
-            if self._is_given_up() or self.read_only is None:
-                self._check_writable("run")
+            if self._is_sealed() or self.read_only is None:
+                self.check_writable("run")
             where = self._directory(self._parts(cwd))
             command = replace(command, directory=self.root.joinpath(*where))
             way = workspace.commands.way(self.root)
-            if isinstance(way, str) and (not self._can_scan or self.read_only is not None):
-                raise FilesystemError(
-                    "A command that runs beside others, or may change nothing, needs an overlay:"
-                    f" {way}. Run it in a call of its own"
-                )
-            layers = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
-        if isinstance(way, str) or layers is None:
-            return self._run_scanned(command, str(way), check)
+            overlay = None if isinstance(way, str) else workspace.commands.begin(way, self.root)
+        if overlay is None:
+            return self._run_scanned(command, str(way))
         try:
-            return self._run_over(command, layers, check)
+            return self._run_over(command, overlay)
         finally:
-            workspace.commands.end(layers)
+            workspace.commands.end(overlay)
 
-    def _run_scanned(self, command: Command, reason: str, check: bool) -> CommandResult:
-        raise NotImplementedError
+    def _run_scanned(self, command: Command, reason: str) -> CommandResult:
+        """Run a command on the directory itself, and find what it changed."""
+        raise FilesystemError(
+            f"A concurrent or read-only command needs an overlay: {reason}. Run it in a call of"
+            " its own"
+        )
 
-    def _run_over(self, command: Command, layers: Layers, check: bool) -> CommandResult:
-        """Run a command over an overlay, and make what it changed this view's changes."""
-        tree = self._workspace.tree
+    def _run_over(self, command: Command, overlay: Overlay) -> CommandResult:
+        """Run a command over an overlay, and make its changes this view's changes."""
         try:
-            layers.prepare(command.stdin)
-            self._cover(layers)
-            ran = run_over(layers, command, self._is_given_up)
-            steps = layers.steps(tree) if ran.is_kept(check) else []
+            overlay.prepare(command.stdin)
+            self._cover(overlay)
+            result = run_over(overlay, command, self._is_sealed)
+            steps = overlay.steps(self._workspace.tree) if result.kept else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
-            if steps or self._is_given_up():
-                # It may take its time, and undoes itself when it is interrupted.
+            if steps or self._is_sealed():
+                # Not undisturbed: it may take long, and undoes itself when it is interrupted.
                 with self._lock:
-                    self._check_writable("run")
-                    self._whole(partial(apply_steps, steps, self._edit, self._check_step))
+                    self.check_writable("run")
+                    self._atomically(partial(self._apply, steps))
         except ProtectedPath as error:
-            raise ProtectedPath(f"{error}. Nothing that the command changed was kept") from error
+            raise ProtectedPath(f"{error}. All changes of the command are undone") from error
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
             raise FilesystemError(
-                f"What the command changed could not be kept: {error.strerror}"
+                f"The command's changes could not be committed: {error.strerror}"
             ) from error
-        return ran.result("overlay", None, check=check)
+        return result
 
-    def _cover(self, layers: Layers) -> None:
+    def _cover(self, overlay: Overlay) -> None:
         """Let a command see what this view shows."""
 
+    def _apply(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if self._check_step(step):
+                step.do(self._edit)
+
     def _check_step(self, step: Step) -> bool:
-        """Raise if what a command did is a change that no call may make; False if it is none."""
+        """Raise if a step is a change that no call may make; False if it changes nothing."""
         reserved, look, parts = self.reserved, self._look, step.parts
         if step.action == "remove":
             reserved.check_tree(parts, look)
             return True
-        if step.action == "move" and step.source is not None and reserved.problem(parts, look):
-            tree, place = step.source
-            status = tree.status(place)
-            if (
-                status is not None
-                and stat.S_ISREG(status.st_mode)
-                and reserved.is_rewritten_as_it_was(
-                    parts, look, tree.read(place)[0], stat.S_IMODE(status.st_mode)
-                )
-            ):
-                return False
+        if step.source is not None and reserved.is_rewritten_as_it_was(parts, look, *step.source):
+            return False
         node = look.node(parts) if step.action in ("attributes", "rewrite") else None
         is_directory = step.action == "directory" or (node is not None and node.kind == "directory")
         self._check_put(parts, node, directory=is_directory)
         return True
-
-    def _is_given_up(self) -> bool:
-        return self._why_sealed() is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -699,20 +673,27 @@ class _Mark:
 class _ViewInPlace(_View):
     """A view that changes the directory itself, journalled; or a savepoint within one."""
 
-    _can_scan = True
-
     def __init__(self, parent: HostFilesystem, changes: Changes | None = None) -> None:
         super().__init__(parent)
         self._savepoint = None if changes is None else changes.mark()
         """Where this view begins; None for the whole transaction."""
         self._undoes: tuple[str, ...] = ()
         """The calls that this view has undone."""
-        # Last: what it begins is to be ended through this view.
+        self._nested: list[_ViewInPlace] = []
+        # Last: the transaction that begins here must end through this view.
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
+    def _atomically(
+        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+    ) -> R:
+        self._changes.keep_anew()
+        result = self._step(do)
+        self._undoes += tuple(undoes)
+        return result
+
+    def _step(self, do: Callable[[], R]) -> R:
         workspace, changes = self._workspace, self._changes
-        if anew or workspace.private:
+        if workspace.private:
             changes.keep_anew()
         if workspace.expects_programs:
             workspace.settle(changes)
@@ -727,12 +708,12 @@ class _ViewInPlace(_View):
             workspace.changed(changes, index)
         return result
 
-    def _why_sealed(self) -> str | None:
-        # A call that was given up may be in the middle of one that is nested in it.
-        view = self
-        while view._sealed is None and isinstance(view._parent, _ViewInPlace):
-            view = view._parent
-        return view._sealed
+    def seal(self, reason: str) -> None:
+        # An abandoned call may be in the middle of one that is nested in it.
+        with self._lock:
+            super().seal(reason)
+            for view in self._nested:
+                view.seal(reason)
 
     def snapshot_here(self) -> object:
         with self._lock:
@@ -751,10 +732,12 @@ class _ViewInPlace(_View):
             self._workspace.settle(self._changes)
             view = _ViewInPlace(self, self._changes)
             view._lock = self._lock  # sealing one waits for a change within the other
+            self._nested.append(view)
+            view._sealed = self._sealed
         return view
 
     def _merge_into(self, parent: HostFilesystem) -> None:
-        """Keep what was changed in place; the outermost view's changes are committed."""
+        """End a nested view, or commit the outermost one."""
         if isinstance(parent, _ViewInPlace):
             parent._undoes += self._undoes
         else:
@@ -763,12 +746,12 @@ class _ViewInPlace(_View):
         self.seal("this view was merged")
 
     def _await_programs(self) -> None:
-        self._workspace.commands.wait_in_place()  # an abandoned call may run one: it is killed
+        self._workspace.commands.wait("scan")  # an abandoned call may run one: it is killed
 
     def _undo_all(self) -> tuple[str, ...]:
         workspace, changes = self._workspace, self._changes
         if workspace.in_place is not changes:
-            return ()  # it has ended, with all that was nested in it
+            return ()  # it has ended, with everything nested in it
         if self._savepoint is None:
             return workspace.roll_back(changes)
         with workspace.undoing(changes):
@@ -778,46 +761,34 @@ class _ViewInPlace(_View):
         self._workspace.settle(self._changes)
         return self._workspace.changed_by(self._changes.since(self._savepoint))
 
-    def _take_back(
-        self, act: Callable[[Changes], tuple[str, ...]], undoes: Sequence[str]
-    ) -> tuple[str, ...]:
-        told = act(self._changes)
-        self._undoes += tuple(undoes)
-        return told
-
-    def _run_scanned(self, command: Command, reason: str, check: bool) -> CommandResult:
-        """Run a command on the directory itself, and find what it changed."""
-        workspace, changes = self._workspace, self._changes
+    def _run_scanned(self, command: Command, reason: str) -> CommandResult:
+        if self.read_only is not None:
+            return super()._run_scanned(command, reason)
+        workspace, changes, kept = self._workspace, self._changes, False
         with contextlib.ExitStack() as under_way:
             with workspace.lock, self._lock:
-                self._check_writable("run")
+                self.check_writable("run")
                 under_way.enter_context(workspace.commands.in_place())
                 workspace.expect_programs(changes)
             index = len(changes.records)
             try:
-                ran = run_plainly(command, workspace.store, self._is_given_up)
+                result = run_plainly(command, workspace.store, self._is_sealed, reason)
                 with self._lock:
                     workspace.settle(changes)
-                    if ran.is_kept(check):
-                        self._check_writable("run")
+                    if result.kept or self._is_sealed():
+                        self.check_writable("run")
                         workspace.check_found(changes.records[index:])
                         workspace.note_changes(changes, index)
-                        return ran.result("scan", reason, check=check)
-            except BaseException:
-                self._undo_scanned(index)
-                raise
-            self._undo_scanned(index)
-        if self._is_given_up():
-            self._check_writable("run")
-        return ran.result("scan", reason, check=check)
-
-    def _undo_scanned(self, index: int) -> None:
-        with self._lock, self._workspace.external.undoing(self._changes):
-            self._changes.undo_since(index)
+                        kept = True
+                return result
+            finally:
+                if not kept:
+                    with self._lock, workspace.external.undoing(changes):
+                        changes.undo_since(index)
 
     def expect_external(self) -> None:
         with self._workspace.lock, self._lock:
-            self._check_writable("expect_external")
+            self.check_writable("expect_external")
             self._workspace.expect_programs(self._changes)
 
 
@@ -828,11 +799,11 @@ class _Staged:
     staging: Staging
     state: State
     place: Place | None
-    """What it was forked from; None for a view within a view."""
+    """The snapshot it was forked from; None for a view of a private view."""
 
 
 class _PrivateView(_View):
-    """A view whose changes nobody sees until it is merged."""
+    """A view whose changes are invisible to others until it is merged."""
 
     def __init__(self, parent: HostFilesystem, base: Look, place: Place | None) -> None:
         workspace = parent._workspace
@@ -842,7 +813,7 @@ class _PrivateView(_View):
         self._place = place
         workspace.private.add(self)
 
-    def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
+    def _step(self, do: Callable[[], R]) -> R:
         state = self._staging.state
         try:
             return do()
@@ -859,7 +830,7 @@ class _PrivateView(_View):
             if token.staging is self._staging:
                 self._staging.state = token.state
                 return
-            # Of another view: what that one began with, and what it did.
+            # Of another view: its parent's state, and its changes.
             place, state = self._own_place(token.place), token.state
         else:
             place, state = self._own_place(token), None
@@ -868,8 +839,7 @@ class _PrivateView(_View):
         self._note(())
         self._go_to(place, state)
 
-    def _go_to(self, place: object, state: State | None = None) -> None:
-        assert isinstance(place, Place)
+    def _go_to(self, place: Place, state: State | None = None) -> None:
         self._staging.go_to(place, state or State(Layer(self._workspace.at(place))))
 
     def fork(self) -> HostFilesystem:
@@ -888,7 +858,7 @@ class _PrivateView(_View):
         staging = self._staging
         self._check_merge(parent)
         if staging.changed:
-            parent._check_writable("merge")
+            parent.check_writable("merge")
         if parent._reads is not None and self._reads is not None:
             parent._reads.include(self._reads)
         if not staging.changed:
@@ -907,10 +877,6 @@ class _PrivateView(_View):
         self._staging.drop()
         return ()
 
-    @property
-    def written(self) -> frozenset[str]:
-        return frozenset(map(join_path, self._staging.written))
-
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
         staging = self._staging
         files = set(staging.layer.files)
@@ -920,9 +886,9 @@ class _PrivateView(_View):
     def _check_has_history(self) -> None:
         raise ValueError("a private view has no history of its own")
 
-    def _cover(self, layers: Layers) -> None:
-        self._note(())  # nobody knows what the command reads
-        layers.cover(self._staging, self._staging.covered, self._workspace.tree)
+    def _cover(self, overlay: Overlay) -> None:
+        self._note(())  # the command may read anything
+        overlay.cover(self._staging, self._staging.covered, self._workspace.tree)
 
 
 def _is_text(name: str) -> bool:

@@ -6,44 +6,53 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
 import stat
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from weakincentives import locks
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import HistoryDamaged, StoreRefused
-from weakincentives.filesystem.pack import data_of, path_of
-from weakincentives.filesystem.protocol import Parts, join_path
-from weakincentives.filesystem.records import JOURNAL, Journal, Record, Source, read_journal
-from weakincentives.filesystem.store import (
+from weakincentives.filesystem.entry import (
     Entry,
-    Objects,
-    Store,
     apply_entry,
-    checked_name,
-    checked_parts,
+    capture,
     copy_content,
     copy_exactly,
     digest_of,
-    entry_at,
 )
-from weakincentives.filesystem.tree import Ident, Tree, ident_of, remove_tree, xattrs_of
+from weakincentives.filesystem.journal import JOURNAL, Journal, Record, read_journal
+from weakincentives.filesystem.protocol import Parts, join_path
+from weakincentives.filesystem.scratch import NOTE, TEMPORARY
+from weakincentives.filesystem.store import (
+    Note,
+    Objects,
+    Source,
+    Store,
+    checked_parts,
+    left_in,
+    location_of,
+    open_store,
+    take_store_lock,
+    write_note,
+    write_whole,
+)
+from weakincentives.filesystem.tree import Tree, remove_tree
 from weakincentives.state import Seals
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_LIMIT = 256 << 20
 MAX_ENTRIES = 10_000
-
-CHANGES = ("put", "gone", "edit", "moved", "moved over", "made", "attributes", "found")
-"""The records that are changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,102 +74,14 @@ class Committed:
     """The calls that it took back."""
 
 
-class Mark(NamedTuple):
-    """What tells whether somebody else has changed a file since, whatever they did to its times."""
-
-    mode: int
-    uid: int
-    gid: int
-    ctime_ns: int
-    """Nobody can set it: while it is the same, so is all else."""
-    digest: str | None
-    """Of the content, or of a link's text; None where that was too much to read."""
-    xattrs: tuple[tuple[str, bytes], ...]
-
-    @classmethod
-    def of(
-        cls, status: os.stat_result, digest: str | None, xattrs: tuple[tuple[str, bytes], ...]
-    ) -> Mark:
-        """Return the mark of something with this status."""
-        mode = stat.S_IMODE(status.st_mode)
-        return cls(mode, status.st_uid, status.st_gid, status.st_ctime_ns, digest, xattrs)
-
-    def encode(self) -> list[Any]:
-        """Return the mark as JSON takes it."""
-        return [*self[:5], [[name, value.hex()] for name, value in self.xattrs]]
-
-    @classmethod
-    def decode(cls, values: Sequence[Any]) -> Mark:
-        """Return the mark that :meth:`encode` wrote."""
-        mode, uid, gid, ctime_ns, digest, xattrs = values
-        decoded = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
-        return cls(mode, uid, gid, ctime_ns, digest, decoded)
-
-    def is_of(self, entry: Entry) -> bool:
-        """Tell whether something that a later call replaced was as it is marked."""
-        if entry.kind != "file":
-            return True
-        if (entry.mode, entry.uid, entry.gid) != self[:3] or entry.xattrs != self.xattrs:
-            return False
-        return entry.digest is None or self.digest is None or entry.digest == self.digest
-
-    def is_at(self, tree: Tree, parts: Parts) -> bool:
-        """Tell whether what is at a path is as it is marked."""
-        status = tree.status_if_reached(parts)
-        if status is None:
-            return False
-        if status.st_ctime_ns == self.ctime_ns:
-            return True
-        now = mark_of(tree, parts, status)
-        return (
-            now is not None
-            and self.digest is not None
-            and now[:3] == self[:3]
-            and ((now.digest, now.xattrs) == (self.digest, self.xattrs))
-        )
-
-
-def mark_of(tree: Tree, parts: Parts, status: os.stat_result, *, read: bool = True) -> Mark | None:
-    """Return the mark of what is at a path; None for what is neither a file nor a link."""
-    if stat.S_ISLNK(status.st_mode):
-        return Mark.of(status, _digest_of_text(tree.link_target(parts)), ())
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    try:
-        fd = tree.open_file(parts)
-    except PermissionError:
-        return Mark.of(status, None, ())
-    try:
-        return Mark.of(os.fstat(fd), digest_of(fd) if read else None, xattrs_of(fd))
-    finally:
-        os.close(fd)
-
-
-def _digest_of_text(text: str) -> str:
-    return hashlib.sha256(os.fsencode(text)).hexdigest()
-
-
-class Link(NamedTuple):
-    """A file in a directory that a call took away, and that stayed under another name."""
-
-    place: Parts
-    """Where it is in the directory."""
-    ino: int
-    """Of the file that stayed; in the directory is a copy of what it was."""
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A committed call with its changes, in order; each says what was there before."""
 
     committed: Committed
     records: tuple[Record, ...]
-    after: Mapping[Parts, Ident | None]
+    after: Mapping[Parts, Entry | None]
     """What was at each path when it was committed."""
-    marks: Mapping[Parts, Mark]
-    """More about the files and links among these: it shows what size and time do not."""
-    links: Mapping[str, tuple[Link, ...]]
-    """The files in each directory it took away that had names elsewhere, too."""
 
 
 class Past:
@@ -202,7 +123,7 @@ class Past:
         records, damage = read_journal(path, self._seals)
         if not records and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it was forgotten", str(path))
-        meta = records[-1].commit if records else None
+        meta = records[-1].data if records else None
         if damage != "whole" or meta is None or meta.get("serial") != serial:
             raise _damaged(path, serial)
         try:
@@ -235,28 +156,27 @@ class Past:
         return found
 
     def _delta(self, records: Sequence[Record], meta: Mapping[str, Any]) -> Delta:
-        before = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
+        entries = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
+        # Later records of what is kept already say only what else the call put there.
+        firsts = _firsts(records)
         changes = tuple(
-            replace(record, before=before.get(index, record.before))
+            replace(
+                record, path=path, others=(), before=_in_full(record.before, entries.get(index))
+            )
             for index, record in enumerate(records)
+            if record.is_change and firsts.get(record.kept, index) == index
+            for path in (record.path, *record.others)
         )
-        paths = {join_path(record.path) for record in changes if record.op in CHANGES}
-        paths |= {join_path(r.origin) for r in changes if r.origin is not None}
         committed = Committed(
             serial=meta["serial"],
             call_id=meta["call"],
             tool=meta["tool"],
             time=meta["time"],
-            paths=tuple(sorted(paths)),
+            paths=tuple(sorted({join_path(p) for record in changes for p in record.paths})),
             size=meta["size"],
             undoes=tuple(meta.get("undoes", ())),
         )
-        after = {
-            checked_parts(path): None if ident is None else Ident(*map(int, ident))
-            for path, ident in meta["after"]
-        }
-        marks = {checked_parts(path): Mark.decode(mark) for path, mark in meta.get("marks", ())}
-        return Delta(committed, changes, after, marks, _links_in(meta))
+        return Delta(committed, changes, _after(meta))
 
     def trees(self, serial: int) -> Path:
         """Return where the directories are that a call took away."""
@@ -307,21 +227,11 @@ class History(Past):
         self._total: int | None = None
         self._uses: _Uses | None = None
 
-    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> dict[Parts, Ident]:
-        """Make a copy of a directory that a call took away; returns what was in it.
-
-        Of a directory, size and time are -1.
-        """
+    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> None:
+        """Make a copy of a directory that a call took away."""
         trees = Tree(self.trees(delta.committed.serial))
-        stayed = {link.place: link.ino for link in delta.links.get(kept, ())}
         try:
             copy_exactly(trees, (kept,), tree, (name,))
-            return {
-                parts[1:]: Ident(status.st_ino, -1, -1)
-                if stat.S_ISDIR(status.st_mode)
-                else ident_of(status)._replace(ino=stayed.get(parts[1:], status.st_ino))
-                for parts, status in trees.walk((kept,))
-            }
         finally:
             trees.close()
 
@@ -331,17 +241,16 @@ class History(Past):
         self,
         records: Sequence[Record],
         call: ToolCall | None,
-        after: Mapping[Parts, Ident | None],
-        marks: Mapping[Parts, Mark],
+        after: Mapping[Parts, Entry | None],
         tree: Tree,
         undoes: Sequence[str] = (),
     ) -> int | None:
         """Commit: from here on the changes stay. Returns their place, or None if there are none.
 
-        ``tree`` is the workspace, in which rooms may have what was replaced; ``undoes`` are the
-        calls that these changes take back.
+        ``after`` is what is at the changed paths now. ``tree`` is the workspace, which may have
+        scratch directories with what was replaced. ``undoes`` are the calls that are taken back.
         """
-        if not any(record.op in CHANGES for record in records):
+        if not any(record.is_change for record in records):
             self.journal.cut(0)
             return None
         if self._limit <= 0 and self.needed() is None:
@@ -355,16 +264,14 @@ class History(Past):
             "call": f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
             "tool": "" if call is None else call.name,
             "time": self._clock.time(),
-            "entries": [(index, entry.encode()) for index, entry in entries],
-            "after": [["/".join(parts), ident] for parts, ident in after.items()],
-            "marks": [["/".join(parts), mark.encode()] for parts, mark in marks.items()],
+            "entries": [(index, entries[index].encode()) for index in sorted(entries)],
+            "left": [["/".join(parts), each and each.encode()] for parts, each in after.items()],
             "size": size,
-            "links": self._links(records, entries, tree),
             "undoes": list(undoes),
         }
-        commit = Record(op="commit", commit=meta)
+        commit = Record(op="commit", data=meta)
         self.journal.append(commit)
-        finish = functools.partial(self.finish, [*records, commit])
+        finish = functools.partial(self.finish, [*records, commit], entries)
         try:
             finish()
         except OSError as error:
@@ -382,35 +289,29 @@ class History(Past):
             self.unfinished()
             self.unfinished = None
 
-    def finish(self, records: Sequence[Record]) -> str:
+    def finish(self, records: Sequence[Record], entries: Mapping[int, Entry] | None = None) -> None:
         """Move what a committed transaction kept to its place. Does no harm when done twice."""
-        meta: dict[str, Any] = records[-1].commit or {}
+        meta: dict[str, Any] = records[-1].data or {}
         serial, size = int(meta["serial"]), int(meta["size"])
-        entries = {int(index): Entry.decode(encoded) for index, encoded in meta["entries"]}
-        edits = [index for index in sorted(entries) if records[index].op == "edit"]
+        if entries is None:
+            entries = {int(index): Entry.decode(encoded) for index, encoded in meta["entries"]}
+        edits = [index for index in sorted(entries) if records[index].in_place]
         # First what was changed in place: what was taken away may be the same file.
         for index in [*edits, *(entries.keys() - edits)]:
-            entry = entries[index]
-            if records[index].op == "found":
-                self._settle_found(records[index].source, entry)
-            elif entry.kind == "directory":
-                later = [entries[edit] for edit in edits if edit > index]
-                links = _links_in(meta).get(records[index].kept or "", ())
-                self._settle_directory(records[index], serial, links, later)
+            record, entry = records[index], entries[index]
+            if entry.is_directory:
+                # What files in it were before they were changed later, by another name.
+                edited = {entries[n].ino: entries[n] for n in reversed(edits) if n > index}
+                self._settle_directory(record.kept or "", serial, edited)
             else:
-                self._settle_file(records[index], entry)
-        self.journal.move(self._path / f"{serial:012d}-{size}")
+                self._settle_file(record.source or Source(record.kept or ""), entry)
+        self.journal.move(f"{self._path}/{serial:012d}-{size}")
         if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size
             self._total = None if self._total is None else self._total + size
             if self._uses is not None:
                 self._uses.expect(serial)
         self._last = max(self._last, serial)
-        return meta["call"]
-
-    def sources(self, records: Sequence[Record]) -> set[str]:
-        """Return the names, in the transaction's directory, of what a history is made from."""
-        return {_source(record) for record in records if record.op in ("put", "gone", "edit")}
 
     def leftovers(self) -> set[str]:
         """Return the names that a transaction which is over may have in its directory.
@@ -421,150 +322,93 @@ class History(Past):
             # Without a history, a journal is emptied to commit.
             return set(self.store.tree.names(())) if self._limit <= 0 else set()
         records = [delta.records for delta in self.readable([self.last] if self.last else [])]
-        return {name for each in records for r in each for name in (r.kept, r.copy) if name}
+        return {name for each in records for record in each for name in record.names}
 
-    def _entries(
-        self, records: Sequence[Record], tree: Tree
-    ) -> tuple[list[tuple[int, Entry]], int]:
+    def _entries(self, records: Sequence[Record], tree: Tree) -> tuple[dict[int, Entry], int]:
         """Return what the records replaced, in full, and how many bytes that takes anew."""
-        entries: list[tuple[int, Entry]] = []
+        entries: dict[int, Entry] = {}
         total = 0
-        for index, entry, source in replaced(records, self.store.tree, tree):
-            entry, size = self._complete(entry, source)
-            entries.append((index, entry))
-            total += size
-        for index, record in enumerate(records):
-            if record.op == "found" and record.before is not None and record.source is not None:
-                entry, size = self._complete_found(record.before, record.source)
-                entries.append((index, entry))
-                total += size
-        return entries[::-1], total
-
-    def _complete_found(self, entry: Entry, source: Source) -> tuple[Entry, int]:
-        if entry.size > self._limit and self.needed() is None:
-            return entry, 0
-        own = path_of(self.store.scan, source, entry.size)
-        if own is None:
-            data = data_of(self.store.scan, source, entry.size)
-            digest = hashlib.sha256(data).hexdigest()
-        else:
-            fd = os.open(own, os.O_RDONLY)
-            try:
-                digest = digest_of(fd)
-            finally:
-                os.close(fd)
-        return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
-
-    def _settle_found(self, source: Source | None, entry: Entry) -> None:
-        """Make the content that a file had before others changed it one of the history's."""
-        if source is None or entry.digest is None or entry.digest in self.store.objects:
-            return
-        own = path_of(self.store.scan, source)
-        if own is None:
-            data = data_of(self.store.scan, source, entry.size)
-            self.store.objects.add(data, safe=self.store.safe)
-        elif own.exists():  # else it is there already, from an earlier try
-            self.store.objects.take(own, entry.digest)
-
-    def _complete(self, entry: Entry, name: str) -> tuple[Entry, int]:
-        """Return an entry with its digest, and how many bytes it takes to keep it."""
-        if entry.kind == "directory":
-            return entry, sum(status.st_size for _, status in self.store.tree.walk((name,)))
-        if entry.kind != "file" or (entry.size > self._limit and self.needed() is None):
-            return entry, 0
-        digest = self._digest((name,))
-        return replace(entry, digest=digest), 0 if digest in self.store.objects else entry.size
-
-    def _links(
-        self, records: Sequence[Record], entries: Sequence[tuple[int, Entry]], tree: Tree
-    ) -> list[tuple[str, list[tuple[str, int]]]]:
-        """Return which files in directories that were taken away have names elsewhere, too."""
-        own = self.store.tree
-        taken = [records[index] for index, entry in entries if entry.kind == "directory"]
-        linked = [(record, _linked(*kept_at(record, own, tree))) for record in taken]
-        if not any(files for _, files in linked):
-            return []
-        # Names that are only for undoing do not count.
-        undoing = [r for r in records if r.kept and r.op in ("edit", "moved", "moved over")]
-        statuses = [
-            own_tree.status(parts)
-            for own_tree, parts in (kept_at(record, own, tree) for record in undoing)
+        found = [
+            (index, record.before, record.source)
+            for index, record in enumerate(records)
+            if record.source is not None and record.after is None and record.before is not None
         ]
-        ours = Counter(status.st_ino for status in statuses if status is not None)
-        found: list[tuple[str, list[tuple[str, int]]]] = []
-        for record, files in linked:
-            # What a room has is copied: every file is another one in the history.
-            links = [
-                ("/".join(place), ino)
-                for ino, (places, names) in files.items()
-                if record.room is not None or names > len(places) + ours[ino]
-                for place in places
-            ]
-            found += [(record.kept or "", links)] if links else []
-        return found
+        taken = replaced(records, self.store.tree, tree)
+        for index, entry, source in [*found, *((i, e, Source(name)) for i, e, name in taken)]:
+            if entry.is_directory:
+                total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
+            elif entry.kind == "file" and (entry.size <= self._limit or self.needed() is not None):
+                digest = self._digest(source, entry.size)
+                total += 0 if digest in self.store.objects else entry.size
+                entry = entry._replace(digest=digest)
+            entries[index] = entry
+        return entries, total
 
-    def _digest(self, source: Parts) -> str:
-        try:
-            fd = self.store.tree.open_file(source)
-        except PermissionError:
-            self.store.tree.chmod(source, 0o600)
-            fd = self.store.tree.open_file(source)
+    def _digest(self, source: Source, size: int) -> str:
+        own = source.path(self.store.path, size)
+        if own is None:
+            return hashlib.sha256(source.read(self.store.path, size)).hexdigest()
+        fd = _open_own(own)
         try:
             return digest_of(fd)
         finally:
             os.close(fd)
 
-    def _settle_file(self, record: Record, entry: Entry) -> None:
-        name = _source(record)
-        status = self.store.tree.status((name,))
-        if status is None or entry.digest is None:
+    def _settle_file(self, source: Source, entry: Entry) -> None:
+        """Make the content that a file had one of the history's."""
+        objects, own = self.store.objects, source.path(self.store.path)
+        if entry.digest is None:
             return
+        if own is None:
+            objects.add(source.read(self.store.path, entry.size), safe=self.store.safe)
+            return
+        try:
+            links = os.lstat(own).st_nlink
+        except FileNotFoundError:
+            return  # it is there already, from an earlier try
         # One that is there is replaced, because it may be damaged; but not by a file that was
         # changed since through another of its names: then a copy has its content.
-        if entry.digest not in self.store.objects or (
-            status.st_nlink == 1 and self._digest((name,)) == entry.digest
+        if entry.digest in objects and (
+            links > 1 or self._digest(source, entry.size) != entry.digest
         ):
-            self._make_object(name, status, entry.digest)
+            return
+        if links == 1:
+            os.chmod(own, 0o600)
+            objects.take(own, entry.digest)
+            return
+        # It has other names, and may be changed through them.
+        fd = _open_own(own)
+        try:
+            objects.add(fd, safe=self.store.safe)
+        finally:
+            os.close(fd)
 
-    def _settle_directory(
-        self, record: Record, serial: int, links: Sequence[Link], later: Sequence[Entry]
-    ) -> None:
-        name = record.kept or ""
+    def _settle_directory(self, name: str, serial: int, edited: Mapping[int, Entry]) -> None:
         if self.store.tree.status((name,)) is not None:
-            self._part_links(name, links, later)
+            self._part_links(name, edited)
             trees = self.trees(serial)
             trees.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
-    def _part_links(self, name: str, links: Sequence[Link], later: Sequence[Entry]) -> None:
-        """Give files that have names outside a directory an inode of their own in it.
-
-        They would change with what is in the workspace. ``later`` tells, in order, which were
-        changed after the directory had been taken away.
-        """
+    def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
+        """Give each file with other names an inode of its own: it would change with them."""
         tree = self.store.tree
-        taken = {entry.ino: entry for entry in reversed(later)}
-        files: dict[int, list[Parts]] = {}
-        for link in links:
-            files.setdefault(link.ino, []).append((name, *link.place))
-        for ino, places in files.items():
-            status = tree.status(places[0])
-            if ino not in taken and status is not None and status.st_nlink == len(places):
-                continue
+        linked = [
+            (parts, status.st_ino)
+            for parts, status in tree.walk((name,))
+            if stat.S_ISREG(status.st_mode) and (status.st_nlink > 1 or status.st_ino in edited)
+        ]
+        for parts, ino in linked:
             staged = self.store.fresh()
-            if ino in taken:
-                self.make_file(taken[ino], tree, staged)
+            if ino in edited:
+                self.make_file(edited[ino], tree, staged)
             else:
-                copy_exactly(tree, places[0], tree, (staged,))
-            for place in places:
-                with tree.parent(place) as above:
-                    before = os.fstat(above)
-                    # Renamed over it: at no moment is the history without the file.
-                    spare = self.store.fresh()
-                    os.link(staged, spare, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
-                    os.rename(spare, place[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
-                    os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
-            os.unlink(staged, dir_fd=tree.fd)
+                copy_exactly(tree, parts, tree, (staged,))
+            with tree.parent(parts) as above:
+                before = os.fstat(above)
+                # Renamed over it: at no moment is the history without the file.
+                os.rename(staged, parts[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
+                os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def make_file(self, entry: Entry, tree: Tree, name: str) -> None:
         """Make a file again, at a free name; raises FileNotFoundError if it was not kept."""
@@ -580,18 +424,6 @@ class History(Past):
         finally:
             os.close(reading)
         apply_entry(tree, (name,), entry)
-
-    def _make_object(self, name: str, status: os.stat_result, digest: str) -> None:
-        if status.st_nlink == 1:
-            os.chmod(name, 0o600, dir_fd=self.store.tx_fd)
-            self.store.objects.take(self.store.tx / name, digest)
-            return
-        # It has other names, and may be changed through them.
-        fd = self.store.tree.open_file((name,))
-        try:
-            self.store.objects.add_open(fd, safe=self.store.safe)
-        finally:
-            os.close(fd)
 
     # Forgetting
 
@@ -710,35 +542,174 @@ def replaced(
 ) -> Iterator[tuple[int, Entry, str]]:
     """Yield what each record replaced, newest first: number, what it was, what has its content."""
     edited: dict[int, tuple[Entry, str]] = {}
+    firsts = _firsts(records)
     for index in reversed(range(len(records))):
         record = records[index]
-        if record.op == "edit" and record.before is not None and record.copy is not None:
-            edited[record.before.ino] = record.before, record.copy
-            yield index, record.before, record.copy
-        elif record.op in ("put", "gone") and record.kept is not None:
-            entry = entry_at(*kept_at(record, own, workspace))
+        if record.in_place and record.before is not None:
+            edited[record.before.ino] = record.before, record.names[-1]
+            yield index, *edited[record.before.ino]
+        elif record.op == "was" and record.kept is not None and firsts[record.kept] == index:
+            entry = capture(*kept_at(record, own, workspace))
             if entry is not None:
                 # It may have been changed since, through another name of the file.
                 taken = edited.get(entry.ino) if entry.kind == "file" else None
-                yield index, *(taken or (entry, record.kept))
+                entry, name = taken or (entry, record.kept)
+                yield index, _in_full(record.before, entry) or entry, name
 
 
-def _linked(tree: Tree, top: Parts) -> dict[int, tuple[list[Parts], int]]:
-    """Return the files below a directory that have several names: those in it, how many in all."""
-    linked: dict[int, tuple[list[Parts], int]] = {}
-    for parts, status in tree.walk(top):
-        if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-            places, _ = linked.setdefault(status.st_ino, ([], status.st_nlink))
-            places.append(parts[len(top) :])
-    return linked
+def _in_full(before: Entry | None, entry: Entry | None) -> Entry | None:
+    """Return what was replaced, as what is kept of it says; that may be a copy."""
+    if before is None or entry is None:
+        return entry or before
+    return entry._replace(ino=before.ino)
 
 
-def _links_in(meta: Mapping[str, Any]) -> dict[str, tuple[Link, ...]]:
+def _firsts(records: Sequence[Record]) -> dict[str | None, int]:
+    """Return which record was the first to keep something, by its name."""
+    firsts: dict[str | None, int] = {}
+    for index, record in enumerate(records):
+        if record.kept is not None:
+            firsts.setdefault(record.kept, index)
+    return firsts
+
+
+def _open_own(path: str) -> int:
+    """Open a file of the transaction's, also one that may not be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except PermissionError:
+        os.chmod(path, 0o600)
+        return os.open(path, flags)
+
+
+def _after(meta: Mapping[str, Any]) -> dict[Parts, Entry | None]:
+    if "left" in meta:
+        return {
+            checked_parts(path): None if entry is None else Entry.decode(entry)
+            for path, entry in meta["left"]
+        }
+    # Version 2 knew inode, size and time; of a directory only the inode; of most files more.
+    marks = dict(meta.get("marks", ()))
     return {
-        checked_name(kept): tuple(Link(checked_parts(place), int(ino)) for place, ino in links)
-        for kept, links in meta.get("links", ())
+        checked_parts(path): None if ident is None else _as_marked(ident, marks.get(path))
+        for path, ident in meta["after"]
     }
 
 
-def _source(record: Record) -> str:
-    return (record.copy if record.op == "edit" else record.kept) or ""
+def _as_marked(ident: Sequence[int], mark: Sequence[Any] | None) -> Entry:
+    ino, size, mtime_ns = map(int, ident)
+    entry = Entry("directory" if size == -1 else "file", 0, size, mtime_ns, ino)
+    if mark is None:
+        return entry
+    mode, uid, gid, ctime_ns, digest, xattrs = mark
+    decoded = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
+    return entry._replace(
+        mode=mode, uid=uid, gid=gid, ctime_ns=ctime_ns, digest=digest, xattrs=decoded
+    )
+
+
+# Adopting
+
+
+def adopt_store(
+    root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
+) -> tuple[str, ...]:
+    """Seal the store of a workspace; returns a sentence for each record that stays damaged.
+
+    It is for a store that an earlier version wrote, or that was written with a key which is lost:
+    nobody can tell such a one from one that was planted. Names that lead out of the store or the
+    workspace are never taken over. What runs and calls have on record is adopted by
+    ``SavedSession.adopt`` and ``OutcomeLedger.adopt``.
+
+    Raises:
+        StoreRefused: It belongs to another user, or has links in it.
+        WorkspaceLocked: Somebody has the workspace open.
+    """
+    root = Path(os.path.realpath(root))
+    path = location_of(root) if store is None else Path(os.path.realpath(store))
+    fd = open_store(path)
+    try:
+        lock = take_store_lock(fd, root, 0.0)
+    finally:
+        os.close(fd)
+    try:
+        return tuple(_adopt(root, path))
+    finally:
+        locks.close(lock)
+
+
+def _adopt(root: Path, path: Path) -> Iterator[str]:
+    note = Note(id=os.urandom(8).hex(), path=str(root), ino=os.stat(root).st_ino)
+    known = re.search(rb'"id": "([0-9a-f]{16})"', _read(path / "root"))
+    before = None if known is None else known[1].decode()
+    journals = [path / "tx" / "journal", *_history(path)]
+    lines = {journal: _read(journal) for journal in journals}
+    earlier = None if before is None else Seals(f"{JOURNAL} {before}")
+    # Where one seal is good, the others must be: only without the key that made them are all bad.
+    strict = earlier is not None and any(_good(data, earlier) for data in lines.values())
+    seals = note.seals(JOURNAL)
+    for journal, data in lines.items():
+        sealed, texts = b"", list(_texts(data, earlier if strict else None))
+        for text in texts:
+            sealed += b"damaged\n" if text is None else seals.sealed(text, len(sealed)) + b"\n"
+        if None in texts or (data and not data.endswith(b"\n")):
+            copy = left_in(path, (journal.name,))
+            write_whole(copy, data)
+            yield f"{journal} is damaged; what it held is in {copy}"
+        if data:
+            write_whole(journal, sealed)
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        noted = json.loads(_unmarked((path / NOTE).read_bytes()))
+        if all(checked_parts(base)[-1].startswith(TEMPORARY) for base, _ in noted):
+            write_whole(path / NOTE, note.seals(NOTE).sealed(json.dumps(noted).encode()))
+    write_note(path, note)
+
+
+def _history(path: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError), os.scandir(path / "history") as found:
+        return [
+            path / "history" / each.name
+            for each in found
+            if NAMED.fullmatch(each.name) and each.is_file(follow_symlinks=False)
+        ]
+    return []
+
+
+def _texts(data: bytes, strict: Seals | None) -> Iterator[bytes | None]:
+    """Yield the text of each whole line, None for one that is damaged or has names that are none.
+
+    A line begins with the checksum of the first version, or with a seal.
+    """
+    offset = 0
+    for line in data.split(b"\n")[:-1]:
+        mark, _, text = line.partition(b" ")
+        good = len(mark) == 32
+        if len(mark) == 8:
+            good = mark == b"%08x" % zlib.crc32(text)
+        elif strict is not None:
+            good = strict.unsealed(line, offset) is not None
+        offset += len(line) + 1
+        try:
+            if good:
+                Record.decode(text)
+        except (TypeError, ValueError):
+            good = False
+        yield text if good else None
+
+
+def _good(data: bytes, seals: Seals) -> bool:
+    return seals.unsealed(data.partition(b"\n")[0]) is not None
+
+
+def _unmarked(line: bytes) -> bytes:
+    return line if line.startswith(b"[") else line[33:]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    with open(fd, "rb") as file:
+        return file.read()

@@ -25,10 +25,7 @@ _EVENT = struct.Struct("iIII")
 
 
 class Watcher:
-    """The paths that were touched since they were last forgotten.
-
-    It says too much rather than too little, and ``lost`` when it cannot say.
-    """
+    """The paths that were touched: rather too many than too few."""
 
     def __init__(self) -> None:
         if sys.platform != "linux":
@@ -39,23 +36,24 @@ class Watcher:
         if self._fd < 0:
             raise _error()
         self._directories: dict[int, Parts] = {}
-        self.lost = False
-        """Some events were not told: only a look at everything helps, then a new watcher."""
+        self.complete = False
+        """Whether every change since the last ``forget`` is known: each directory was watched,
+        and no event was lost."""
         self.touched: set[Parts] = set()
-        """Paths to look at: something came, went or changed there."""
+        """Paths where something came, went or changed."""
         self.trees: set[Parts] = set()
-        """Paths where a directory came or went: all that is below is to be looked at."""
+        """Paths where a directory came or went: anything below may have changed."""
 
     def watch(self, directory: int, parts: Parts) -> None:
-        """Hear of a directory, by its descriptor, from now on under this path."""
+        """Watch a directory, given its descriptor, under this path."""
         watch = self._add(self._fd, b"/proc/self/fd/%d" % directory, WATCHED)
         if watch < 0:
             raise _error()
         self._directories[watch] = parts
 
     def drain(self) -> None:
-        """Take in what the system has to tell."""
-        while not self.lost:
+        """Read the events."""
+        while True:
             try:
                 data = os.read(self._fd, 1 << 16)
             except BlockingIOError:
@@ -69,19 +67,19 @@ class Watcher:
                 self._note(watch, mask, name)
 
     def forget(self) -> None:
-        """Start anew: what was touched so far has been dealt with."""
+        """Begin anew, once every directory has been read and is watched."""
+        self.complete = True
         self.touched.clear()
         self.trees.clear()
 
     def close(self) -> None:
-        """Give the watches back."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def _note(self, watch: int, mask: int, name: bytes) -> None:
         if mask & (IN_Q_OVERFLOW | IN_UNMOUNT):
-            self.lost = True
+            self.complete = False
             return
         if mask & IN_IGNORED:
             self._directories.pop(watch, None)

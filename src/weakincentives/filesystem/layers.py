@@ -4,89 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
-from weakincentives.filesystem.history import Delta, Link, Past, kept_at
-from weakincentives.filesystem.pack import data_of, path_of
+from weakincentives.filesystem import base
+from weakincentives.filesystem.entry import Entry, File, Kind, kind_of
+from weakincentives.filesystem.history import Delta, Past, kept_at
+from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path
-from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.store import Content, Entry, Objects
+from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
 
-NodeKind = Literal["file", "directory", "link", "other"]
-
-File = tuple[int, int]
-"""Device and inode: what tells a file from all others, under whichever of its names."""
-
-
-class Node(NamedTuple):
-    """What is at a path, links not followed."""
-
-    kind: NodeKind
-    mode: int
-    size: int
-    mtime_ns: int
-    ino: int
-    device: int = 0
-    links: int = 1
-    """How many names a file has, wherever they are."""
-
-    @property
-    def file(self) -> File | None:
-        """Which file this is; None for anything else."""
-        return (self.device, self.ino) if self.kind == "file" else None
-
-    @property
-    def readonly(self) -> bool:
-        """Whether it is a file that may only be read."""
-        return self.kind == "file" and not self.mode & stat.S_IWUSR
+NodeKind = Kind
+Node = Entry
+"""What is at a path. To look takes no more than a status: there are no attributes in it."""
 
 
-def node_of(status: os.stat_result) -> Node:
-    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
-    mode = stat.S_IMODE(status.st_mode)
-    size, mtime_ns, ino = status.st_size, status.st_mtime_ns, status.st_ino
-    return Node(kind, mode, size, mtime_ns, ino, status.st_dev, status.st_nlink)
+node_of = Entry.of
 
 
-_KINDS: dict[int, NodeKind] = {
-    stat.S_IFREG: "file",
-    stat.S_IFDIR: "directory",
-    stat.S_IFLNK: "link",
-}
-
-
-class Look(Protocol):
-    """Reading by canonical path. Errors are the system's: ELOOP or ENOTDIR for a barred way."""
-
-    def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
-        ...
-
-    def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
-        ...
-
-    def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
-        ...
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
-        ...
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are: cheaper than the nodes."""
-        ...
+Look = base.Look[Entry]
 
 
 class Disk:
@@ -111,11 +55,15 @@ class Disk:
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
         """Return the names in a directory with what they are."""
-        return [(name, _KINDS.get(kind, "other")) for name, kind in self.tree.kinds(parts)]
+        return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
 
 
 Where = tuple[Look, Parts]
 """Somewhere to look, and at what path there."""
+
+
+Origin = Where | functools.partial[bytes] | Path | bytes | None
+"""A file's content, a link's text, or where what is in a directory comes from."""
 
 
 class Cover(NamedTuple):
@@ -123,8 +71,7 @@ class Cover(NamedTuple):
 
     node: Node | None
     """None for nothing."""
-    source: Where | Content | Path | bytes | None = None
-    """A file's content, a link's text, or where what is in a directory comes from."""
+    source: Origin = None
 
 
 class Changed(NamedTuple):
@@ -382,7 +329,28 @@ class Layer:
         return covers
 
 
-class Present:
+class Forward:
+    """Looks where another look leads."""
+
+    look: Look
+
+    def node(self, parts: Parts) -> Node | None:
+        return self.look.node(parts)
+
+    def read(self, parts: Parts) -> bytes:
+        return self.look.read(parts)
+
+    def link_target(self, parts: Parts) -> str:
+        return self.look.link_target(parts)
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        return self.look.nodes(parts)
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        return self.look.kinds(parts)
+
+
+class Present(Forward):
     """Where a view's way down ends: the directory, or what it was before later changes."""
 
     def __init__(self, disk: Look) -> None:
@@ -394,7 +362,7 @@ class Present:
         self._closed: str | None = None
 
     @property
-    def look(self) -> Look:
+    def look(self) -> Look:  # pyright: ignore[reportIncompatibleVariableOverride]
         """How things are, or were."""
         self._check_open()
         return self._look
@@ -428,21 +396,6 @@ class Present:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise ViewClosed(self._closed)
-
-    def node(self, parts: Parts) -> Node | None:
-        return self.look.node(parts)
-
-    def read(self, parts: Parts) -> bytes:
-        return self.look.read(parts)
-
-    def link_target(self, parts: Parts) -> str:
-        return self.look.link_target(parts)
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        return self.look.nodes(parts)
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        return self.look.kinds(parts)
 
 
 def _below(where: Where | None, name: str) -> Where | None:
@@ -479,8 +432,8 @@ def content_of(cover: Cover, parts: Parts) -> bytes:
     if cover.node is not None:
         _check_file(cover.node, parts)
     match cover.source:
-        case Content():
-            return cover.source.read()
+        case functools.partial():
+            return cover.source()
         case Path():
             return cover.source.read_bytes()
         case bytes():
@@ -507,11 +460,9 @@ class Taken(NamedTuple):
     tree: Tree | None
     """Has the directories, and what is not committed yet."""
     workspace: Tree | None = None
-    """Has rooms in it with what is not committed yet."""
-    links: Mapping[str, Sequence[Link]] = MappingProxyType({})
-    """The files in each directory that stayed under another name; they are copies in it."""
-    scan: Path | None = None
-    """Has the contents that other programs changed in what is not committed yet."""
+    """Has scratch directories with what is not committed yet."""
+    store: Path | None = None
+    """Has the contents of files that were changed in place, in what is not committed yet."""
 
     def at(self, record: Record) -> tuple[Tree, Parts] | None:
         """Return where what a record has replaced is, if it is not among the objects."""
@@ -526,7 +477,7 @@ def taken_by(past: Past, delta: Delta) -> Taken:
     """Return where that is what a committed call has replaced."""
     folder = past.trees(delta.committed.serial)
     tree = Tree(folder) if folder.exists() else None
-    return Taken(past.objects, tree, links=delta.links)
+    return Taken(past.objects, tree)
 
 
 def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
@@ -538,44 +489,28 @@ def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
 
 def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
     """Return a layer in which one change has not happened."""
-    match record.op:
-        case "moved" | "moved over" if record.origin is not None:
-            return layer.rename(record.path, record.origin)
-        case "made":
-            return layer.remove(record.path)
-        case "put" | "gone" | "edit" | "found":
-            if record.before is None:
-                return layer.remove(record.path)
-            return _again(layer, record, record.before, taken)
-        case "attributes" if record.before is not None:
-            return layer.set_mode(record.path, record.before.mode)
-        case _:
-            return layer
-
-
-def _again(layer: Layer, record: Record, before: Entry, taken: Taken) -> Layer:
+    if record.op == "moved" and record.origin is not None:
+        return layer.rename(record.path, record.origin)
+    if record.op != "was":
+        return layer
+    before = record.before
+    if before is None:
+        return layer.remove(record.path)
+    if record.kept is None and before.is_directory and _is_directory(layer, record.path):
+        return layer.set_mode(record.path, before.mode)
     above = layer.node(record.path[:-1])
     device = 0 if above is None else above.device
-    kind: NodeKind = "other"
-    source: Where | Content | Path | bytes | None = None
+    source: Origin = None
     match before.kind:
         case "file":
-            kind, source = "file", _content(layer, record, before, taken)
-        case "symlink":
-            kind, source = "link", os.fsencode(before.target or "")
-        case "directory":
-            kind = "directory"
-            if record.op == "found" and _is_directory(layer, record.path):
-                return layer
-            if (place := taken.at(record)) is not None:
-                stayed = _stayed(*place, device, taken.links.get(record.kept or "", ()))
-                source = (Kept(place[0], layer.below, stayed), place[1])
+            source = _content(layer, record, before, taken)
+        case "link":
+            source = os.fsencode(before.target or "")
+        case "directory" if (place := taken.at(record)) is not None:
+            source = (Kept(place[0], layer.below), place[1])
         case _:
             pass
-    # Of a copy, what the store has is another file.
-    ino = before.ino if record.old is None else record.old.ino
-    node = Node(kind, before.mode, before.size, before.mtime_ns, ino, device, before.nlink)
-    return layer.put(record.path, Cover(node, source))
+    return layer.put(record.path, Cover(before._replace(device=device), source))
 
 
 def _is_directory(layer: Layer, parts: Parts) -> bool:
@@ -588,27 +523,14 @@ def _is_directory(layer: Layer, parts: Parts) -> bool:
         raise
 
 
-def _content(
-    layer: Layer, record: Record, before: Entry, taken: Taken
-) -> Where | Content | Path | bytes | None:
+def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Origin:
     if before.digest is not None:
-        return Content(taken.objects, before.digest)
-    if record.source is not None and taken.scan is not None:
-        own = path_of(taken.scan, record.source, before.size)
-        return own or data_of(taken.scan, record.source, before.size)
-    if record.copy is not None and record.op == "edit" and taken.tree is not None:
-        return taken.tree.path / record.copy
+        return functools.partial(taken.objects.read, before.digest)
+    if record.source is not None and taken.store is not None:
+        own = record.source.path(taken.store, before.size)
+        return record.source.read(taken.store, before.size) if own is None else Path(own)
     place = taken.at(record)
     return None if place is None else (Kept(place[0], layer.below), place[1])
-
-
-def _stayed(tree: Tree, top: Parts, device: int, links: Sequence[Link]) -> dict[File, File]:
-    stayed: dict[File, File] = {}
-    for link in links:
-        status = tree.status((*top, *link.place))
-        if status is not None:
-            stayed[status.st_dev, status.st_ino] = (device, link.ino)
-    return stayed
 
 
 class Kept(Disk):
@@ -617,13 +539,9 @@ class Kept(Disk):
     Then what it was before that is known to the changes that came ``later``.
     """
 
-    def __init__(
-        self, tree: Tree, later: Look, stayed: Mapping[File, File] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, tree: Tree, later: Look) -> None:
         super().__init__(tree)
         self._later = later
-        self._stayed = stayed
-        """Which files copies are of."""
 
     def node(self, parts: Parts) -> Node | None:
         node = super().node(parts)
@@ -639,15 +557,12 @@ class Kept(Disk):
 
     def _as_taken(self, node: Node) -> Node:
         cover = self._changed(node)
-        if cover is not None and cover.node is not None:
-            return cover.node
-        stayed = None if node.file is None else self._stayed.get(node.file)
-        return node if stayed is None else node._replace(device=stayed[0], ino=stayed[1])
+        return node if cover is None or cover.node is None else cover.node
 
     def _changed(self, node: Node) -> Cover | None:
         """Return what a file was before it was changed for the first time since."""
         look, file = self._later, node.file
-        if file is None or file in self._stayed:
+        if file is None:
             return None
         while isinstance(look, (Layer, Present)):
             if isinstance(look, Present):

@@ -11,20 +11,18 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.filesystem.base import BaseFilesystem, Reads, reading
+from weakincentives.filesystem.base import Filesystem, Reads, reading
 from weakincentives.filesystem.protocol import (
     DEFAULT_ROOT,
     FileStat,
     NodeKind,
     Parts,
     encode_text,
-    join_path,
     split_root,
 )
 
@@ -54,16 +52,15 @@ _EMPTY: HashTrieMap[str, _Node] = HashTrieMap()
 
 
 class _State(NamedTuple):
-    """All that changes and all that a restore brings back, in one reference."""
+    """Everything that changes, and that a restore brings back, in one reference."""
 
     root: _Directory
     written: HashTrieSet[Parts] = HashTrieSet()
-    """In a view, the paths where its node, or that there is none, is what counts."""
+    """In a view, its write set."""
     made: HashTrieSet[Parts] = HashTrieSet()
-    """In a view, the paths asked to be directories; what others put there is welcome."""
+    """In a view, the directories it made; others may put files into them."""
 
     def node(self, parts: Parts) -> _Node | None:
-        """Return what is at a path; None for nothing."""
         node: _Node = self.root
         for name in parts:
             if isinstance(node, _File):
@@ -75,26 +72,22 @@ class _State(NamedTuple):
         return node
 
     def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a file."""
         node: Any = self.root
         try:
             for name in parts:
                 node = node.children[name]
             return node.data
-        except (AttributeError, KeyError):  # a file in the way, or a directory, or nothing there
+        except (AttributeError, KeyError):  # a directory, nothing, or a file on the way
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from None
 
     def link_target(self, parts: Parts) -> str:
-        """Refuse: there are no links in memory."""
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # there are no links in memory
 
     def nodes(self, parts: Parts) -> list[tuple[str, _Node]]:
-        """Return all that is in a directory."""
         node = self.node(parts)
         return list(node.children.items()) if isinstance(node, _Directory) else []
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are."""
         return [
             (name, "file" if isinstance(node, _File) else "directory")
             for name, node in self.nodes(parts)
@@ -106,10 +99,10 @@ class _Snapshot:
     state: _State
     family: object
     reads: Reads | None
-    """Tells the view it was taken of, and does not keep that view alive."""
+    """Identifies the view without keeping it alive."""
 
 
-class MemoryFilesystem(BaseFilesystem[_Node, _State]):
+class MemoryFilesystem(Filesystem):
     """A :class:`~weakincentives.filesystem.Filesystem` that lives in memory.
 
     >>> fs = MemoryFilesystem({"src/app.py": "print('hi')"})
@@ -186,13 +179,13 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
         self._assign(_put(self._look.root, target, node, self._clock.time()), target)
 
     def _mark(self, where: Parts, node: _Node, readonly: bool) -> None:
-        # A mark that is there already is no change: nobody's view is to conflict with it.
+        # A mark that is set already is no change: no view conflicts with it.
         if isinstance(node, _File) and node.readonly != readonly:
             marked = node._replace(readonly=readonly)
             self._assign(_put(self._look.root, where, marked, node.modified), where)
 
     def _assign(self, root: _Directory, *written: Parts) -> None:
-        """Make ``root`` the state; a view also notes where that is a change."""
+        """Make ``root`` the state, and add to a view's write set."""
         _, before, made = self._look
         self._look = _State(root, before if self._reads is None else before.update(written), made)
 
@@ -207,13 +200,13 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             if reads is self._reads:
                 self._look = state
             else:
-                # Taken of another view, or of what this is a view of: anything may differ.
+                # Taken of another view, or of the parent: anything may differ.
                 self._note(())
                 self._assign(state.root, ())
 
     @reading
     def changed_since(self, token: object) -> tuple[str, ...]:
-        """Return the paths that differ from a snapshot, sorted; only what differs is looked at."""
+        """Return the paths that differ from a snapshot, sorted. The cost follows what differs."""
         return tuple(sorted(_differing(self._own(token)[0].root, self._look.root)))
 
     def changed_here(self) -> tuple[str, ...]:
@@ -240,7 +233,7 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             reads = self._check_merge(view)
             changes = view._look
             if changes.written or changes.made:
-                self._check_writable("merge")
+                self.check_writable("merge")
             current, written, made = self._look
             unchanged = current is view._base
             root = changes.root if unchanged else _apply(changes, current, self._clock.time())
@@ -250,19 +243,11 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
             self._look = _State(root, written, made)
 
     def discard(self, view: MemoryFilesystem) -> tuple[str, ...]:
-        """Let go of a view that is not merged; returns what could not be undone, which is nothing.
-
-        A view of a view: what it was told still counts, since it may be why it was let go.
-        """
+        """Drop a view. What a view of a view has read still counts: that may be why it failed."""
         with self._lock, view._lock:
             if self._reads is not None and view._reads is not None:
                 self._reads.include(view._reads)
         return ()
-
-    @property
-    def written(self) -> frozenset[str]:
-        """The paths a view has changed, directories standing for all below them."""
-        return frozenset(map(join_path, (*self._look.written, *self._look.made)))
 
     def _own(self, token: object) -> tuple[_State, Reads | None]:
         if not isinstance(token, _Snapshot) or token.family is not self._family:
@@ -270,39 +255,36 @@ class MemoryFilesystem(BaseFilesystem[_Node, _State]):
         return token.state, token.reads
 
     def _check_merge(self, view: MemoryFilesystem) -> Reads:
-        """Return what the view depends on, if all of that is as it was."""
+        """Return the view's read set, if nothing in it has changed."""
         reads = view._reads
         if view._parent is not self or reads is None:
             raise ValueError("only a view that was forked from this filesystem can be merged")
         base, current = view._base, self._look
         if current.root is not base:
-            reads.check(partial(_differs, base, current.root), _State(base), current)
+            root = current.root
+            reads.check(
+                lambda parts: _at(base, parts) is not _at(root, parts), _State(base), current
+            )
         return reads
 
 
-# The tree. Nothing here recurses: a directory may be moved into another as deep as one likes.
+# The tree. Nothing here recurses: directories may be nested to any depth.
 
 
-def _find(root: _Directory, parts: Parts) -> tuple[_Node | None, int]:
-    """Return the node at a path and how many names lead to it.
-
-    Fewer names than the path has mean a file that bars the way.
-    """
-    node: _Node = root
-    for depth, name in enumerate(parts):
-        if isinstance(node, _File):
-            return node, depth
-        child = node.children.get(name)
-        if child is None:
-            return None, 0
-        node = child
-    return node, len(parts)
+def _at(root: _Directory, parts: Parts) -> _Node | None:
+    """Return what is at a path; None for nothing, also behind a file that blocks the path."""
+    node: _Node | None = root
+    for name in parts:
+        node = node.children.get(name) if isinstance(node, _Directory) else None
+        if node is None:
+            return None
+    return node
 
 
 def _put(root: _Directory, parts: Parts, node: _Node | None, now: float) -> _Directory:
     """Return the tree with ``node`` at the path, or with nothing there for None.
 
-    Missing directories on the way are made; that no file bars the way is checked before.
+    Missing directories on the way are made; the caller has checked that no file blocks it.
     """
     spine: list[tuple[_Directory, str, bool]] = []
     directory = root
@@ -324,7 +306,7 @@ def _put(root: _Directory, parts: Parts, node: _Node | None, now: float) -> _Dir
 
 
 def _differing(old: _Node | None, new: _Node | None) -> Iterator[str]:
-    """Yield the paths at which two trees differ, those in directories that came or went too."""
+    """Yield the paths at which two trees differ, also those in added and deleted directories."""
     pending: list[tuple[str, _Node | None, _Node | None]] = [("", old, new)]
     while pending:
         path, old, new = pending.pop()
@@ -353,29 +335,12 @@ def _apply(changes: _State, current: _Directory, now: float) -> _Directory:
     merged = current
     # A directory comes before what is below it.
     for parts in sorted(written):
-        node, depth = _find(changed, parts)
-        if node is not None and depth == len(parts):
+        node = _at(changed, parts)
+        if node is not None or _at(merged, parts) is not None:
             merged = _put(merged, parts, node, now)
-        elif _is_there(merged, parts):
-            merged = _put(merged, parts, None, now)
     # A write makes its directory, which stays when the file is deleted again.
     for parts in {*made, *(parts[:-1] for parts in written)}:
-        if _is_directory(changed, parts) and not _is_directory(merged, parts):
+        is_made = isinstance(_at(changed, parts), _Directory)
+        if is_made and not isinstance(_at(merged, parts), _Directory):
             merged = _put(merged, parts, _Directory(_EMPTY, now), now)
     return merged
-
-
-def _differs(base: _Directory, current: _Directory, parts: Parts) -> bool:
-    was, was_depth = _find(base, parts)
-    now, now_depth = _find(current, parts)
-    return was is not now or was_depth != now_depth
-
-
-def _is_there(root: _Directory, parts: Parts) -> bool:
-    node, depth = _find(root, parts)
-    return node is not None and depth == len(parts)
-
-
-def _is_directory(root: _Directory, parts: Parts) -> bool:
-    # Only a file can bar the way, so a directory that is found is the one asked for.
-    return isinstance(_find(root, parts)[0], _Directory)

@@ -1,7 +1,7 @@
 """Run a command over an overlay of a directory, and read what it changed from the upper layer.
 
 Linux only. The command sees the workspace at its own path; what it writes goes to a directory in
-the store, so its write set is known without looking at anything that it did not change.
+the store, so its write set is known without reading anything else.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
+from weakincentives.filesystem.entry import Entry, capture
 from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.protocol import Parts, join_path, shown
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (
     PATIENCE,
     Tree,
@@ -42,8 +44,8 @@ SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The first process of the command's own pid namespace: when it ends, the kernel ends all others.
 # Descriptor 3 is the command's stderr and 5 its stdin. Descriptor 4 is a pipe that is never
 # written to: it ends when the caller closes it or dies, and then everything in here is killed, more
-# than once, since the command may be starting just then.
-# What the shell itself has to say (`Killed`) is not the command's output.
+# than once, since the command may be starting just then. The shell's own messages (`Killed`) are
+# not the command's output.
 SCRIPT = """
 exec 3>&2 4<&0 5<stdin
 cd -- "$1" || exit 125
@@ -74,19 +76,19 @@ class Way:
     mount: str
     options: str
     xattrs: str
-    """What the names of the overlay's own extended attributes start with."""
+    """The prefix of the overlay's own extended attributes."""
     owner: tuple[int, int] | None
-    """The user and group a command keeps; None for root, which needs no user namespace."""
+    """The user and group of the command; None for root, which needs no user namespace."""
 
 
 class Process:
-    """A program and all that it starts. It is killed when it is told to end, or when we die.
+    """A program and everything that it starts. All of it is killed when we say so, or die.
 
     Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
     leads the program's process group then kills the others.
 
     Args:
-        before: Called in the thread that starts the program.
+        before: Called first, in the thread that starts the program.
         namespace: Whether it has a pid namespace of its own, so that nothing outlives its leader.
     """
 
@@ -119,7 +121,9 @@ class Process:
             )
 
         try:
-            self.popen = _in_a_thread(start)
+            # In a thread of its own, which may enter namespaces.
+            with ThreadPoolExecutor(1, thread_name_prefix="wink-command") as thread:
+                self.popen = thread.submit(start).result()
         except BaseException:
             os.close(writing)
             raise
@@ -141,7 +145,7 @@ class Process:
             if stream is not None:
                 stream.close()
         if not self._namespace:
-            # What it was just writing would come after the look for changes.
+            # What it was just writing would come after the scan.
             wait_for_group(self.popen)
         try:
             self.popen.wait(timeout=10)
@@ -151,41 +155,15 @@ class Process:
             self.popen.wait()
 
 
-def _in_a_thread(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Start a program from a thread of its own, which may enter namespaces.
-
-    An interrupt that comes meanwhile is raised once the program is known, and killed.
-    """
-    started: Future[subprocess.Popen[bytes]] = Future()
-
-    def run() -> None:
-        if started.set_running_or_notify_cancel():
-            try:
-                process = start()
-            except BaseException as error:
-                started.set_exception(error)
-            else:
-                started.set_result(process)
-
-    try:
-        threading.Thread(target=run, name="wink-command").start()
-        return started.result()
-    except BaseException:
-        if not started.cancel() and started.exception() is None:
-            with started.result() as process:
-                kill_group(process)
-        raise
-
-
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and what it started, as far as that has not left its process group."""
-    # The group's number stays taken while any of them is there.
+    """Kill a program and what it started, except what has left its process group."""
+    # The group's number is not used again while any of them exists.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for_group(process: subprocess.Popen[bytes]) -> None:
-    """Return when nothing runs any more of a group that was killed, where the system tells."""
+    """Return when no process of a killed group runs any more, where the system tells."""
     until = SYSTEM_CLOCK.monotonic() + PATIENCE
     pause = threading.Event()
     while _runs(process.pid) and SYSTEM_CLOCK.monotonic() < until:
@@ -215,8 +193,8 @@ _finding = threading.Lock()
 def find_way(workspace: Path, store: Path) -> Way | str:
     """Return how an overlay of the workspace is mounted, or why it cannot be.
 
-    It is found by trying, once for each workspace and filesystem of the store. A filesystem mounted
-    inside the workspace, which an overlay would hide, is looked for each time.
+    That is tried once for each workspace and filesystem of the store. An overlay would hide a
+    filesystem that is mounted inside the workspace, so that is checked each time.
     """
     if sys.platform != "linux":
         return f"overlays need Linux, this is {sys.platform}"
@@ -259,40 +237,40 @@ def _candidates() -> Iterator[tuple[str, str, tuple[int, int] | None]]:
 
 
 def _failure(way: Way, workspace: Path, store: Path) -> str | None:
-    """Return what the system says when a command that changes a file is tried this way."""
+    """Try a command that changes a file this way; returns the system's error, if any."""
     place = store / f"probe-{os.urandom(8).hex()}"
-    layers = Layers(place, workspace, way)
+    overlay = Overlay(place, workspace, way)
     try:
-        layers.prepare()
-        process = layers.start(["touch", "probe"], directory=workspace)
+        overlay.prepare()
+        process = overlay.start(["touch", "probe"], directory=workspace)
         try:
             _, said = process.popen.communicate(timeout=PATIENCE)
         finally:
             process.end()
         code = process.popen.returncode
-        if code or not (layers.upper / "probe").exists():
+        if code or not (overlay.upper / "probe").exists():
             return said.decode(errors="replace").strip() or f"exit code {code}"
         return None
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     finally:
-        layers.discard()
+        overlay.discard()
 
 
-class Layers:
-    """The directories of one command: what it sees below, and the upper one that it writes to."""
+class Overlay:
+    """The directories of one command: those it sees below, and the upper one it writes to."""
 
     def __init__(self, place: Path, workspace: Path, way: Way) -> None:
         self.place = place
         self.upper = place / "upper"
         self.staged = place / "staged"
-        """What lies between the workspace and the upper layer, when a view's changes do."""
+        """A private view's changes, between the workspace and the upper layer."""
         self.workspace = workspace
         self._way = way
         self._trees: list[Tree] = []
 
     def prepare(self, stdin: bytes = b"") -> None:
-        """Make the directories; the upper one with the attributes that the workspace has."""
+        """Make the directories; the upper one with the attributes of the workspace."""
         self.place.mkdir(mode=0o700)
         self.upper.mkdir(mode=0o700)
         (self.place / "work").mkdir(mode=0o700)
@@ -302,13 +280,13 @@ class Layers:
         _take_after(self.upper, os.stat(self.workspace), self.workspace)
 
     def cover(self, look: Look, paths: AbstractSet[Parts], tree: Tree) -> None:
-        """Lay what a view sees at some paths between the workspace and the upper layer."""
+        """Put what a view shows at some paths between the workspace and the upper layer."""
         if not paths:
             return
         self.staged.mkdir(mode=0o700)
         staged = Tree(self.staged)
         try:
-            _Cover(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
+            _Stage(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
         finally:
             staged.close()
 
@@ -326,7 +304,7 @@ class Layers:
             wrapped += ["--", way.shell, "-c", SCRIPT, "wink", *inner]
             before = partial(self._enter, options)
         else:
-            # Mounting takes the namespace's root; the command runs as the user it is.
+            # Only the namespace's root can mount; the command runs as the user.
             uid, gid = way.owner
             wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
             wrapped += ["--", way.shell, "-c", MOUNT + SCRIPT, "wink"]
@@ -336,25 +314,24 @@ class Layers:
         return Process(argv, cwd=self.place, env=env, before=before, namespace=True)
 
     def _enter(self, options: str) -> None:
-        """Bring this thread, and what it starts, into namespaces with the overlay mounted.
+        """Move this thread, and what it starts, into namespaces with the overlay mounted.
 
-        The rest of the process sees nothing of it. Programs that do the same take much longer.
+        The rest of the process is not affected. Programs that do the same take much longer.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
         _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-        # The working directory is this thread's alone by now. It keeps odd names out of options.
+        # The working directory is this thread's alone now. It keeps odd names out of the options.
         os.chdir(self.place)
         target = os.fsencode(self.workspace)
         _check(libc.mount(b"overlay", target, b"overlay", 0, os.fsencode(options)))
 
     @property
     def started(self) -> bool:
-        """Whether the command was reached: the overlay is mounted, its directory is there."""
+        """Whether the command was started: the overlay is mounted, its directory exists."""
         return (self.place / "started").exists()
 
     def discard(self) -> None:
-        """Throw away everything that was written."""
         while self._trees:
             self._trees.pop().close()
         remove_tree(self.place)
@@ -362,17 +339,15 @@ class Layers:
     def steps(self, tree: Tree) -> list[Step]:
         """Return what turns the workspace into what the command saw, in the order to do it.
 
-        They lead to what is in the layers: apply them before these are discarded.
+        Apply them before the layers are discarded.
         """
-        prefix = self._way.xattrs
-        lower = Lower(tree, self._opened(self.staged), prefix)
         index = self._opened(self.place / "work" / "index") if self._way.owner is None else None
         upper = self._opened(self.upper)
         assert upper is not None
-        return _Reader(self.workspace, upper, lower, index, prefix).read()
+        return _Reader(tree, self._opened(self.staged), upper, index, self._way.xattrs).read()
 
     def _opened(self, place: Path) -> Tree | None:
-        """Return a layer that is there; it stays open until all are discarded."""
+        """Open a layer, if it exists, until all are discarded."""
         if not place.exists():
             return None
         self._trees.append(Tree(place))
@@ -382,16 +357,16 @@ class Layers:
 # Laying a private view's changes over the workspace
 
 
-class _Cover:
+class _Stage:
     def __init__(self, look: Look, tree: Tree, staged: Tree, opaque: str) -> None:
         self._look = look
         self._tree = tree
         self._staged = staged
         self._opaque = opaque
         self._done: set[Parts] = set()
-        """Paths whose whole content is laid out."""
+        """Paths that are complete."""
         self._files: dict[tuple[int, int], Parts] = {}
-        """Where the files with several names are laid out."""
+        """Where the files with several names are."""
 
     def lay(self, paths: Iterable[Parts]) -> None:
         for parts in sorted(paths):
@@ -402,7 +377,7 @@ class _Cover:
         try:
             node = self._look.node(parts)
         except OSError:
-            return  # below something else, which is laid out itself
+            return  # below something else in these paths
         status = self._tree.status_if_reached(parts)
         directory = None if status is None or not stat.S_ISDIR(status.st_mode) else status.st_ino
         self._make_parents(parts)
@@ -427,7 +402,7 @@ class _Cover:
                     _take_after(place, os.lstat(original), original)
 
     def _lay(self, top: Parts, node: Node, status: os.stat_result | None) -> None:
-        """Put what the view sees at a path, with all that is in it, into the layer."""
+        """Put what the view shows at a path, and everything below it, into the layer."""
         directories: list[tuple[Parts, Node]] = []
         pending = [(top, node, status)]
         while pending:
@@ -450,7 +425,7 @@ class _Cover:
     def _lay_file(
         self, place: str, parts: Parts, node: Node, status: os.stat_result | None
     ) -> bool:
-        """Lay out what is not a directory; False for one more name of what is laid out."""
+        """Make a file, link or pipe; False for one more name of a file that exists."""
         if node.kind == "link":
             os.symlink(self._look.link_target(parts), place)
         elif node.file is None:
@@ -482,115 +457,58 @@ def _take_after(place: Path | str, status: os.stat_result, original: Path | str)
 
 # Reading the upper layer
 
-
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """What belongs to a path besides its content."""
-
-    mode: int
-    mtime_ns: int
-    uid: int
-    gid: int
-    xattrs: tuple[tuple[str, bytes], ...]
-
-    @classmethod
-    def of(cls, place: str | int, status: os.stat_result, prefix: str) -> Attributes:
-        """Return those of a path or an open file, without the overlay's own."""
-        xattrs = tuple(one for one in xattrs_of(place) if not one[0].startswith(prefix))
-        mode = stat.S_IMODE(status.st_mode)
-        return cls(mode, status.st_mtime_ns, status.st_uid, status.st_gid, xattrs)
-
-    def differs(self, other: Attributes) -> bool:
-        """Tell whether anything but the time differs."""
-        return replace(self, mtime_ns=other.mtime_ns) != other
-
-
-_HANDLE_TYPE = 4
-_HANDLE_START = 21
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """Stands for a file with several names in the workspace, whatever they are."""
-
-    workspace: Path
-    name: bytes
-    """What the overlay calls it: four bytes and the handle's type, a UUID of sixteen bytes, and
-    then what the filesystem itself takes for a handle."""
-
-    def open(self) -> int | None:
-        """Return a descriptor that only stands for the file, if the system gives one."""
-        body = self.name[_HANDLE_START:]
-        size, kind = len(body), self.name[_HANDLE_TYPE]
-        numbers = size.to_bytes(4, sys.byteorder) + kind.to_bytes(4, sys.byteorder)
-        libc = ctypes.CDLL(None, use_errno=True)
-        directory = os.open(self.workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            handle = ctypes.create_string_buffer(numbers + body)
-            opened = libc.open_by_handle_at(directory, handle, os.O_PATH | os.O_CLOEXEC)
-        finally:
-            os.close(directory)
-        return None if opened < 0 else opened
-
-
 Action = Literal["remove", "directory", "move", "link", "rewrite", "attributes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change of the workspace.
-
-    ``remove`` what is there; make a ``directory``; ``move`` the source there, whatever it is;
-    ``link`` the file there that the handle stands for; ``rewrite`` what is there in place with the
-    source's bytes; set the ``attributes``.
-    """
+    """One change of the workspace that a command has made."""
 
     action: Action
     parts: Parts
+    do: Callable[[Edit], None]
+    """Makes the change."""
     source: tuple[Tree, Parts] | None = None
-    attributes: Attributes | None = None
-    handle: Handle | None = None
+    """Of a ``move``: where the file, link or pipe is."""
 
 
-class Lower:
-    """What the command saw before it changed anything: the workspace, and a staged layer on it."""
+class _Reader:
+    """Reads from the upper layer what a command changed."""
 
-    def __init__(self, tree: Tree, staged: Tree | None, prefix: str) -> None:
+    def __init__(
+        self, tree: Tree, staged: Tree | None, upper: Tree, index: Tree | None, prefix: str
+    ) -> None:
         self._tree = tree
         self._staged = staged
+        self._upper = upper
+        self._index = index
         self._prefix = prefix
+        self._steps: list[Step] = []
+        self._changed: set[Parts] = set()
+        """The directories in which something changed."""
+        self._handles: dict[int, str] = {}
+        """The handle of each file that had several names before, by inode in the upper layer."""
+        self._settled: set[int] = set()
+        """The inodes of those whose content has its steps."""
+        self._pending: list[tuple[Parts, bool, Entry | None]] = []
+        """Paths to read, with whether the lower layer shows through; directories to leave."""
 
-    def status(self, parts: Parts) -> os.stat_result | None:
-        """Return what is there, or None."""
-        tree = self._where(parts)
-        return None if tree is None else tree.status_if_reached(parts)
+    def read(self) -> list[Step]:
+        for name, status in () if self._index is None else self._index.scan(()):
+            if stat.S_ISREG(status.st_mode) and not name.startswith("#"):
+                self._handles[status.st_ino] = name
+        self._enter((), True)
+        # Not recursive: a command may nest directories deeper than Python's stack.
+        while self._pending:
+            parts, merged, own = self._pending.pop()
+            if own is not None:
+                self._leave(parts, merged, own)
+            else:
+                self._read_one(parts, merged)
+        return [*self._nameless(), *self._steps]
 
-    def link_target(self, parts: Parts) -> str:
-        """Return where a symlink leads."""
-        return self._found(parts).link_target(parts)
-
-    def open_file(self, parts: Parts) -> int:
-        """Return a descriptor to read the file with."""
-        return self._found(parts).open_file(parts)
-
-    def attributes(self, parts: Parts, status: os.stat_result) -> Attributes:
-        """Return a path's attributes, given its status."""
-        with self._found(parts).reached(parts) as path:
-            return Attributes.of(path, status, self._prefix)
-
-    def walk(self, parts: Parts) -> Iterator[tuple[Parts, os.stat_result]]:
-        """Yield what is at a path and below it, as far as one tree has it."""
-        tree = self._where(parts)
-        return iter(()) if tree is None else tree.walk(parts)
-
-    def _found(self, parts: Parts) -> Tree:
-        tree = self._where(parts)
-        if tree is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-        return tree
-
-    def _where(self, parts: Parts) -> Tree | None:
-        """Return the tree in which a path is seen; None for one that the staged layer hides."""
+    def _lower(self, parts: Parts) -> Tree | None:
+        """Return the tree in which the command saw a path; None if the staged layer hides it."""
         if self._staged is None or not parts:
             return self._tree
         for depth in range(1, len(parts) + 1):
@@ -599,272 +517,259 @@ class Lower:
                 return self._tree
             if stat.S_ISCHR(status.st_mode):
                 return None
-            if not stat.S_ISDIR(status.st_mode):
+            if not stat.S_ISDIR(status.st_mode) or self._is_opaque(self._staged, parts[:depth]):
                 return self._staged
-            with self._staged.reached(parts[:depth]) as path:
-                if _is_marked(path, f"{self._prefix}opaque"):
-                    return self._staged
         return self._staged
 
+    def _is_opaque(self, tree: Tree, parts: Parts) -> bool:
+        with tree.reached(parts) as path, contextlib.suppress(OSError):
+            return os.getxattr(path, f"{self._prefix}opaque", follow_symlinks=False) == b"y"
+        return False
 
-class _Reader:
-    """Reads what a command changed from the upper layer."""
+    def _captured(self, tree: Tree, parts: Parts) -> Entry | None:
+        entry = capture(tree, parts)
+        return None if entry is None else self._without_own(entry)
 
-    def __init__(
-        self, workspace: Path, upper: Tree, lower: Lower, index: Tree | None, prefix: str
-    ) -> None:
-        self._workspace = workspace
-        self._upper = upper
-        self._lower = lower
-        self._index = index
-        self._prefix = prefix
-        self._steps: list[Step] = []
-        self._changed: set[Parts] = set()
-        """The directories in which something changed."""
-        self._handles: dict[int, Handle] = {}
-        """By inode in the upper layer: what stands for each file that had several names before."""
-        self._settled: set[int] = set()
-        """The inodes of those whose content is dealt with."""
-        self._pending: list[tuple[Parts, bool, Attributes | None]] = []
-        """Paths to look at, with whether something may be below them; directories to leave."""
+    def _without_own(self, entry: Entry) -> Entry:
+        """Return an entry without the overlay's own extended attributes."""
+        kept = tuple(one for one in entry.xattrs if not one[0].startswith(self._prefix))
+        return entry._replace(xattrs=kept)
 
-    def read(self) -> list[Step]:
-        names = () if self._index is None else self._index.scan(())
-        indexed = {
-            status.st_ino: (name, Handle(self._workspace, bytes.fromhex(name)))
-            for name, status in names
-            if stat.S_ISREG(status.st_mode) and not name.startswith("#")
-        }
-        self._handles = {ino: handle for ino, (_, handle) in indexed.items()}
-        self._enter((), True)
-        # Not recursive: a command may nest directories deeper than Python's stack.
-        while self._pending:
-            parts, merged, own = self._pending.pop()
-            if own is not None:
-                self._leave(parts, merged, own)
-            else:
-                self._entry(parts, merged)
-        return [*self._nameless(indexed), *self._steps]
+    def _enter(self, parts: Parts, merged: bool) -> None:
+        """Read everything in a directory of the upper layer, then the directory itself."""
+        status = self._upper.status(parts)
+        assert status is not None
+        mode = stat.S_IMODE(status.st_mode)
+        if os.geteuid() and mode & 0o700 != 0o700:
+            self._upper.chmod(parts, mode | 0o700)
+        own = self._captured(self._upper, parts)
+        assert own is not None
+        self._pending.append((parts, merged, own._replace(mode=mode)))
+        for name in sorted(self._upper.names(parts), reverse=True):
+            if not name.startswith(TEMPORARY):  # the call's replaced files wait there
+                self._pending.append(((*parts, name), merged, None))
 
-    def _nameless(self, indexed: Mapping[int, tuple[str, Handle]]) -> list[Step]:
+    def _leave(self, parts: Parts, merged: bool, own: Entry) -> None:
+        if merged:
+            tree = self._lower(parts)
+            was = None if tree is None else self._captured(tree, parts)
+            # A directory is in the upper layer when anything below it changed, and its time moves
+            # when an entry comes or goes: neither is a change of its own.
+            same_time = was is None or own.mtime_ns == was.mtime_ns or parts in self._changed
+            if was is None or (own.is_like(was) and same_time):
+                return
+        self._set_attributes(parts, own)
+
+    def _read_one(self, parts: Parts, merged: bool) -> None:
+        tree = self._lower(parts) if merged else None
+        below = None if tree is None else tree.status_if_reached(parts)
+        status = self._upper.status(parts)
+        assert status is not None
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFCHR and status.st_rdev == 0:  # a whiteout
+            if below is not None:
+                self._remove(parts)
+        elif kind == stat.S_IFDIR:
+            is_merged = _is_directory(below) and not self._is_opaque(self._upper, parts)
+            if not is_merged:
+                if below is not None:
+                    self._remove(parts)
+                self._add(Step("directory", parts, lambda edit: edit.make_directory(parts)))
+            self._enter(parts, is_merged)
+        elif kind in (stat.S_IFCHR, stat.S_IFBLK):
+            raise FilesystemError(
+                f"The command made a device at {shown(join_path(parts))}. A workspace cannot have"
+                " devices, so all changes of the command are undone"
+            )
+        elif kind == stat.S_IFREG:
+            self._read_file(parts, tree, below)
+        elif tree is None or below is None or not self._is_same_link(parts, status, tree, below):
+            self._move(parts, below)
+
+    def _read_file(self, parts: Parts, tree: Tree | None, below: os.stat_result | None) -> None:
+        own = self._captured(self._upper, parts)
+        assert own is not None
+        if self._is_linked(parts, own, below):
+            return
+        if tree is None or own.links > 1 or not self._has_same_bytes(parts, own, tree, below):
+            self._move(parts, below)
+        elif not own.is_like(self._captured(tree, parts) or own):
+            self._set_attributes(parts, own)
+
+    def _has_same_bytes(
+        self, parts: Parts, own: Entry, tree: Tree, below: os.stat_result | None
+    ) -> bool:
+        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
+        if below is None or not stat.S_ISREG(below.st_mode):
+            return False
+        if (own.size, own.mtime_ns) != (below.st_size, below.st_mtime_ns):
+            return False
+        fd = tree.open_file(parts)
+        try:
+            return _holds(fd, self._upper, parts)
+        finally:
+            os.close(fd)
+
+    def _is_same_link(
+        self, parts: Parts, status: os.stat_result, tree: Tree, below: os.stat_result
+    ) -> bool:
+        return (
+            stat.S_ISLNK(status.st_mode)
+            and stat.S_ISLNK(below.st_mode)
+            and (status.st_uid, status.st_gid) == (below.st_uid, below.st_gid)
+            and status.st_mtime_ns == below.st_mtime_ns
+            and self._upper.link_target(parts) == tree.link_target(parts)
+        )
+
+    # Files that had several names before: they keep them, and their inode
+
+    def _is_linked(self, parts: Parts, own: Entry, below: os.stat_result | None) -> bool:
+        handle = self._handles.get(own.ino)
+        was = None if handle is None else self._original(handle)
+        if handle is None or was is None:
+            return False
+        if below is None or (below.st_dev, below.st_ino) != was.file:
+            link = Step("link", parts, lambda edit: self._link(edit, handle, parts))
+            self._replace(link, below)
+        if own.ino not in self._settled:
+            self._settled.add(own.ino)
+            for step in self._rewritten(parts, own, was, handle, (self._upper, parts)):
+                self._add(step)
+        return True
+
+    def _nameless(self) -> list[Step]:
         """Return the steps for files that were changed, and then lost all names in the layer.
 
-        Those that they have elsewhere show the change. So it is made before the names go.
+        Names that they have elsewhere show the change. So it is made before the names go.
         """
         steps: list[Step] = []
-        for ino, (name, handle) in indexed.items():
-            if ino in self._settled or self._index is None:
-                continue
-            with self._index.reached((name,)) as path:
-                own = Attributes.of(path, os.lstat(path), self._prefix)
-                was, same, attributes = _compare(handle, path, self._prefix) or (None, True, own)
-            if was is None or (same and own == attributes):
-                continue
-            parts = self._name_of(was)
-            if parts is not None:
-                source = self._index, (name,)
-                steps += [] if same else [Step("rewrite", parts, source)]
-                steps.append(Step("attributes", parts, attributes=own))
+        for ino, handle in self._handles.items():
+            was = self._original(handle) if ino not in self._settled else None
+            own = None if self._index is None else self._captured(self._index, (handle,))
+            if was is not None and own is not None and self._index is not None:
+                parts = self._name_of(was)
+                if parts is not None:
+                    source = self._index, (handle,)
+                    steps += self._rewritten(parts, own, was, handle, source)
         return steps
 
-    def _name_of(self, file: os.stat_result) -> Parts | None:
-        """Return a name that a file had before the command, first among those that go."""
+    def _rewritten(
+        self, parts: Parts, own: Entry, was: Entry, handle: str, source: tuple[Tree, Parts]
+    ) -> list[Step]:
+        """Return the steps that give a file in the workspace a layer's content and attributes."""
+        steps: list[Step] = []
+        if own.size != was.size or not self._is_original(handle, *source):
+            tree, place = source
+            steps.append(
+                Step("rewrite", parts, lambda edit: edit.write(parts, tree.read(place)[0]))
+            )
+        if steps or own.mtime_ns != was.mtime_ns or not own.is_like(was):
+            steps.append(_attributes(parts, own))
+        return steps
+
+    def _name_of(self, file: Entry) -> Parts | None:
+        """Return a name that a file had before the command, preferably a deleted one."""
         for top in [*(step.parts for step in self._steps if step.action != "directory"), ()]:
-            for parts, status in self._lower.walk(top):
-                if os.path.samestat(file, status):
+            tree = self._lower(top)
+            for parts, status in () if tree is None else tree.walk(top):
+                if (status.st_dev, status.st_ino) == file.file:
                     return parts
         return None
+
+    def _original(self, handle: str) -> Entry | None:
+        """Return the workspace's file that a handle stands for, if the system gives it."""
+        with self._opened(handle) as fd:
+            if fd is None:
+                return None
+            return self._without_own(Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd)))
+
+    def _is_original(self, handle: str, tree: Tree, parts: Parts) -> bool:
+        with self._opened(handle) as fd:
+            return fd is not None and _holds(fd, tree, parts)
+
+    @contextlib.contextmanager
+    def _opened(self, handle: str) -> Generator[int | None]:
+        """Open a file for reading by what the overlay calls it.
+
+        That is four bytes and the type of the handle, a UUID of sixteen bytes, and the handle that
+        the filesystem itself takes.
+        """
+        name = bytes.fromhex(handle)
+        body, kind = name[21:], name[4]
+        numbers = len(body).to_bytes(4, sys.byteorder) + kind.to_bytes(4, sys.byteorder)
+        libc = ctypes.CDLL(None, use_errno=True)
+        buffer = ctypes.create_string_buffer(numbers + body)
+        fd = libc.open_by_handle_at(self._tree.fd, buffer, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield None if fd < 0 else fd
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _link(self, edit: Edit, handle: str, parts: Parts) -> None:
+        with self._opened(handle) as fd:
+            if fd is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            edit.link(Path(f"/proc/self/fd/{fd}"), parts)
+
+    # Adding steps
 
     def _add(self, step: Step) -> None:
         self._steps.append(step)
         self._changed.add(step.parts[:-1])
 
-    def _enter(self, parts: Parts, merged: bool) -> None:
-        """Look at all that is in a directory of the upper layer, then at itself."""
+    def _remove(self, parts: Parts) -> None:
+        self._add(Step("remove", parts, lambda edit: edit.remove(parts)))
+
+    def _set_attributes(self, parts: Parts, own: Entry) -> None:
+        self._add(_attributes(parts, own))
+
+    def _move(self, parts: Parts, below: os.stat_result | None) -> None:
+        def put(edit: Edit) -> None:
+            with self._upper.reached(parts) as path:
+                edit.put_file(parts, Path(path))
+
         with self._upper.reached(parts) as path:
-            status = os.lstat(path)
-            own = Attributes.of(path, status, self._prefix)
-            if os.geteuid() and status.st_mode & 0o700 != 0o700:
-                os.chmod(path, status.st_mode | 0o700)
-        self._pending.append((parts, merged, own))
-        for name in sorted(self._upper.names(parts), reverse=True):
-            if not name.startswith(TEMPORARY):  # what the call has replaced so far waits there
-                self._pending.append(((*parts, name), merged, None))
-
-    def _leave(self, parts: Parts, merged: bool, own: Attributes) -> None:
-        if not merged:
-            self._add(Step("attributes", parts, attributes=own))
-            return
-        status = self._lower.status(parts)
-        if status is None:
-            return
-        was = self._lower.attributes(parts, status)
-        # A directory is in the upper layer when anything below it changed, and its time moves
-        # when an entry comes or goes: neither is a change of its own.
-        moved = own.mtime_ns != was.mtime_ns and parts not in self._changed
-        if own.differs(was) or moved:
-            self._add(Step("attributes", parts, attributes=own))
-
-    def _entry(self, parts: Parts, merged: bool) -> None:
-        below = self._lower.status(parts) if merged else None
-        with self._upper.reached(parts) as path:
-            status = os.lstat(path)
-            kind = stat.S_IFMT(status.st_mode)
-            if _is_whiteout(path, status, self._prefix):
-                if below is not None:
-                    self._add(Step("remove", parts))
-            elif kind == stat.S_IFDIR:
-                self._subdirectory(path, parts, below)
-            elif kind == stat.S_IFREG:
-                self._file(path, parts, status, below)
-            elif kind in (stat.S_IFCHR, stat.S_IFBLK):
-                raise FilesystemError(
-                    f"The command made a device at {shown(join_path(parts))}. Devices are not kept"
-                    " in the workspace, so nothing that the command changed was kept"
-                )
-            elif kind != stat.S_IFLNK or not self._same_link(path, parts, below):
-                self._move(path, parts, below)
-
-    def _subdirectory(self, path: str, parts: Parts, below: os.stat_result | None) -> None:
-        is_directory = below is not None and stat.S_ISDIR(below.st_mode)
-        merged = is_directory and not _is_marked(path, f"{self._prefix}opaque")
-        if not merged:
-            if below is not None:
-                self._add(Step("remove", parts))
-            self._add(Step("directory", parts))
-        self._enter(parts, merged)
-
-    def _file(
-        self, path: str, parts: Parts, status: os.stat_result, below: os.stat_result | None
-    ) -> None:
-        own = Attributes.of(path, status, self._prefix)
-        handle = self._handles.get(status.st_ino)
-        if handle is not None and self._linked(path, parts, status, own, handle, below):
-            return
-        if (
-            below is None
-            or not stat.S_ISREG(below.st_mode)
-            or status.st_nlink > 1
-            or not self._same_bytes(path, parts, status, below)
-        ):
-            self._move(path, parts, below)
-        elif own.differs(self._lower.attributes(parts, below)):
-            self._add(Step("attributes", parts, attributes=own))
-
-    def _linked(
-        self,
-        path: str,
-        parts: Parts,
-        status: os.stat_result,
-        own: Attributes,
-        handle: Handle,
-        below: os.stat_result | None,
-    ) -> bool:
-        """Add the steps for a file that had several names before: it keeps them, and its inode."""
-        compared = _compare(handle, path, self._prefix)
-        if compared is None:
-            return False
-        was, same, attributes = compared
-        if below is None or not os.path.samestat(below, was):
-            self._replace(Step("link", parts, handle=handle), below)
-        if status.st_ino in self._settled:
-            return True
-        self._settled.add(status.st_ino)
-        if not same:
-            self._add(Step("rewrite", parts, (self._upper, parts)))
-        if not same or own != attributes:
-            self._add(Step("attributes", parts, attributes=own))
-        return True
-
-    def _same_bytes(
-        self, path: str, parts: Parts, status: os.stat_result, below: os.stat_result
-    ) -> bool:
-        # A file is in the upper layer as soon as it was opened for writing, or its mode changed.
-        if (status.st_size, status.st_mtime_ns) != (below.st_size, below.st_mtime_ns):
-            return False
-        old = self._lower.open_file(parts)
-        try:
-            with open(path, "rb") as new:
-                return _equal(old, new.fileno())
-        finally:
-            os.close(old)
-
-    def _same_link(self, path: str, parts: Parts, below: os.stat_result | None) -> bool:
-        if below is None or not stat.S_ISLNK(below.st_mode):
-            return False
-        own = os.lstat(path)
-        return (own.st_uid, own.st_gid, own.st_mtime_ns) == (
-            below.st_uid,
-            below.st_gid,
-            below.st_mtime_ns,
-        ) and os.readlink(path) == self._lower.link_target(parts)
-
-    def _move(self, path: str, parts: Parts, below: os.stat_result | None) -> None:
-        _scrub(path, self._prefix)
-        self._replace(Step("move", parts, (self._upper, parts)), below)
+            _scrub(path, self._prefix)
+        self._replace(Step("move", parts, put, (self._upper, parts)), below)
 
     def _replace(self, step: Step, below: os.stat_result | None) -> None:
-        if below is not None and stat.S_ISDIR(below.st_mode):
-            self._add(Step("remove", step.parts))
+        if _is_directory(below):
+            self._remove(step.parts)
         self._add(step)
 
 
-def _compare(
-    handle: Handle, path: str, prefix: str
-) -> tuple[os.stat_result, bool, Attributes] | None:
-    """Return what a handle stands for, whether it holds the same as the file at a path, and its
-    attributes; None where the system does not give it.
-    """
-    opened = handle.open()
-    if opened is None:
-        return None
-    try:
-        was = os.fstat(opened)
-        with open(f"/proc/self/fd/{opened}", "rb") as old, open(path, "rb") as new:
-            sizes = was.st_size == os.fstat(new.fileno()).st_size
-            same = sizes and _equal(old.fileno(), new.fileno())
-            return was, same, Attributes.of(old.fileno(), was, prefix)
-    finally:
-        os.close(opened)
+def _attributes(parts: Parts, own: Entry) -> Step:
+    given = {name: getattr(own, name) for name in ("mode", "mtime_ns", "uid", "gid", "xattrs")}
+    return Step("attributes", parts, lambda edit: edit.set_attributes(parts, **given))
 
 
-def _is_whiteout(path: str, status: os.stat_result, prefix: str) -> bool:
-    if stat.S_ISCHR(status.st_mode):
-        return status.st_rdev == 0
-    # The other form, which tools write where they cannot make device nodes.
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_size == 0
-        and f"{prefix}whiteout" in os.listxattr(path, follow_symlinks=False)
-    )
-
-
-def _is_marked(path: str, name: str) -> bool:
-    try:
-        return os.getxattr(path, name, follow_symlinks=False) == b"y"
-    except OSError:
-        return False
+def _is_directory(status: os.stat_result | None) -> bool:
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def _scrub(path: str, prefix: str) -> None:
-    """Take away the extended attributes that only the overlay needed."""
-    status = os.lstat(path)
+    """Remove the extended attributes that only the overlay needed."""
     names = [name for name in os.listxattr(path, follow_symlinks=False) if name.startswith(prefix)]
-    if not names:
-        return
-    locked = os.geteuid() != 0 and not status.st_mode & 0o200
+    mode = os.lstat(path).st_mode
+    locked = bool(names) and os.geteuid() != 0 and not mode & 0o200
     if locked:
-        os.chmod(path, status.st_mode | 0o200)
+        os.chmod(path, mode | 0o200)
     for name in names:
         os.removexattr(path, name, follow_symlinks=False)
     if locked:
-        os.chmod(path, status.st_mode)
+        os.chmod(path, mode)
 
 
-def _equal(one: int, other: int) -> bool:
-    while True:
-        data = os.read(one, 1 << 20)
-        if data != os.read(other, 1 << 20):
-            return False
-        if not data:
-            return True
+def _holds(fd: int, tree: Tree, parts: Parts) -> bool:
+    """Tell whether an open file and another hold the same bytes."""
+    other = tree.open_file(parts)
+    try:
+        while True:
+            data = os.read(fd, 1 << 20)
+            if data != os.read(other, 1 << 20):
+                return False
+            if not data:
+                return True
+    finally:
+        os.close(other)

@@ -14,15 +14,13 @@ import re
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weakincentives.errors import ContentDamaged
+from weakincentives.filesystem.entry import Entry, copy_content, kind_of
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.records import Source
-from weakincentives.filesystem.store import DAMAGED, Entry, copy_content, kind_of
-from weakincentives.filesystem.tree import CHUNK, read_all, write_all
+from weakincentives.filesystem.tree import read_all, write_all
 from weakincentives.state import Seals
 
 LARGE = 256 << 10
@@ -34,11 +32,10 @@ WASTE = 16 << 20
 
 _FRAME = struct.Struct(">Q")
 _OWN = re.compile(r"o[0-9]+")
-_PACK = re.compile(r"pack-[0-9]+")
 
 
 Place = tuple[str, int, int]
-"""A :class:`Source`, as plain as it is saved."""
+"""A :class:`~weakincentives.filesystem.store.Source`, as plain as it is saved."""
 
 
 class Row(NamedTuple):
@@ -78,8 +75,9 @@ class Row(NamedTuple):
             xattrs=self.xattrs,
             size=self.size,
             ino=self.ino,
-            nlink=self.nlink,
+            links=self.nlink,
             target=self.target,
+            pipe=stat.S_ISFIFO(self.st_mode),
         )
 
 
@@ -346,86 +344,6 @@ class Pack:
     @property
     def _data_name(self) -> str:
         return f"pack-{self._generation}"
-
-
-# Contents, for those who only know where they are
-
-
-def path_of(folder: Path, source: Source, size: int | None = None) -> Path | None:
-    """Return the file that holds just this content; None for one that is with others.
-
-    Raises:
-        ContentDamaged: It is shorter or longer than it should be.
-    """
-    path = folder / source.name if _OWN.fullmatch(source.name) else None
-    # No checksum: to read a large file for one would take as long as to copy it.
-    if path is not None and size is not None and os.lstat(path).st_size != size:
-        raise _damaged(path)
-    return path
-
-
-def data_of(folder: Path, source: Source, size: int) -> bytes:
-    """Return a content."""
-    return b"".join(_chunks(folder, source, size))
-
-
-def fill(folder: Path, source: Source, size: int, writing: int) -> None:
-    """Write a content to a descriptor that nothing was written to, holes as holes."""
-    own = path_of(folder, source, size)
-    if own is None:
-        write_all(writing, data_of(folder, source, size))
-        return
-    reading = os.open(own, os.O_RDONLY)
-    try:
-        copy_content(reading, writing)
-    finally:
-        os.close(reading)
-
-
-def has_content(folder: Path, source: Source, size: int, reading: int) -> bool:
-    """Tell whether what a descriptor has to read is this content."""
-    for data in _chunks(folder, source, size):
-        if read_exactly(reading, len(data)) != data:
-            return False
-    return not os.read(reading, 1)
-
-
-def read_exactly(reading: int, size: int) -> bytes:
-    """Return the next bytes, fewer only at the end."""
-    data = os.read(reading, size)
-    while len(data) < size and (more := os.read(reading, size - len(data))):
-        data += more
-    return data
-
-
-def _chunks(folder: Path, source: Source, size: int) -> Iterator[bytes]:
-    own = path_of(folder, source)
-    if own is None and not _PACK.fullmatch(source.name):
-        raise _damaged(folder / source.name)
-    fd = os.open(own or folder / source.name, os.O_RDONLY)
-    try:
-        if own is None:
-            data = os.pread(fd, size, source.offset)
-            if len(data) != size or zlib.crc32(data) != source.check:
-                raise _damaged(folder / source.name)
-            yield data
-            return
-        while data := os.read(fd, CHUNK):
-            yield data
-    finally:
-        os.close(fd)
-
-
-def _damaged(path: Path) -> ContentDamaged:
-    return ContentDamaged(DAMAGED, "what was kept of it is damaged", str(path))
-
-
-def second_name(folder: Path, ino: int) -> Path | None:
-    """Return the name that a file with names elsewhere has in the store, if it has one."""
-    path = folder / f"l{ino}"
-    with contextlib.suppress(FileNotFoundError):
-        return path if os.lstat(path).st_ino == ino else None
-    return None
 
 
 def _write_at(fd: int, data: bytes, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Glob patterns and regular expressions, for every filesystem alike."""
+"""Glob patterns and regular expressions, the same for every filesystem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GlobPattern:
     """A glob pattern to walk a tree with.
 
     The walk carries the positions in the pattern that the path so far has reached. A directory
-    without positions cannot hold a match, so it is never entered.
+    without positions cannot contain a match, so it is never entered.
     """
 
     def __init__(self, pattern: str, root: Parts = ()) -> None:
@@ -31,13 +31,13 @@ class GlobPattern:
         self._tests = tuple(re.compile(fnmatch.translate(segment)).match for segment in segments)
         self._onward = _onward(segments)
         self._always = frozenset({0, 1, 2}) if segments == (_ANY_DEPTH, "*") else None
-        """Where any name leads to in the pattern of all files."""
+        """The positions after any name in the pattern of all files."""
         self._literal = tuple(not any(c in segment for c in "*?[") for segment in segments)
 
     def start(self, directory: Parts) -> frozenset[int]:
         """Return the positions to begin with in a directory.
 
-        A relative pattern begins there; an absolute one has been on its way since the root.
+        A relative pattern begins there, an absolute one at the root.
         """
         positions = self._onward[0]
         for name in directory if self._absolute else ():
@@ -59,7 +59,7 @@ class GlobPattern:
         return frozenset(reached)
 
     def matched(self, positions: frozenset[int]) -> bool:
-        """Tell whether a path that got this far matches as a whole."""
+        """Tell whether a path with these positions matches."""
         return bool(self._segments) and len(self._segments) in positions
 
     def names(self, positions: frozenset[int]) -> frozenset[str] | None:
@@ -71,10 +71,10 @@ class GlobPattern:
 
 
 class PathPatterns:
-    """Globs that stand for paths with all that is in them.
+    """Globs of paths, each with everything below it.
 
-    A pattern is one of a path from the root, such as ``config/*.yaml``; one without a slash is a
-    name at any depth.
+    A pattern with a slash starts at the root, such as ``config/*.yaml``; one without is a name at
+    any depth.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -83,9 +83,9 @@ class PathPatterns:
         self._globs = tuple(map(_standing_for, patterns))
         plain = [each for each in patterns if not any(c in each for c in "*?[")]
         self.literals = [tuple(each.strip("/").split("/")) for each in plain if _is_path(each)]
-        """The patterns that are paths as they stand."""
+        """The patterns that are plain paths."""
         self.any_depth = len(self.literals) < len(self._globs)
-        """Whether a match can be anywhere."""
+        """Whether a match can be at any depth."""
 
     def match(self, path: str) -> bool:
         """Tell whether a normalised path, or a directory that it is in, matches a pattern."""
@@ -112,7 +112,7 @@ def _is_matched(glob: GlobPattern, parts: Sequence[str]) -> bool:
 
 
 def _onward(segments: Parts) -> tuple[frozenset[int], ...]:
-    """Return for each position which ones it stands for: ``**`` may also be no directory."""
+    """Return the positions that each position implies: ``**`` may also match no directory."""
     onward = [frozenset({len(segments)})]
     for position in reversed(range(len(segments))):
         skipped: frozenset[int] = onward[0] if segments[position] == _ANY_DEPTH else frozenset()
@@ -121,18 +121,18 @@ def _onward(segments: Parts) -> tuple[frozenset[int], ...]:
 
 
 def compile_regex(pattern: str) -> re.Pattern[str]:
-    """Return the compiled expression; a wrong one is the model's to mend."""
+    """Return the compiled expression; raise FilesystemError, worded for the model."""
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise FilesystemError(
             f"Not a valid regular expression: {shown(pattern)} ({error}). Escape special"
-            " characters with a backslash to look for them as they are"
+            " characters with a backslash to match them literally"
         ) from error
 
 
 def matching_lines(data: bytes, found: Callable[[str], object]) -> Iterator[tuple[int, str]]:
-    """Yield number and text of each line in which something is found; none of binary data."""
+    """Yield number and text of each matching line; none of binary data."""
     if not data or b"\0" in data:
         return
     try:

@@ -1,11 +1,11 @@
-"""What a filesystem is, and what all of them share: paths and the words of refusals."""
+"""Paths, file descriptions and error messages that all filesystems share."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from weakincentives.errors import (
     BinaryFile,
@@ -27,7 +27,7 @@ Parts = tuple[str, ...]
 
 NodeKind = Literal["file", "directory", "link", "other"]
 
-# What a look fails with when a link, or something that is not a directory, is on the way.
+# Errors of a path that a link, or something that is not a directory, blocks.
 BARRED = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 
 MAX_LINKS = 40
@@ -35,16 +35,16 @@ MAX_LINKS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
-    """What is known about a file or directory without reading it."""
+    """A file or directory, without its content."""
 
     path: str
     kind: NodeKind
-    """On disk also ``"link"``, a symbolic link that leads nowhere or out of the root, and
+    """On disk also ``"link"``, a symbolic link that dangles or leads out of the root, and
     ``"other"``, such as a pipe."""
     size: int
     """Bytes of a file; 0 for anything else."""
     modified: float
-    """Seconds since the epoch. A directory is modified when an entry comes or goes."""
+    """Seconds since the epoch. A directory changes when an entry is added or deleted."""
     readonly: bool
 
 
@@ -56,149 +56,7 @@ class GrepMatch:
     line_number: int
     """The first line is 1."""
     line: str
-    """The line without its end."""
-
-
-class Filesystem(Protocol):
-    """Files below one root, read and changed by path.
-
-    Paths are relative to the root, or absolute below a virtual prefix: ``a.txt``, ``./a.txt``,
-    ``x/../a.txt`` and ``/workspace/a.txt`` are one file. Every path a method returns is relative.
-    Nothing ever resolves outside the root.
-
-    An operation takes effect as a whole or raises and changes nothing. What a model may have caused
-    raises a :class:`~weakincentives.errors.FilesystemError` worded for it.
-    """
-
-    read_only: str | None
-    """When set, every change raises :class:`~weakincentives.errors.ReadOnlyView` with this text."""
-
-    def normalize(self, path: str) -> str:
-        """Return the one relative spelling of a path; ``"."`` is the root."""
-        ...
-
-    def read(self, path: str) -> str:
-        """Return a file's text, exactly as stored; one that is not UTF-8 raises ``BinaryFile``."""
-        ...
-
-    def read_bytes(self, path: str) -> bytes:
-        """Return a file's bytes."""
-        ...
-
-    def write(self, path: str, content: str) -> None:
-        """Make the file hold exactly this text, as UTF-8. Missing parent directories are made."""
-        ...
-
-    def write_bytes(self, path: str, content: bytes) -> None:
-        """Make the file hold exactly these bytes. Missing parent directories are made."""
-        ...
-
-    def append(self, path: str, content: str) -> None:
-        """Add text at the end of a file, which is made if missing."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Tell whether there is a file or directory at the path."""
-        ...
-
-    def is_readonly(self, path: str) -> bool:
-        """Tell whether the file may only be read; False for directories and missing files."""
-        ...
-
-    def stat(self, path: str) -> FileStat:
-        """Return kind, size, time and read-only mark of a file or directory."""
-        ...
-
-    def list(self, path: str = ".") -> tuple[FileStat, ...]:
-        """Return a directory's entries, sorted by path."""
-        ...
-
-    def glob(self, pattern: str, path: str = ".") -> tuple[str, ...]:
-        """Return the files below ``path`` that match, sorted.
-
-        ``*``, ``?`` and ``[a-z]`` stay within one name; ``**`` is any number of directories,
-        also none. Names that start with a dot are like any other. Links to directories are not
-        followed.
-        """
-        ...
-
-    def grep(
-        self, pattern: str, path: str = ".", *, glob: str = "**/*", limit: int | None = None
-    ) -> tuple[GrepMatch, ...]:
-        """Return the lines in which the regular expression is found, by path and line.
-
-        ``path`` is a directory, or one file. Binary files are left out.
-        """
-        ...
-
-    def search(self, query: str, limit: int | None = None) -> tuple[str, ...]:
-        """Return the files whose name contains ``query`` in any case, sorted by path."""
-        ...
-
-    def mkdir(self, path: str) -> None:
-        """Make a directory and its missing parents; one that exists is fine."""
-        ...
-
-    def move(self, source: str, destination: str, *, overwrite: bool = False) -> None:
-        """Give a file, or a directory with all that is in it, another path.
-
-        ``overwrite`` lets a file take the place of a file, and a directory that of a directory,
-        as a whole. A symbolic link is moved itself, not what it leads to.
-        """
-        ...
-
-    def copy(self, source: str, destination: str, *, overwrite: bool = False) -> None:
-        """Copy a file or a whole directory: content, times and read-only marks.
-
-        ``overwrite`` is as in :meth:`move`.
-        """
-        ...
-
-    def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Delete a file or directory; one that is not empty needs ``recursive=True``."""
-        ...
-
-    def snapshot(self) -> object:
-        """Return a token for the present state."""
-        ...
-
-    def restore(self, token: object) -> None:
-        """Go back to the state the token stands for."""
-        ...
-
-    def snapshot_here(self) -> object:
-        """Like ``snapshot``, of exactly this object, whichever call is under way."""
-        ...
-
-    def restore_here(self, token: object, /) -> None:
-        """Like ``restore``, of exactly this object, also when it is sealed or read-only.
-
-        For the runtime, which undoes what a call did after the call has ended.
-        """
-        ...
-
-    def fork(self) -> Filesystem:
-        """Return a private view: it starts as this is now, and neither sees the other's changes."""
-        ...
-
-    def check_conflicts(self, view: Any) -> None:
-        """Raise MergeConflict if something the view depends on has changed here since the fork."""
-        ...
-
-    def merge(self, view: Any) -> None:
-        """Bring a view's changes in, all of them or none. A sealed view can be merged.
-
-        Raises:
-            MergeConflict: Something the view read or changed has changed here since the fork.
-        """
-        ...
-
-    def seal(self, reason: str) -> None:
-        """Refuse every later change with :class:`~weakincentives.errors.ViewClosed`, and log it.
-
-        Reading still works.
-        """
-        ...
+    """Without its line end."""
 
 
 def split_root(root: str) -> Parts:
@@ -216,7 +74,7 @@ def split_root(root: str) -> Parts:
 def split_path(path: str, root: Parts = ()) -> Parts:
     """Return the one spelling of ``path``, name by name, relative to the root.
 
-    Only the text is looked at: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
+    Only the text counts: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
     """
     if "\0" in path:
         raise FilesystemError(f"A path cannot contain a NUL character: {shown(path)}")
@@ -238,7 +96,7 @@ def join_path(parts: Parts) -> str:
 
 
 def shown(path: str) -> str:
-    """Return a path as it can stand in a message: on one line, and not too long."""
+    """Return a path for a message: on one line, and not too long."""
     if len(path) > 200:
         path = f"{path[:100]}...{path[-60:]}"
     return path if path.isprintable() else ascii(path)
@@ -323,8 +181,8 @@ def resolve(
 ) -> Parts:
     """Return the canonical path: links followed, as long as they stay below the root.
 
-    With ``follow=False`` a link that is the last name stands for itself. What is missing is
-    returned as it is. ``seen`` takes the paths of the links on the way.
+    With ``follow=False`` a link that is the last name stands for itself. A missing path is returned
+    as it is. The paths of the links on the way are added to ``seen``.
     """
     done: list[str] = []
     todo = list(reversed(parts))

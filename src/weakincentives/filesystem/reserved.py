@@ -1,36 +1,32 @@
-"""What in a workspace no call may change, whoever asks: it would decide what runs outside of calls.
+"""Protected paths: no call may change them, since they decide what runs outside of calls.
 
-Our own code and state where they lie in the workspace, stores, ``wink.toml``,
-and what git runs or reads settings from. The user can lift the protection of names, never that of
-our code.
+Our own code and state if they are in the workspace, stores, ``wink.toml``, and git's hooks and
+settings. The user can lift the protection of names, but not that of our code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Look, Node, NodeKind
+from weakincentives.filesystem.layers import Disk, Look, Node, NodeKind
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.tree import Tree
 from weakincentives.state import our_code, our_environment, our_secrets
 
-T = TypeVar("T")
-
-# Of a git directory: what says what git runs, or where it reads that.
+# In a git directory: hooks and settings, or where git finds them.
 _CODE = frozenset({"config", "config.worktree", "hooks", "info", "commondir"})
-# What a directory needs to be a git directory, also one that is not called .git.
+# What makes a directory a git directory, also one that is not called .git.
 _STRUCTURE = frozenset({"head", "objects", "refs"})
 _SPELLED = {"head": "HEAD"}
-# Inside a git directory: where any name may be that of a branch or an object.
+# In a git directory: below these, any name may be that of a branch or an object.
 _CONTENT = frozenset({"refs", "logs", "objects"})
 _FILES = frozenset({"wink.toml", ".gitmodules", ".gitconfig"})
 
@@ -40,23 +36,23 @@ _suspect = re.compile(rf"(?:^|/)(?:{_names}|\.[^/]+\.wink)(?:/|$)", re.IGNORECAS
 
 @lru_cache(maxsize=4096)
 def _is_plain(parts: Parts) -> bool:
-    """Tell whether no name in a path can protect it, as in nearly all of them."""
+    """Tell whether no name in a path can protect it: so it is for nearly all paths."""
     return _suspect("/".join(parts)) is None
 
 
 class Reserved:
-    """What is protected in one workspace.
+    """The protected paths of one workspace.
 
     Args:
         root: The workspace, resolved.
         store: Its store.
-        unprotected: Globs of paths whose names shall not protect them. A pattern without a slash is
-            a name at any depth.
+        unprotected: Globs of paths that their names do not protect. A pattern without a slash is a
+            name at any depth.
     """
 
     def __init__(self, root: Path, *, store: Path, unprotected: Sequence[str] = ()) -> None:
         self.hidden = _within(root, our_secrets())
-        """What cannot even be read."""
+        """Paths that cannot be read either."""
         ours = [
             *our_code(),
             *our_environment(),
@@ -66,9 +62,9 @@ class Reserved:
             *_aliases(root),
         ]
         self.trees = _within(root, ours)
-        """What lies here and is protected wherever that is, with all that is in it."""
+        """Paths that are protected with everything below them, whatever their names."""
         if any(root.is_relative_to(each) for each in our_code()):
-            self.trees = ((),)  # the workspace lies in our code
+            self.trees = ((),)  # the workspace is in our code
         self._allowed = PathPatterns(unprotected)
 
     def check(self, parts: Parts, look: Look, *, directory: bool = False) -> None:
@@ -76,7 +72,7 @@ class Reserved:
 
         Args:
             look: What is there now.
-            directory: It is, or will be, a directory, and it is not about what is in it.
+            directory: Only a directory is made, changed or removed there, not its entries.
         """
         if not self.trees and _is_plain(parts):
             return
@@ -105,10 +101,12 @@ class Reserved:
                 continue
             kinds = {_kind(before, parts), _kind(now, parts)} - {None}
             found = self.problem(parts, before, now=now, directory=kinds == {"directory"})
-            if found is not None and (found in self.trees or not _is_same(parts, before, now)):
+            if found is not None and (
+                found in self.trees or not _is_same(before, parts, now, parts)
+            ):
                 raise self._protected(found)
 
-    def is_rewritten_as_it_was(self, parts: Parts, look: Look, data: bytes, mode: int) -> bool:
+    def is_rewritten_as_it_was(self, parts: Parts, look: Look, tree: Tree, place: Parts) -> bool:
         """Tell whether a file is protected by its name, and gets the content that it has.
 
         git does so with its settings, for example when it deletes a branch.
@@ -116,10 +114,7 @@ class Reserved:
         found = self.problem(parts, look)
         if found is None or found in self.trees:
             return False
-        node = _node(look, parts)
-        if node is None or node.kind != "file" or (node.size, node.mode) != (len(data), mode):
-            return False
-        return look.read(parts) == data
+        return _is_same(look, parts, Disk(tree), place)
 
     def check_copied(self, parts: Parts) -> None:
         """Raise ProtectedPath if something that cannot be read is at a path or below it."""
@@ -137,11 +132,11 @@ class Reserved:
     def problem(
         self, parts: Parts, look: Look, *, now: Look | None = None, directory: bool = False
     ) -> Parts | None:
-        """Return what protects a path: itself, or a directory that it is in.
+        """Return the protected path that a path is, or is below; None if it is not protected.
 
         Args:
-            look: What is there before the change.
-            now: What is there after it; without it, something is put at the path.
+            look: The state before the change.
+            now: The state after it; without it, something is put at the path.
         """
         for tree in self.trees:
             if parts[: len(tree)] == tree:
@@ -152,7 +147,7 @@ class Reserved:
         return None if found is None or self._allowed.match("/".join(parts)) else found
 
     def _named(self, parts: Parts, look: Look, now: Look | None, directory: bool) -> Parts | None:
-        # Some filesystems take names of either case for the same.
+        # Some filesystems ignore case.
         names = tuple(name.lower() for name in parts)
         inside = False
         for depth, name in enumerate(names):
@@ -170,9 +165,7 @@ class Reserved:
     def _in_repository(
         self, parts: Parts, names: Parts, depth: int, look: Look, now: Look | None
     ) -> bool:
-        """Tell whether a name is what git runs of a directory that git takes for a repository, or
-        what makes it one.
-        """
+        """Tell whether a name holds git's code in a repository, or turns a directory into one."""
         name, place = names[depth], parts[:depth]
         if name not in _CODE and name not in _STRUCTURE:
             return False
@@ -185,7 +178,7 @@ class Reserved:
 
 
 def _code_in(names: Parts) -> int:
-    """Return how many names in a ``.git`` directory lead to what git runs; 0 if they do not."""
+    """Return how many names in a ``.git`` directory lead to hooks or settings; 0 for none."""
     if not names or names == ("info", "refs"):  # a list of branches, which `git gc` writes
         return 0
     if names[0] in _CODE:
@@ -220,13 +213,13 @@ def _node(look: Look, parts: Parts) -> Node | None:
         return None
 
 
-def _is_same(parts: Parts, before: Look, now: Look) -> bool:
-    """Tell whether a path is a file that still has its content and mode."""
-    was, found = _node(before, parts), _node(now, parts)
+def _is_same(before: Look, parts: Parts, now: Look, place: Parts) -> bool:
+    """Tell whether two files have the same content and mode."""
+    was, found = _node(before, parts), _node(now, place)
     if was is None or found is None or not was.kind == found.kind == "file":
         return False
     same = (was.size, was.mode) == (found.size, found.mode)
-    return same and before.read(parts) == now.read(parts)
+    return same and before.read(parts) == now.read(place)
 
 
 def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
@@ -241,29 +234,29 @@ def _walk(parts: Parts, look: Look) -> Iterator[tuple[Parts, NodeKind]]:
             try:
                 found = look.kinds(here)
             except OSError:
-                continue  # not to be looked into
+                continue  # not readable
             for name, inner in found:
                 pending.append(((*here, name), inner))
 
 
 def _within(root: Path, paths: Iterable[Path]) -> tuple[Parts, ...]:
-    """Return those of some paths that lie in a workspace, as seen from there, the topmost only."""
+    """Return those of some paths that are in a workspace, relative to it, the topmost only."""
     inside = {path.relative_to(root).parts for path in paths if path.is_relative_to(root)}
-    inside.discard(())  # what the workspace itself is cannot be all protected
+    inside.discard(())  # the workspace itself cannot be protected as a whole
     return tuple(
         parts for parts in sorted(inside) if not any(parts[:n] in inside for n in range(len(parts)))
     )
 
 
 def _targets(root: Path) -> Iterator[Path]:
-    """Yield what the protected names of the workspace itself lead to, where they are links."""
+    """Yield the targets of protected names at the top of the workspace that are links."""
     for name in ("wink.toml", ".gitmodules", *(f".git/{name}" for name in sorted(_CODE))):
         if os.path.islink(root / name):
             yield Path(os.path.realpath(root / name))
 
 
 def _aliases(root: Path) -> Iterator[Path]:
-    """Yield the links in the workspace itself through which the user may start us."""
+    """Yield the links at the top of the workspace through which the user may start us."""
     ours = {os.fspath(path) for path in (*our_code(), *our_environment())}
     prefix = os.path.realpath(sys.prefix)
     in_environment = f"{prefix}/" if sys.prefix != sys.base_prefix else None
@@ -275,45 +268,7 @@ def _aliases(root: Path) -> Iterator[Path]:
             if (
                 target in ours
                 or (in_environment and target.startswith(in_environment))
-                # On the way to where our code lies in the workspace.
+                # On the way to our code in the workspace.
                 or (target.startswith(f"{root}/") and prefix.startswith(f"{target}/"))
             ):
                 yield Path(each.path)
-
-
-class Hiding:
-    """A look at the directory that shows nothing of what is hidden."""
-
-    def __init__(self, look: Look, hidden: Sequence[Parts]) -> None:
-        self._look = look
-        self._hidden = frozenset(hidden)
-
-    def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
-        return None if self._hides(parts) else self._look.node(parts)
-
-    def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
-        return self._shown(self._look.read, parts)
-
-    def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
-        return self._shown(self._look.link_target, parts)
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
-        found = self._shown(self._look.nodes, parts)
-        return [each for each in found if (*parts, each[0]) not in self._hidden]
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are."""
-        found = self._shown(self._look.kinds, parts)
-        return [each for each in found if (*parts, each[0]) not in self._hidden]
-
-    def _shown(self, ask: Callable[[Parts], T], parts: Parts) -> T:
-        if self._hides(parts):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-        return ask(parts)
-
-    def _hides(self, parts: Parts) -> bool:
-        return any(parts[:depth] in self._hidden for depth in range(1, len(parts) + 1))

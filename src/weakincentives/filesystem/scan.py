@@ -1,7 +1,7 @@
-"""What other programs changed in a directory: a look at every status, against what was there.
+"""Finds what other programs changed in a directory: every status is compared with a manifest.
 
-The manifest knows each path as it was, and the pack has each file's content. Where the system
-tells which paths were touched, only those are looked at.
+The manifest has each path as it was, and the pack has each file's content. Where the system tells
+which paths were touched, only those are compared.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
-from weakincentives.filesystem.pack import Pack, Place, Row, has_content
+from weakincentives.filesystem.pack import Pack, Place, Row
 from weakincentives.filesystem.protocol import BARRED, Parts
-from weakincentives.filesystem.records import Source
-from weakincentives.filesystem.rooms import TEMPORARY
-from weakincentives.filesystem.store import Entry, Store
-from weakincentives.filesystem.tree import Ident, Tree, xattrs_of
+from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.store import Source, Store
+from weakincentives.filesystem.tree import Tree, xattrs_of
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem.journal import Changes
+    from weakincentives.filesystem.changes import Changes
 
 logger = logging.getLogger("weakincentives.filesystem")
 
-# A file that changes again this soon after it was looked at may get the same times as before.
+# A file that changes again this soon after it was read may get the same times as before.
 RACY_NS = 50_000_000
 
 # A command is killed with the process that started it. How many seconds that may take.
@@ -50,9 +50,12 @@ _GONE = BARRED | {errno.ENOENT, errno.EINVAL}
 _OPENED = (stat.S_IFREG, stat.S_IFDIR)
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
+_CHANGED: Place = ("", 0, 0)
+"""Stands for a content that is not the known one, and not saved."""
+
 
 class Found(NamedTuple):
-    """A path that is not as the manifest knows it."""
+    """A path that is not as the manifest has it."""
 
     parts: Parts
     before: Entry | None
@@ -60,13 +63,23 @@ class Found(NamedTuple):
     source: Source | None = None
     """Where the content is that a file had."""
     times: tuple[tuple[Parts, int], ...] = ()
-    """Times that undoing sets when all else is done, of directories that are as they were."""
+    """Times of otherwise unchanged directories, which undoing sets last."""
     twin: Parts | None = None
-    """Another name of the same file, which undoing brings back before this one."""
+    """Another name of the same file, which undoing restores before this one."""
+
+    @property
+    def links(self) -> int:
+        """How many names the file had that was there; 0 for anything else."""
+        before = self.before
+        return 0 if before is None or before.is_directory else before.links
+
+    @property
+    def was_directory(self) -> bool:
+        return self.before is not None and self.before.is_directory
 
 
 class _Spot(NamedTuple):
-    """A path to look at more closely."""
+    """A path to compare more closely."""
 
     parts: Parts
     status: os.stat_result | None
@@ -74,7 +87,7 @@ class _Spot(NamedTuple):
     """An open directory in which ``name`` is this path; -1 for none."""
     name: str = ""
     is_new: bool = False
-    """A file that no row is known of: its status is asked for when it is opened."""
+    """A file without a row: its status is read when it is opened."""
 
 
 class Manifest:
@@ -92,35 +105,31 @@ class Manifest:
         self._linked: dict[int, set[Parts]] = {}
         for parts, row in pack.rows.items():
             self._remember(parts, row)
-        self._wants_watcher = watch
         self._watcher: Watcher | None = None
-        self._covered = False
+        with contextlib.suppress(OSError):
+            self._watcher = Watcher() if watch else None
 
     def close(self) -> None:
-        """Close the pack and stop watching."""
         with self._lock:
             self._stop_watching()
             self.pack.close()
 
-    @property
-    def watching(self) -> bool:
-        """Whether the next look is narrowed to what the system says was touched."""
-        return self._covered
-
     def refresh(self, tree: Tree) -> None:
-        """Make the manifest agree with the workspace, and keep every content."""
+        """Make the manifest agree with the workspace, and save every content."""
         with self._lock, _no_collection():
             if self.pack.is_damaged:
                 self._begin_anew()
-            if self._watcher is None and self._wants_watcher:
-                self._start_watching()
             now: dict[Parts, Row | None] = {}
             since = int(SYSTEM_CLOCK.time() * 1e9) - RACY_NS
-            kept: dict[int, tuple[Place, int]] = {}
+            saved: dict[int, tuple[Place, int]] = {}
             try:
                 with contextlib.closing(self._differing(tree)) as differing:
-                    for place in differing:
-                        now[place.parts] = self._look(tree, place, since, kept)
+                    for spot in differing:
+                        row = self._row_at(tree, spot, saved)
+                        # Times that are too new say nothing.
+                        if row is not None and row.ctime_ns > since:
+                            row = row._replace(ctime_ns=0)
+                        now[spot.parts] = row
                 rows = self.pack.rows
                 was = {parts: rows[parts] for parts in now if parts in rows}
                 self.pack.save(now)
@@ -134,41 +143,38 @@ class Manifest:
                     self._remember(parts, row)
             if self._watcher is not None:
                 self._watcher.forget()
-                self._covered = True
 
     def changes(self, tree: Tree) -> list[Found]:
         """Return the paths that differ from the manifest, directories before what is in them."""
         with self._lock:
             found: list[Found] = []
             with contextlib.closing(self._differing(tree)) as differing:
-                for place in differing:
-                    row = self.pack.rows.get(place.parts)
-                    if row is None:
-                        found.append(Found(place.parts, None))
-                    elif place.status is None or self._differs(tree, place, row):
-                        found.append(_found(place.parts, row))
-            return sorted(found, key=_by_path)
+                for spot in differing:
+                    row = self.pack.rows.get(spot.parts)
+                    if row is None or _is_changed(row, self._row_at(tree, spot)):
+                        found.append(_found(spot.parts, row))
+            return sorted(found, key=lambda one: one.parts)
 
     def to_undo(self, tree: Tree, found: Sequence[Found]) -> list[Found]:
-        """Return what was found, and what else must be known, so that undoing in reverse works.
+        """Return what was found, and what else undoing needs, in the reverse of its order.
 
-        What is new is removed first: that gives space. Directories that went are made again before
-        what was in them, and get their times when all else is done. Of the names of one file,
-        those that still are that file come first; the others join them.
+        What is new is removed first: that frees space. Deleted directories are made again before
+        what was in them, and get their times last. Of the names of one file, those that still are
+        that file come first; the others join them.
         """
         touched = {one.parts[:-1] for one in found if one.parts}
-        # That entries came and went is no change of a directory: only its time is put back.
-        only = {one.parts for one in found if one.parts in touched and self._only_time(tree, one)}
-        kept = [one for one in found if one.parts not in only]
+        # That entries came and went is no change of a directory: only its time is restored.
+        kept = [one for one in found if one.parts not in touched or not self._only_time(tree, one)]
         ours = {one.parts for one in kept}
         new = [one for one in kept if one.before is None]
-        directories = [one for one in kept if _was_directory(one)]
-        others = [one for one in kept if one.before is not None and not _was_directory(one)]
+        directories = [one for one in kept if one.was_directory]
+        others = [one for one in kept if one.before is not None and not one.was_directory]
         gone = [one for one in directories if not _is_directory(tree.status_if_reached(one.parts))]
         stayed = {one.parts: one for one in others if _is_still_linked(tree, one)}
         others = [one for one in others if one.parts not in stayed]
         for one in kept:
-            for parts in self._other_names(one) - ours:
+            names = self._linked.get(one.before.ino) if one.before and one.links > 1 else None
+            for parts in (names or set[Parts]()) - ours:
                 stayed[parts] = _found(parts, self.pack.rows[parts])
         ordered = _with_twins([*directories, *others, *reversed(gone), *stayed.values(), *new])
         if ordered:
@@ -179,7 +185,7 @@ class Manifest:
         return ordered
 
     def hold_names(self, tree: Tree) -> None:
-        """Give files that have names elsewhere one in the store: so they can be had again."""
+        """Give files that have names elsewhere one in the store, so that undoing finds them."""
         held = 0
         for ino, names in self._linked.items():
             parts = min(names)
@@ -195,55 +201,47 @@ class Manifest:
                     parts[-1], self.pack.folder / f"l{ino}", src_dir_fd=above, follow_symlinks=False
                 )
 
-    def _other_names(self, one: Found) -> set[Parts]:
-        if one.before is None or _was_directory(one) or one.before.nlink == 1:
-            return set()
-        return self._linked.get(one.before.ino, set())
-
     def _only_time(self, tree: Tree, one: Found) -> bool:
         row = self.pack.rows.get(one.parts)
         if row is None or not row.is_directory:
             return False
-        now = self._status_row(tree, _Spot(one.parts, tree.status_if_reached(one.parts)))
+        now = self._row_at(tree, _Spot(one.parts, tree.status_if_reached(one.parts)))
         return now is not None and _plain(now._replace(mtime_ns=row.mtime_ns)) == _plain(row)
 
-    # Looking
+    # Comparing statuses
 
     def _differing(self, tree: Tree) -> Generator[_Spot]:
         """Yield what may have changed: each path whose status is not the known one."""
         if self._watcher is not None:
             self._watcher.drain()
-            if self._watcher.lost:
-                self._stop_watching()
-                self._start_watching()
         narrowed = self._touched(tree)
         yield from self._below(tree, ()) if narrowed is None else narrowed
 
     def _touched(self, tree: Tree) -> list[_Spot] | None:
         """Return what differs among what the system says was touched; None when in doubt."""
         watcher = self._watcher
-        if watcher is None or not self._covered:
+        if watcher is None or not watcher.complete:
             return None
         trees = _topmost(parts for parts in watcher.trees if not _is_ours(parts))
         found = [one for parts in trees for one in self._below(tree, parts)]
-        # A file with several names may have been changed by one that nobody watches.
+        # A file with several names may have been changed through one that is not watched.
         several = (parts for names in self._linked.values() for parts in names)
         for parts in {*watcher.touched, *several}:
             covered = any(parts[:depth] in trees for depth in range(len(parts) + 1))
             if not covered and not _is_ours(parts):
                 found.extend(self._one(tree, parts))
-        # Where a file got another name, nobody tells which its first one is.
+        # Where a file got another name, the first one is not known.
         if any(self._is_newly_linked(tree, one) for one in found):
             return None
         return [one._replace(above=-1) for one in found]  # their directories are closed
 
-    def _is_newly_linked(self, tree: Tree, place: _Spot) -> bool:
-        status = tree.status_if_reached(place.parts) if place.is_new else place.status
+    def _is_newly_linked(self, tree: Tree, spot: _Spot) -> bool:
+        status = tree.status_if_reached(spot.parts) if spot.is_new else spot.status
         return (
             status is not None
             and status.st_nlink > 1
             and not stat.S_ISDIR(status.st_mode)
-            and place.parts not in self._linked.get(status.st_ino, ())
+            and spot.parts not in self._linked.get(status.st_ino, ())
         )
 
     def _one(self, tree: Tree, parts: Parts) -> Iterator[_Spot]:
@@ -255,17 +253,17 @@ class Manifest:
             yield _Spot(parts, status)
 
     def _below(self, tree: Tree, top: Parts) -> Iterator[_Spot]:
-        """Yield what differs at a path and at all that is or was below it."""
+        """Yield what differs at a path and at everything that is or was below it."""
         pending: list[tuple[Parts, os.stat_result | None]] = [(top, tree.status_if_reached(top))]
         while pending:
             parts, status = pending.pop()
-            if not _is_directory(status):
-                if not _agrees(status, self.pack.rows.get(parts)):
-                    yield _Spot(parts, status)
-                names = self._children.get(parts, ())
-                pending.extend(((*parts, name), None) for name in names)
+            if _is_directory(status):
+                yield from self._in_directory(tree, parts, status, pending)
                 continue
-            yield from self._in_directory(tree, parts, status, pending)
+            if not _agrees(status, self.pack.rows.get(parts)):
+                yield _Spot(parts, status)
+            names = self._children.get(parts, ())
+            pending.extend(((*parts, name), None) for name in names)
 
     def _in_directory(
         self,
@@ -274,11 +272,11 @@ class Manifest:
         status: os.stat_result | None,
         pending: list[tuple[Parts, os.stat_result | None]],
     ) -> Iterator[_Spot]:
-        """Yield what differs of a directory and of the files in it; others are to be looked at."""
+        """Yield what differs of a directory and of the files in it; add the rest to ``pending``."""
         differs = not _agrees(status, self.pack.rows.get(parts))
         try:
             held = tree.listing(parts)
-        except PermissionError:  # it may not be looked into: what is in it is as it was
+        except PermissionError:  # not readable: what is in it is as it was
             if differs:
                 yield _Spot(parts, status)
             return
@@ -289,7 +287,7 @@ class Manifest:
             return
         rows = self.pack.rows
         with held as fd:
-            # First the watch, then the look: nothing happens unseen in between.
+            # First watch, then read: nothing happens unseen in between.
             self._watch(fd, parts)
             if differs:
                 yield _Spot(parts, status, fd, ".")
@@ -316,109 +314,75 @@ class Manifest:
                         yield _Spot(below, found, fd, name)
             pending.extend(((*parts, name), None) for name in missing)
 
-    def _look(
-        self, tree: Tree, place: _Spot, since: int, kept: dict[int, tuple[Place, int]]
+    # Comparing what is there
+
+    def _row_at(
+        self, tree: Tree, spot: _Spot, saved: dict[int, tuple[Place, int]] | None = None
     ) -> Row | None:
-        """Return what is at a path now, its content kept; None when it is gone again."""
-        fd = self._open(tree, place)
+        """Return what is at a path now; None when nothing is.
+
+        The content is the known one, if that is what the file holds. Else it is added to the pack,
+        and to ``saved`` by inode; without ``saved``, the row only says that it has changed.
+        """
+        fd = self._open(tree, spot)
         if fd is None:
-            row = self._status_row(tree, place)
-            return row if row is None or row.ctime_ns <= since else row._replace(ctime_ns=0)
+            return _status_row(tree, spot.parts)
         try:
             status = os.fstat(fd)
-            content, size = None, status.st_size
-            if stat.S_ISREG(status.st_mode):
-                content, size = self._keep(place, status, fd, kept)
-            # Times that are too new, or of a file that changes while it is read, say nothing.
-            trusted = status.st_ctime_ns <= since and size == status.st_size
-            ctime_ns = status.st_ctime_ns if trusted else 0
-            return _row(status, xattrs_of(fd), None, content, size, ctime_ns)
+            row = _row(status, xattrs_of(fd))
+            if not row.is_file:
+                return row
+            known = None if spot.is_new else self.pack.rows.get(spot.parts)
+            source, size = _CHANGED, row.size
+            if known is not None and self._holds(fd, known):
+                source, size = known.source, known.size
+            elif saved is not None:
+                os.lseek(fd, 0, os.SEEK_SET)
+                if status.st_nlink == 1:
+                    source, size = self.pack.add(fd, status)
+                else:
+                    if status.st_ino not in saved:  # else it was read by another of its names
+                        saved[status.st_ino] = self.pack.add(fd, status)
+                    source, size = saved[status.st_ino]
+            if size != row.size:  # it changes while it is read: its times say nothing
+                row = row._replace(size=size, ctime_ns=0)
+            return row._replace(source=source)
         finally:
             os.close(fd)
 
-    def _keep(
-        self, place: _Spot, status: os.stat_result, fd: int, kept: dict[int, tuple[Place, int]]
-    ) -> tuple[Place, int]:
-        """Return where a file's content is, and its size: where it was, if it is the same."""
-        row = None if place.is_new else self.pack.rows.get(place.parts)
-        if row is not None and row.is_file and row.source is not None:
-            if self._has_content(row.source, row.size, fd):
-                return row.source, row.size
-            os.lseek(fd, 0, os.SEEK_SET)
-        if status.st_nlink == 1:
-            return self.pack.add(fd, status)
-        if status.st_ino not in kept:  # else it was read by another of its names
-            kept[status.st_ino] = self.pack.add(fd, status)
-        return kept[status.st_ino]
-
-    def _has_content(self, place: Place, size: int, fd: int) -> bool:
-        if os.fstat(fd).st_size != size:
+    def _holds(self, fd: int, known: Row) -> bool:
+        """Tell whether an open file has the known content."""
+        if known.source is None or not known.is_file or os.fstat(fd).st_size != known.size:
             return False
         try:
-            return has_content(self.pack.folder, Source(*place), size, fd)
+            return Source(*known.source).is_in(self.pack.folder.parent, known.size, fd)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO):
                 raise
             return False  # it went back to its place, or is damaged
 
-    def _differs(self, tree: Tree, place: _Spot, before: Row) -> bool:
-        fd = self._open(tree, place)
-        try:
-            now = self._status_row(tree, place) if fd is None else _open_row(fd)
-            if now is None or _plain(before) != _plain(now):
-                return True
-            if not before.is_file:
-                return False
-            if now.size != before.size or _relinked(before, now):
-                return True
-            if fd is None or before.source is None:
-                return before.ino != now.ino
-            return not self._has_content(before.source, before.size, fd)
-        finally:
-            if fd is not None:
-                os.close(fd)
-
-    def _open(self, tree: Tree, place: _Spot) -> int | None:
-        """Open a file or directory; None for anything else, and where that may not be."""
-        status = place.status
-        if not place.is_new and (status is None or stat.S_IFMT(status.st_mode) not in _OPENED):
+    def _open(self, tree: Tree, spot: _Spot) -> int | None:
+        """Open a file or directory; None for anything else, and where that is not allowed."""
+        status = spot.status
+        if not spot.is_new and (status is None or stat.S_IFMT(status.st_mode) not in _OPENED):
             return None
         try:
-            if place.above >= 0:
-                return os.open(place.name, _OPEN, dir_fd=place.above)
-            return tree.open_file(place.parts) if place.parts else os.dup(tree.fd)
-        except PermissionError:
-            return None
+            if spot.above >= 0:
+                return os.open(spot.name, _OPEN, dir_fd=spot.above)
+            return tree.open_file(spot.parts)
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in _GONE or isinstance(error, PermissionError):
                 return None
             raise
-
-    def _status_row(self, tree: Tree, place: _Spot) -> Row | None:
-        """Return what a path's status says, for what is not to be opened; None for nothing."""
-        status = tree.status_if_reached(place.parts)
-        if status is None:
-            return None
-        target = None
-        if stat.S_ISLNK(status.st_mode):
-            try:
-                target = tree.link_target(place.parts)
-            except OSError as error:
-                if error.errno in _GONE:
-                    return None
-                raise
-        elif _is_directory(status):
-            with contextlib.suppress(PermissionError), tree.directory(place.parts) as fd:
-                return _row(status, xattrs_of(fd))
-        return _row(status, (), target)
 
     # Keeping
 
     def _begin_anew(self) -> None:
-        logger.warning("What was known of the workspace is damaged, and is read again")
+        logger.warning("The manifest of the workspace is damaged, and is made again")
         self._children.clear()
         self._linked.clear()
-        self._stop_watching()
+        if self._watcher is not None:
+            self._watcher.complete = False
         self.pack.reset()
 
     def _remember(self, parts: Parts, row: Row) -> None:
@@ -427,9 +391,7 @@ class Manifest:
         if row.nlink > 1 and row.is_file:
             self._linked.setdefault(row.ino, set()).add(parts)
 
-    def _forget(self, parts: Parts, row: Row | None) -> None:
-        if row is None:
-            return
+    def _forget(self, parts: Parts, row: Row) -> None:
         if parts:
             names = self._children[parts[:-1]]
             names.discard(parts[-1])
@@ -441,34 +403,22 @@ class Manifest:
             if not names_of:
                 del self._linked[row.ino]
 
-    # Watching
-
-    def _start_watching(self) -> None:
-        """Have the system tell what is touched, once the next refresh has looked at everything."""
-        try:
-            self._watcher = Watcher()
-        except OSError:
-            self._wants_watcher = False
-
     def _watch(self, fd: int, parts: Parts) -> None:
         if self._watcher is not None:
             try:
                 self._watcher.watch(fd, parts)
             except OSError:
-                # Too many directories for this system: every look is a full one from now on.
-                self._stop_watching()
-                self._wants_watcher = False
+                self._stop_watching()  # more directories than the system allows watches
 
     def _stop_watching(self) -> None:
         watcher, self._watcher = self._watcher, None
-        self._covered = False
         if watcher is not None:
             watcher.close()
 
 
 @contextlib.contextmanager
 def _no_collection() -> Generator[None]:
-    """Collect no garbage meanwhile: a manifest is many objects, and none of them is any."""
+    """Collect no garbage meanwhile: a manifest is many objects, and none of them is garbage."""
     if not gc.isenabled():
         yield
         return
@@ -483,11 +433,11 @@ class External:
     """Changes by other programs during a transaction: found, and journalled as its own.
 
     From :meth:`begin` on, whatever differs from the manifest is the transaction's. The manifest is
-    brought up to date after each change of our own, so the journal has everything in its order.
+    brought up to date after each change of our own, so the journal has everything in order.
 
-    Everything that undoing takes is in the store before the programs begin: the contents, some
-    space on the disk and some descriptors. That an undo has begun is noted by one rename; from
-    then on nothing is taken for a change, however often the undo is interrupted.
+    Everything that undoing needs is in the store before the programs begin: the contents, some
+    space on the disk and some descriptors. One rename notes that an undo has begun; from then on
+    nothing counts as a change, however often the undo is interrupted.
     """
 
     def __init__(self, tree: Tree, store: Store) -> None:
@@ -496,7 +446,7 @@ class External:
         self._manifest: Manifest | None = None
         self._since = 0
         self._found: int | None = None
-        """From which record on the newest look is in the journal, until the manifest knows it."""
+        """The first record of the newest scan in the journal, until the manifest has it."""
         self._is_under_way = False
         self._is_settled = False
         self._spare: list[int] = []
@@ -523,8 +473,8 @@ class External:
         manifest = self.manifest
         self._is_under_way = True
         try:
-            _drop_names(self._store)
-            # The manifest first: what recovery goes back to must be known when the record is there.
+            drop_names(self._store)
+            # The manifest first: recovery must know it when the record is there.
             manifest.refresh(self._tree)
             manifest.pack.tidy()
             manifest.hold_names(self._tree)
@@ -533,7 +483,7 @@ class External:
             _settled(self._store).unlink(missing_ok=True)
             _unsettled(self._store).touch()
             self._since = len(changes.records)
-            changes.expect_external(Ident(*manifest.pack.mark, 0))
+            changes.expect_external(manifest.pack.mark)
         except BaseException:
             self.end()
             raise
@@ -545,12 +495,12 @@ class External:
         if self._found is not None:
             changes.forget_from(self._found)
         self._found = len(changes.records)
-        journal_found(self.manifest, self._tree, changes)
+        _journal_found(self.manifest, self._tree, changes)
         if not last:
             self.refresh(changes)
 
     def refresh(self, changes: Changes) -> None:
-        """Take note of a change of our own."""
+        """Note a change of our own."""
         if self.expected(changes) and not self._is_settled:
             self.manifest.refresh(self._tree)
             changes.keep_safe()
@@ -558,9 +508,9 @@ class External:
 
     @contextlib.contextmanager
     def undoing(self, changes: Changes) -> Generator[None]:
-        """Journal what others changed, then undo in the block. May be done again until it is done.
+        """Journal what others changed, then undo in the block. Can be repeated until it succeeds.
 
-        While a note of it is there, nobody takes what is half undone for a change.
+        While its note is there, nothing that is half undone counts as a change.
         """
         if not self.expected(changes):
             yield
@@ -580,17 +530,16 @@ class External:
         self._is_settled = False
 
     def end(self) -> None:
-        """Give back what a transaction that has ended might have needed."""
+        """Release what the transaction might have needed."""
         if self._is_under_way:
             self._release()
-            with contextlib.suppress(OSError):  # what is left is removed before the next
-                _drop_names(self._store)
+            with contextlib.suppress(OSError):  # the rest is removed before the next transaction
+                drop_names(self._store)
                 _unsettled(self._store).unlink(missing_ok=True)
                 _settled(self._store).unlink(missing_ok=True)
             self._is_under_way = False
 
     def close(self) -> None:
-        """Close the manifest."""
         self._release()
         if self._manifest is not None:
             self._manifest.close()
@@ -600,42 +549,42 @@ class External:
         """Take descriptors and space, so that undoing has them."""
         while len(self._spare) < SPARE_DESCRIPTORS:
             self._spare.append(os.open(os.devnull, os.O_RDONLY))
+        wanted = min(self.manifest.pack.needed, RESERVE)
         fd = os.open(_reserve(self._store), os.O_WRONLY | os.O_CREAT, 0o600)
         try:
-            wanted = min(self.manifest.pack.needed, RESERVE)
-            status = os.fstat(fd)
-            if status.st_size > wanted:
+            size = os.fstat(fd).st_size
+            if size > wanted:
                 os.ftruncate(fd, wanted)
-            if status.st_size < wanted:
-                _allocate(fd, wanted)
+            elif size < wanted and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, wanted)
         finally:
             os.close(fd)
 
     def _release(self) -> None:
         while self._spare:
             os.close(self._spare.pop())
-        with contextlib.suppress(FileNotFoundError):
-            os.truncate(_reserve(self._store), 0)
+        _empty_reserve(self._store)
 
 
-def journal_found(manifest: Manifest, tree: Tree, changes: Changes) -> None:
-    """Journal all that differs from the manifest, so that undoing brings it back; or nothing."""
+def _journal_found(manifest: Manifest, tree: Tree, changes: Changes) -> None:
+    """Journal everything that differs from the manifest, so that undoing restores it."""
     count = len(changes.records)
     try:
         for one in manifest.to_undo(tree, manifest.changes(tree)):
-            changes.found(one.parts, one.before, one.source, one.times, one.twin)
+            changes.found(*one)
     except BaseException:
         changes.forget_from(count)
         raise
 
 
-def find_unfinished(tree: Tree, store: Store, changes: Changes, begun: Ident | None) -> str | None:
+def find_unfinished(
+    tree: Tree, store: Store, changes: Changes, begun: tuple[int, int]
+) -> str | None:
     """Journal what other programs changed in a transaction whose process is gone.
 
-    ``begun`` tells which index there was when they began. Returns a sentence if it is not there.
+    ``begun`` tells which index there was when they began. Returns a sentence if it is missing.
     """
-    with contextlib.suppress(FileNotFoundError):
-        os.truncate(_reserve(store), 0)
+    _empty_reserve(store)
     if _settled(store).exists():
         return None
     if not store.wait_for_programs(DYING):
@@ -646,21 +595,27 @@ def find_unfinished(tree: Tree, store: Store, changes: Changes, begun: Ident | N
     try:
         pack = manifest.pack
         generation, size = pack.mark
-        if begun is None or pack.is_damaged or generation != begun.ino or size < begun.size:
+        if pack.is_damaged or generation != begun[0] or size < begun[1]:
             return (
-                "What other programs changed in a call that was not finished cannot be told: the"
-                " list of what was there before is damaged. What they changed is left as it is"
+                "What other programs changed in an unfinished call is not known: the manifest of"
+                " the workspace is damaged. Their changes are left as they are"
             )
-        journal_found(manifest, tree, changes)
+        _journal_found(manifest, tree, changes)
     finally:
         manifest.close()
     _settled(store).touch()
     return None
 
 
-def forget_unfinished(store: Store) -> None:
-    """Remove what was only for undoing a transaction whose process is gone."""
-    _drop_names(store)
+def drop_names(store: Store) -> None:
+    """Remove the names that files of the workspace have in the store."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(store.scan):
+            path = store.scan / name
+            # A large content that was restored is the workspace's file by now.
+            used = name.startswith("o") and os.lstat(path).st_nlink > 1
+            if used or name.startswith("l"):
+                os.unlink(path)
 
 
 def _pack_of(store: Store) -> Pack:
@@ -681,20 +636,9 @@ def _reserve(store: Store) -> Path:
     return store.scan / "reserve"
 
 
-def _drop_names(store: Store) -> None:
-    """Remove the names that files of the workspace have in the store."""
+def _empty_reserve(store: Store) -> None:
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(store.scan):
-            path = store.scan / name
-            # A large content that was put back is the workspace's file by now.
-            used = name.startswith("o") and os.lstat(path).st_nlink > 1
-            if used or name.startswith("l"):
-                os.unlink(path)
-
-
-def _allocate(fd: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, size)
+        os.truncate(_reserve(store), 0)
 
 
 def _found(parts: Parts, row: Row | None) -> Found:
@@ -704,60 +648,54 @@ def _found(parts: Parts, row: Row | None) -> Found:
 
 
 def _row(
-    status: os.stat_result,
-    xattrs: tuple[tuple[str, bytes], ...],
-    target: str | None = None,
-    content: Place | None = None,
-    size: int | None = None,
-    ctime_ns: int | None = None,
+    status: os.stat_result, xattrs: tuple[tuple[str, bytes], ...] = (), target: str | None = None
 ) -> Row:
     return Row(
         status.st_mode,
         status.st_mtime_ns,
         status.st_uid,
         status.st_gid,
-        status.st_size if size is None else size,
+        status.st_size,
         status.st_ino,
         status.st_nlink,
-        status.st_ctime_ns if ctime_ns is None else ctime_ns,
+        status.st_ctime_ns,
         xattrs,
         target,
-        content,
+        None,
     )
 
 
-def _open_row(fd: int) -> Row:
-    return _row(os.fstat(fd), xattrs_of(fd))
+def _status_row(tree: Tree, parts: Parts) -> Row | None:
+    """Return what the status says of a path that is not opened; None for nothing."""
+    status = tree.status_if_reached(parts)
+    if status is None or not stat.S_ISLNK(status.st_mode):
+        return None if status is None else _row(status)
+    try:
+        return _row(status, target=tree.link_target(parts))
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
 
 
 def _is_ours(parts: Parts) -> bool:
-    """Tell whether a path is in a room: nothing there is a change of anybody."""
+    """Tell whether a path is in a scratch directory: nothing there counts as a change."""
     return any(name.startswith(TEMPORARY) for name in parts)
-
-
-def _by_path(found: Found) -> Parts:
-    return found.parts
-
-
-def _was_directory(found: Found) -> bool:
-    return found.before is not None and found.before.kind == "directory"
 
 
 def _is_still_linked(tree: Tree, one: Found) -> bool:
     """Tell whether a path still is a name of the file that it and others were names of."""
-    if one.before is None or one.before.nlink == 1:
-        return False
-    status = tree.status_if_reached(one.parts)
-    return status is not None and status.st_ino == one.before.ino
+    status = tree.status_if_reached(one.parts) if one.links > 1 else None
+    return status is not None and one.before is not None and status.st_ino == one.before.ino
 
 
 def _with_twins(ordered: Sequence[Found]) -> list[Found]:
-    """Let each name of a file know the one that comes back before it: the next in this order."""
+    """Give each name of a file the one that is restored before it: the next in this order."""
     names: dict[int, Parts] = {}
     done: list[Found] = []
     for one in reversed(ordered):
         twin = None
-        if one.before is not None and one.before.nlink > 1 and not _was_directory(one):
+        if one.before is not None and one.links > 1:
             twin = names.get(one.before.ino)
             names[one.before.ino] = one.parts
         done.append(one._replace(twin=twin))
@@ -780,8 +718,18 @@ def _agrees(status: os.stat_result | None, row: Row | None) -> bool:
     )
 
 
-def _relinked(before: Row, now: Row) -> bool:
-    return before.ino != now.ino and (before.nlink > 1 or now.nlink > 1)
+def _is_changed(before: Row, now: Row | None) -> bool:
+    if now is None or _plain(before) != _plain(now):
+        return True
+    if not before.is_file:
+        return False
+    if now.size != before.size:
+        return True
+    if before.ino != now.ino and (before.nlink > 1 or now.nlink > 1):
+        return True
+    if before.source is None or now.source is None:  # not readable
+        return before.ino != now.ino
+    return now.source != before.source
 
 
 def _plain(row: Row) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""What a private view has changed: laid over what it was forked from, and ready to be repeated."""
+"""A private view's changes: a layer over its parent, and the steps to replay on a merge."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.base import Reads
 from weakincentives.filesystem.layers import (
     Cover,
     File,
+    Forward,
     Layer,
     Look,
     Node,
-    NodeKind,
     Present,
     names_of,
     node_of,
 )
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.rooms import TEMPORARY
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import without_privileges
 
-# Below what any filesystem uses, so that no staged file is taken for one on disk.
+# Below every inode number on disk, so that no staged file is mistaken for one there.
 _numbers = itertools.count(-1, -1)
 
 IN_MEMORY = 64 << 10
-"""Contents up to this size need no file of their own until the view is merged."""
+"""Larger contents get a file of their own until the view is merged."""
 
 
 class Edit(Protocol):
@@ -58,23 +58,13 @@ class Edit(Protocol):
 
 
 class _Step(NamedTuple):
-    """A change, as a method of ``Edit`` and what it is called with; "back" goes to a place."""
+    """A change: a method of ``Edit``, or "back", which restores a snapshot."""
 
-    method: Literal[
-        "write",
-        "make_directory",
-        "remove",
-        "rename",
-        "copy",
-        "add_name",
-        "put_file",
-        "set_attributes",
-        "back",
-    ]
+    method: str
     parts: Parts
     target: Parts | None = None
     content: Any = None
-    """A file's bytes or where they are; attributes; or a place."""
+    """A file's bytes or where they are; attributes; or a snapshot."""
 
     @property
     def changed(self) -> set[Parts]:
@@ -85,14 +75,14 @@ class _Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """A private view's changes: how things look with them, and the steps that lead there."""
+    """A private view's changes: the layer that shows them, and the steps that lead there."""
 
     layer: Layer
     steps: tuple[_Step, ...] = ()
 
 
-class Staging:
-    """A private view's changes, and the files that hold the big ones."""
+class Staging(Forward):
+    """A private view's changes, and the files that hold the large ones."""
 
     def __init__(self, base: Look, store: Store) -> None:
         self.base = base
@@ -102,28 +92,28 @@ class Staging:
         self._count = 0
 
     @property
-    def layer(self) -> Layer:
+    def look(self) -> Layer:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.state.layer
+
+    layer = look
 
     @property
     def changed(self) -> bool:
-        """Whether there is anything to merge."""
         return bool(self.state.steps)
 
     @property
     def written(self) -> set[Parts]:
-        """The paths that were changed."""
         return set[Parts]().union(*(step.changed for step in self.state.steps))
 
     @property
     def wholes(self) -> set[Parts]:
-        """Those of the changed paths that stand for all that is below them."""
+        """The changed paths that stand for everything below them."""
         steps = (step for step in self.state.steps if step.method != "set_attributes")
         return set[Parts]().union(*(step.changed for step in steps))
 
     @property
     def covered(self) -> set[Parts]:
-        """The paths where this may not look as the directory itself does."""
+        """The paths where this may differ from the directory itself."""
         paths: set[Parts] = set()
         files: set[File] = set()
         look: Look = self.layer
@@ -137,32 +127,9 @@ class Staging:
             files |= changed.files
         return paths | names_of(self, files, [()]) if files else paths
 
-    # Looking
-
-    def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
-        return self.state.layer.node(parts)
-
-    def read(self, parts: Parts) -> bytes:
-        """Return the bytes of a regular file."""
-        return self.state.layer.read(parts)
-
-    def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
-        return self.state.layer.link_target(parts)
-
-    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
-        return self.state.layer.nodes(parts)
-
-    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are."""
-        return self.state.layer.kinds(parts)
-
     # Changing
 
     def write(self, parts: Parts, data: bytes) -> None:
-        """Make the file hold these bytes."""
         now = _now()
         layer = self.layer.make_directories(parts[:-1], now)
         old = layer.node(parts)
@@ -181,27 +148,23 @@ class Staging:
         )
 
     def make_directory(self, parts: Parts) -> None:
-        """Make a directory, and those it needs; one that is there is fine."""
         layer = self.layer.make_directories(parts, _now())
         self._add(layer, _Step("make_directory", parts))
 
     def remove(self, parts: Parts) -> None:
-        """Take a file, link or whole directory away."""
         self._add(self.layer.remove(parts), _Step("remove", parts))
 
     def rename(self, origin: Parts, target: Parts) -> None:
-        """Give a file, link or directory another path; what is there is taken away."""
         layer = self.layer.make_directories(target[:-1], _now()).rename(origin, target)
         self._add(layer, _Step("rename", origin, target))
 
     def copy(self, origin: Parts, target: Parts) -> None:
-        """Put a copy of a file, link or directory at another path; what is there goes."""
         layer = self.layer.make_directories(target[:-1], _now())
         layer = layer.copy(origin, target, _numbers)
         self._add(layer, _Step("copy", origin, target))
 
     def put_file(self, parts: Parts, source: Path) -> None:
-        """Make the file, link or pipe at ``source`` what is at the path; it is consumed."""
+        """Move the file, link or pipe at ``source`` to the path."""
         place = self._place()
         os.rename(source, place)
         node = node_of(os.lstat(place))
@@ -216,27 +179,27 @@ class Staging:
         if names:
             self.add_name(min(names), parts)
         else:
-            # Not one of the workspace, but what this view had laid over it for a command.
+            # Not in the workspace: this view's own file, which a command saw.
             place = self._place()
             shutil.copy2(opened, place)
             self.put_file(parts, place)
 
     def add_name(self, origin: Parts, parts: Parts) -> None:
-        """Make the path one more name of the file at another; what is there goes."""
+        """Make the path one more name of the file at another."""
         layer = self.layer.make_directories(parts[:-1], _now()).add_name(origin, parts)
         self._add(layer, _Step("add_name", origin, parts))
 
     def set_attributes(self, parts: Parts, *, mode: int | None = None, **others: Any) -> None:
-        """Change what is given of a file's or directory's attributes, and nothing else."""
+        """Change the given attributes of a file or directory."""
         layer = self.layer if mode is None or not parts else self.layer.set_mode(parts, mode)
         self._add(layer, _Step("set_attributes", parts, content={"mode": mode, **others}))
 
     def go_to(self, place: object, state: State) -> None:
-        """Make everything as it was at a place, and do from there what ``state`` did."""
+        """Restore a snapshot, then redo what ``state`` did from there."""
         self.state = State(state.layer, (_Step("back", (), content=place), *state.steps))
 
-    def replay(self, edit: Edit, go_back: Callable[[object], None]) -> None:
-        """Make all these changes elsewhere, in the same order."""
+    def replay(self, edit: Edit, go_back: Callable[[Any], None]) -> None:
+        """Make all these changes elsewhere, in the same order; ``go_back`` restores a snapshot."""
         copies: dict[int, Path] = {}
         for method, parts, target, content in self.state.steps:
             match method:
@@ -253,12 +216,12 @@ class Staging:
                     getattr(edit, method)(parts, *(() if target is None else (target,)))
 
     def _put_file(self, edit: Edit, parts: Parts, place: Path, copies: dict[int, Path]) -> None:
-        """Put a staged file elsewhere by another name, then have a copy: it may be needed again."""
+        """Put a staged file elsewhere, and keep a copy: the merge may be repeated."""
         name = self._place()
         ino = os.lstat(place).st_ino
         os.link(place, name, follow_symlinks=False)
         edit.put_file(parts, name)
-        # Its own from here on: what is in the directory may be changed in place.
+        # A copy: what is in the directory now may be changed in place.
         if ino in copies:
             os.link(copies[ino], name, follow_symlinks=False)
         elif place.is_symlink():
@@ -271,11 +234,11 @@ class Staging:
         copies[ino] = place
 
     def check_conflicts(self, reads: Reads, onto: Layer | None, current: Look) -> None:
-        """Raise MergeConflict if anything the view depends on is not what it was at the fork.
+        """Raise MergeConflict if anything in the read set has changed since the fork.
 
         Args:
-            onto: What the view this was forked from has changed; None if it is not a private one.
-            current: What that shows now.
+            onto: The layer of the parent; None if that is not a private view.
+            current: What the parent shows now.
         """
         base = self.base
         if isinstance(base, Present):
@@ -301,7 +264,6 @@ class Staging:
         reads.check(differs, base, current)
 
     def drop(self) -> None:
-        """Remove the files that hold the contents."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -330,7 +292,7 @@ def _now() -> int:
 
 
 def _is_same(base: Look, current: Look, parts: Parts) -> bool:
-    """Tell whether what is at a path, with all that is below it, is what was there."""
+    """Tell whether a path, and everything below it, is unchanged."""
     pending = [parts]
     while pending:
         place = pending.pop()
@@ -338,7 +300,7 @@ def _is_same(base: Look, current: Look, parts: Parts) -> bool:
         if not _is_alike(was, now):
             return False
         if was is not None and was.kind == "directory":
-            # It may have been replaced as a whole: then nobody has noted what changed below it.
+            # It may have been replaced as a whole: then changes below it are not on record.
             names = _names(base, place)
             if names != _names(current, place):
                 return False

@@ -10,39 +10,30 @@ import logging
 import os
 import re
 import stat
-import sys
 import threading
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+import zlib
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, NamedTuple
 
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
+from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.tree import (
     CHUNK,
-    Ident,
     Mount,
     Tree,
-    chmod_at,
     mount_of,
     read_all,
-    set_xattrs,
     without_default_acl,
-    without_privileges,
     write_all,
-    xattrs_of,
 )
 from weakincentives.state import Seals, state_path
 
 logger = logging.getLogger("weakincentives.filesystem")
-WORTH_CLONING = 256 << 10
-_FICLONE = 0x40049409
-
-Kind = Literal["file", "directory", "symlink", "fifo", "other"]
-_KINDS = frozenset(get_args(Kind))
 
 DAMAGED = errno.EBADMSG
 """What reading a content that was kept fails with if it is not what it was."""
@@ -66,275 +57,92 @@ def checked_parts(path: object) -> Parts:
     return tuple(map(checked_name, path.split("/"))) if path else ()
 
 
-def checked_digest(digest: object) -> str:
-    """Return a digest as :class:`Objects` gives it; else raises ValueError."""
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"not a digest: {digest!r}")
-    return digest
+class Source(NamedTuple):
+    """Where the store has the content of a file that was changed in place, or by a program."""
 
-
-_DIGEST = re.compile("[0-9a-f]{64}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What was at a path: all that is needed to make it again."""
-
-    kind: Kind
-    mode: int
-    """Permission bits only."""
-    mtime_ns: int
-    uid: int
-    gid: int
-    xattrs: tuple[tuple[str, bytes], ...] = ()
-    size: int = 0
-    ino: int = 0
-    nlink: int = 1
-    target: str | None = None
-    """Of a symbolic link: its text."""
-    digest: str | None = None
-    """Of a file: the object that holds its content."""
+    name: str
+    """A copy in the transaction's directory, a file of its own in that of the scan, or a pack."""
+    offset: int = 0
+    check: int = 0
+    """The checksum of one that is in a pack with others."""
 
     @classmethod
-    def of(
-        cls,
-        status: os.stat_result,
-        *,
-        xattrs: tuple[tuple[str, bytes], ...] = (),
-        target: str | None = None,
-        digest: str | None = None,
-    ) -> Entry:
-        """Return the entry that a status describes."""
-        return cls(
-            kind=kind_of(status.st_mode),
-            mode=stat.S_IMODE(status.st_mode),
-            mtime_ns=status.st_mtime_ns,
-            uid=status.st_uid,
-            gid=status.st_gid,
-            xattrs=xattrs,
-            size=status.st_size,
-            ino=status.st_ino,
-            nlink=status.st_nlink,
-            target=target,
-            digest=digest,
-        )
+    def decode(cls, values: Any) -> Source:
+        """Return where a content is; raises ValueError for a name that the store does not give."""
+        name, offset, check = values
+        if not isinstance(name, str) or not _SOURCE.fullmatch(name):
+            raise ValueError(f"not the name of a file with contents: {name!r}")
+        return cls(name, int(offset), int(check))
 
-    @property
-    def ident(self) -> Ident:
-        return Ident(self.ino, self.size, self.mtime_ns)
+    def path(self, store: Path, size: int | None = None) -> str | None:
+        """Return the file that holds just this content; None for one that is with others.
 
-    def encode(self) -> list[Any]:
-        """Return the entry as JSON takes it."""
-        xattrs = [[name, value.hex()] for name, value in self.xattrs]
-        return [
-            self.kind, self.mode, self.mtime_ns, self.uid, self.gid, xattrs, self.size, self.ino,
-            self.nlink, self.target, self.digest,
-        ]  # fmt: skip
+        Raises:
+            ContentDamaged: It is shorter or longer than it should be.
+        """
+        if self.name.startswith("pack-"):
+            return None
+        if not self.name.startswith("o"):
+            return f"{store}/tx/{self.name}"
+        path = f"{store}/scan/{self.name}"
+        # No checksum: to read a large file for one would take as long as to copy it.
+        if size is not None and os.lstat(path).st_size != size:
+            raise _content_damaged(path)
+        return path
 
-    @classmethod
-    def decode(cls, values: list[Any]) -> Entry:
-        """Return the entry that :meth:`encode` wrote; raises ValueError for anything else."""
-        kind, mode, mtime_ns, uid, gid, xattrs, size, ino, nlink, target, digest = values
-        numbers = (mode, mtime_ns, uid, gid, size, ino, nlink)
-        if kind not in _KINDS or not all(type(number) is int for number in numbers):
-            raise ValueError(f"not what is at a path: {values!r}")
-        if target is not None and (not isinstance(target, str) or "\0" in target):
-            raise ValueError(f"not the text of a link: {target!r}")
-        return cls(
-            kind=kind,
-            mode=mode,
-            mtime_ns=mtime_ns,
-            uid=uid,
-            gid=gid,
-            xattrs=tuple((name, bytes.fromhex(value)) for name, value in xattrs),
-            size=size,
-            ino=ino,
-            nlink=nlink,
-            target=target,
-            digest=None if digest is None else checked_digest(digest),
-        )
+    def read(self, store: Path, size: int) -> bytes:
+        """Return the content."""
+        return b"".join(self._chunks(store, size))
 
-
-def kind_of(mode: int) -> Kind:
-    match stat.S_IFMT(mode):
-        case stat.S_IFREG:
-            return "file"
-        case stat.S_IFDIR:
-            return "directory"
-        case stat.S_IFLNK:
-            return "symlink"
-        case stat.S_IFIFO:
-            return "fifo"
-        case _:
-            return "other"
-
-
-def entry_at(tree: Tree, parts: Parts) -> Entry | None:
-    """Return what is at a path, without a file's content; None for nothing."""
-    status = tree.status(parts)
-    if status is None:
-        return None
-    if stat.S_ISLNK(status.st_mode):
-        return Entry.of(status, target=tree.link_target(parts))
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        return Entry.of(status)
-    try:
-        fd = tree.open_file(parts)
-    except PermissionError:
-        return Entry.of(status)
-    try:
-        return Entry.of(os.fstat(fd), xattrs=xattrs_of(fd))
-    finally:
-        os.close(fd)
-
-
-def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
-    """Give what is at a path an entry's owner, permissions, attributes and time."""
-    with tree.parent(parts) as above:
-        name = parts[-1] if parts else "."
-        status, mode = os.stat(name, dir_fd=above, follow_symlinks=False), entry.mode
-        if (status.st_uid, status.st_gid) != (entry.uid, entry.gid):
-            try:
-                os.chown(name, entry.uid, entry.gid, dir_fd=above, follow_symlinks=False)
-            except PermissionError:
-                if entry.kind == "file":
-                    mode = without_privileges(mode)  # it would act for another one than it did
-        if entry.kind in ("file", "directory"):
-            _apply_xattrs(tree, parts, entry)
-        if entry.kind in ("file", "directory", "fifo"):
-            status = os.stat(name, dir_fd=above, follow_symlinks=False)
-            if stat.S_IMODE(status.st_mode) != mode:
-                chmod_at(above, name, mode)
-        if status.st_mtime_ns != entry.mtime_ns:
-            times = (status.st_atime_ns, entry.mtime_ns)
-            os.utime(name, ns=times, dir_fd=above, follow_symlinks=False)
-
-
-def _apply_xattrs(tree: Tree, parts: Parts, entry: Entry) -> None:
-    try:
-        fd = tree.open_file(parts) if parts else os.dup(tree.fd)
-    except PermissionError:
-        return
-    try:
-        if xattrs_of(fd) != entry.xattrs:
-            set_xattrs(fd, entry.xattrs)
-    finally:
-        os.close(fd)
-
-
-def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> None:
-    """Copy a file, link or whole directory: bytes, modes, times, attributes, hard links within.
-
-    ``place`` must be free. Sockets and devices are left out: nobody can make them again.
-    """
-    links: dict[int, Parts] = {}
-    directories: list[tuple[Parts, Entry]] = []
-    for parts, status in source.walk(origin):
-        there = (*place, *parts[len(origin) :])
-        entry = entry_at(source, parts)
-        if entry is None:
-            continue
-        known = links.get(entry.ino) if entry.nlink > 1 and entry.kind != "directory" else None
-        with target.parent(there) as above:
-            name = there[-1]
-            if known is not None:
-                with target.parent(known) as other:
-                    os.link(
-                        known[-1],
-                        name,
-                        src_dir_fd=other,
-                        dst_dir_fd=above,
-                        follow_symlinks=False,
-                    )
-                continue
-            if entry.kind == "directory":
-                os.mkdir(name, 0o700, dir_fd=above)
-                directories.append((there, entry))
-            elif entry.kind == "file":
-                _copy_content(source, parts, above, name)
-            elif entry.kind == "symlink":
-                os.symlink(entry.target or "", name, dir_fd=above)
-            elif entry.kind == "fifo":
-                os.mkfifo(name, 0o600, dir_fd=above)
-            else:
-                continue
-        if entry.kind != "directory":
-            apply_entry(target, there, entry)
-            links[status.st_ino] = there
-    # Last, and inner ones first: what is put into a directory changes its time.
-    for there, entry in reversed(directories):
-        apply_entry(target, there, entry)
-
-
-def _copy_content(source: Tree, parts: Parts, above: int, name: str) -> None:
-    reading = source.open_file(parts)
-    try:
-        writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
+    def fill(self, store: Path, size: int, writing: int) -> None:
+        """Write the content to a descriptor that nothing was written to, holes as holes."""
+        own = self.path(store, size)
+        if own is None:
+            write_all(writing, self.read(store, size))
+            return
+        reading = os.open(own, os.O_RDONLY | _NOFOLLOW)
         try:
             copy_content(reading, writing)
         finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
+            os.close(reading)
 
+    def is_in(self, store: Path, size: int, reading: int) -> bool:
+        """Tell whether what a descriptor has to read is this content."""
+        for data in self._chunks(store, size):
+            if read_exactly(reading, len(data)) != data:
+                return False
+        return not os.read(reading, 1)
 
-def copy_content(reading: int, writing: int) -> None:
-    """Copy all that is left to read from one descriptor to another; holes stay holes."""
-    status = os.fstat(reading)
-    if _is_special(status) and not os.lseek(reading, 0, os.SEEK_CUR):
-        if _clone(reading, writing):
-            os.lseek(writing, status.st_size, os.SEEK_SET)
-            return
-        if _has_holes(status):
-            _copy_data(reading, writing, status.st_size)
-            return
-    if hasattr(os, "copy_file_range"):
-        with contextlib.suppress(OSError):  # not between these two: the plain way says why
-            while os.copy_file_range(reading, writing, 1 << 30):
-                pass
-    while data := os.read(reading, CHUNK):
-        write_all(writing, data)
-
-
-def _is_special(status: os.stat_result) -> bool:
-    """Tell whether a file may have holes, or is so large that it is worth trying to clone it."""
-    return sys.platform == "linux" and (status.st_size >= WORTH_CLONING or _has_holes(status))
-
-
-def _has_holes(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_blocks * 512 < status.st_size
-
-
-def _clone(reading: int, writing: int) -> bool:
-    """Let a file share the blocks of another; False where that cannot be."""
-    import fcntl
-
-    try:
-        fcntl.ioctl(writing, _FICLONE, reading)
-    except OSError:
-        return False
-    return True
-
-
-def _copy_data(reading: int, writing: int, size: int) -> None:
-    """Copy a file from its beginning, but not its holes."""
-    os.ftruncate(writing, 0)
-    position = 0
-    while position < size:
+    def _chunks(self, store: Path, size: int) -> Iterator[bytes]:
+        own = self.path(store)
+        path = own or f"{store}/scan/{self.name}"
+        fd = os.open(path, os.O_RDONLY | _NOFOLLOW)
         try:
-            begin = os.lseek(reading, position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            break  # only a hole is left
-        position = os.lseek(reading, begin, os.SEEK_HOLE)
-        os.lseek(reading, begin, os.SEEK_SET)
-        os.lseek(writing, begin, os.SEEK_SET)
-        while begin < position and (data := os.read(reading, min(CHUNK, position - begin))):
-            write_all(writing, data)
-            begin += len(data)
-    os.ftruncate(writing, size)
-    os.lseek(writing, size, os.SEEK_SET)
+            if own is None:
+                data = os.pread(fd, size, self.offset)
+                if len(data) != size or zlib.crc32(data) != self.check:
+                    raise _content_damaged(path)
+                yield data
+                return
+            while data := os.read(fd, CHUNK):
+                yield data
+        finally:
+            os.close(fd)
+
+
+_SOURCE = re.compile("[co][0-9]+|pack-[0-9]+")
+
+
+def read_exactly(reading: int, size: int) -> bytes:
+    """Return the next bytes, fewer only at the end."""
+    data = os.read(reading, size)
+    while len(data) < size and (more := os.read(reading, size - len(data))):
+        data += more
+    return data
+
+
+def _content_damaged(path: str) -> ContentDamaged:
+    return ContentDamaged(DAMAGED, "what was kept of it is damaged", path)
 
 
 class Objects:
@@ -376,28 +184,19 @@ class Objects:
         finally:
             os.close(fd)
 
-    def add(self, data: bytes, *, safe: bool = False) -> str:
-        """Keep bytes; returns their digest."""
-        digest = hashlib.sha256(data).hexdigest()
-        if digest not in self:
-            staged = self._staged()
-            fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                write_all(fd, data)
-                if safe:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            self.take(staged, digest)
-        return digest
-
-    def add_open(self, reading: int, *, safe: bool = False) -> str:
-        """Keep what is left to read from a descriptor; returns its digest."""
-        staged = self._staged()
+    def add(self, content: bytes | int, *, safe: bool = False) -> str:
+        """Keep bytes, or what is left to read from a descriptor; returns the digest."""
+        if isinstance(content, bytes):
+            digest = hashlib.sha256(content).hexdigest()
+            if digest in self:
+                return digest
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        staged = self._path / f"new-{os.urandom(8).hex()}"
         hashed = hashlib.sha256()
+        chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
         fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            while data := os.read(reading, CHUNK):
+            for data in chunks:
                 hashed.update(data)
                 write_all(fd, data)
             if safe:
@@ -407,11 +206,10 @@ class Objects:
             raise
         finally:
             os.close(fd)
-        digest = hashed.hexdigest()
-        self.take(staged, digest)
-        return digest
+        self.take(staged, hashed.hexdigest())
+        return hashed.hexdigest()
 
-    def take(self, source: Path, digest: str) -> None:
+    def take(self, source: str | Path, digest: str) -> None:
         """Make a file that nobody else has a name for the object with this digest."""
         place = self._place(digest)
         try:
@@ -440,29 +238,10 @@ class Objects:
                 if each.name.startswith("new-"):
                     os.unlink(each)
 
-    def _staged(self) -> Path:
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return self._path / f"new-{os.urandom(8).hex()}"
 
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """A content that is read when it is needed."""
-
-    objects: Objects
-    digest: str
-
-    def read(self) -> bytes:
-        """Return its bytes; raises ContentDamaged if they are not what they were."""
-        return self.objects.read(self.digest)
-
-
-def digest_of(reading: int) -> str:
-    """Return the digest of what is left to read."""
-    hashed = hashlib.sha256()
+def _read_chunks(reading: int) -> Iterator[bytes]:
     while data := os.read(reading, CHUNK):
-        hashed.update(data)
-    return hashed.hexdigest()
+        yield data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -473,6 +252,9 @@ class Note:
     """Made once for each store: what is sealed for one is nothing to another."""
     path: str
     ino: int
+    version: int = 3
+    """Of what is in the store. Version 1 had no seals; 2 had other words in its records, which are
+    still read."""
 
     def seals(self, kind: str) -> Seals:
         """Return the seals for one kind of record in the store."""
@@ -480,8 +262,7 @@ class Note:
 
     def encode(self) -> bytes:
         """Return the note as it is written."""
-        values = {"version": VERSION, "id": self.id, "path": self.path, "ino": self.ino}
-        return Seals(_NOTE).sealed(json.dumps(values).encode())
+        return Seals(_NOTE).sealed(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, store: Path) -> Note | None:
@@ -512,13 +293,12 @@ class Note:
         if data is None:
             raise _unsealed(store)
         values = json.loads(data)
-        if values["version"] != VERSION:
-            raise _refused(store, f"has version {values['version']}, and this is {VERSION}")
-        return cls(id=values["id"], path=values["path"], ino=values["ino"])
+        if values["version"] not in _READABLE:
+            raise _refused(store, f"has version {values['version']}, and this is {_READABLE[-1]}")
+        return cls(**values)
 
 
-VERSION = 2
-"""Of what is in a store. Version 1 had no seals."""
+_READABLE = (2, 3)
 _NOTE = "store"
 _BEFORE_THE_NOTE = frozenset({"lock", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"})
 """What there may be before the note: a process was killed, or it has seals of its own."""
@@ -638,10 +418,6 @@ class Store:
         """Give no name that a killed process has given: these are what it has left."""
         self._count = max([self._count, *(_number(name) for name in names)])
 
-    def stage(self) -> Path:
-        """Return a free path, on the store's filesystem, to build something at."""
-        return self.tx / self.fresh()
-
     def left(self, parts: Parts) -> Path:
         """Return a free path in ``left``, for something that belongs at ``parts``."""
         return left_in(self.path, parts)
@@ -722,14 +498,15 @@ def write_note(store: Path, note: Note) -> None:
     write_whole(store / "root", note.encode())
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Make a file hold this, and be on the disk: all of it, or as it was."""
+def write_whole(path: Path, data: bytes, *, safe: bool = True) -> None:
+    """Make a file hold this, and be on the disk if safe: all of it, or as it was."""
     staged = path.with_name(f"{path.name}.new")
     staged.unlink(missing_ok=True)
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
     try:
         write_all(fd, data)
-        os.fsync(fd)
+        if safe:
+            os.fsync(fd)
     finally:
         os.close(fd)
     os.rename(staged, path)

@@ -1,7 +1,7 @@
 """A directory tree that nothing leads out of: every call works on directory descriptors.
 
-No path with a symbolic link in it is ever handed to the kernel. Links are read here, name by name,
-and what they lead to is opened afresh, so one that is planted between check and use is refused.
+The kernel never gets a path with a symbolic link in it. Links are read here, name by name, and
+their targets are opened anew, so a link that is planted between check and use is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 CHUNK = 1 << 20
 LONGEST = 4000
-"""Bytes of a path for one system call: Linux takes 4095. A longer path is opened in pieces."""
+"""Bytes of a path in one system call: Linux allows 4095. A longer path is opened in pieces."""
 
-# Seconds for what takes milliseconds, unless the machine stands still: to take such a moment for an
-# answer would be wrong for as long as this process lives.
+# Seconds for what takes milliseconds, unless the machine stalls: a wrong answer would be remembered
+# for as long as this process lives.
 PATIENCE = 60.0
 
 # Missing on some systems; the module must still load there.
@@ -41,20 +41,8 @@ _OPEN_DIRECTORY = os.O_RDONLY | _DIRECTORY | _NOFOLLOW | _CLOEXEC
 _OPEN_FILE = os.O_RDONLY | _NOFOLLOW | _NONBLOCK | _CLOEXEC
 
 
-class Ident(NamedTuple):
-    """Tells one state of a file from another without reading it."""
-
-    ino: int
-    size: int
-    mtime_ns: int
-
-
-def ident_of(status: os.stat_result) -> Ident:
-    return Ident(status.st_ino, status.st_size, status.st_mtime_ns)
-
-
 def supported() -> bool:
-    """Tell whether this system has calls relative to directory descriptors."""
+    """Tell whether the system has calls relative to directory descriptors."""
     return {os.open, os.stat, os.rename, os.unlink, os.link, os.utime} <= os.supports_dir_fd
 
 
@@ -88,17 +76,16 @@ class Tree:
         self.path = Path(os.path.realpath(root))
         self._spellings = {self.path.parts[1:], Path(os.path.abspath(root)).parts[1:]}
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
-        # A view keeps trees open for as long as somebody holds it, and nobody says when that ends.
+        # A view keeps trees open for as long as it lives, and is not always closed.
         self._closed = weakref.finalize(self, os.close, self.fd)
         self._closed.atexit = False
         self._root = _Root(self.fd)
         self.mount = mount_of(self.fd)
         self.exchanges: dict[Mount, bool] = {}
-        """Where two names can change places in one step, as far as that was tried."""
+        """Where two names can be exchanged in one step, as far as that was tried."""
         self._openat2 = _find_openat2() if openat2 else None
 
     def close(self) -> None:
-        """Give the root's descriptor back."""
         self.fd = self._root = _Root(-1)
         self._closed()
 
@@ -115,21 +102,21 @@ class Tree:
     def listing(self, parts: Parts) -> Held:
         """Return a new descriptor of a directory, to read its names with.
 
-        How far it is read belongs to the descriptor: others must not read with the same one.
+        The position in the directory belongs to the descriptor, so it cannot be shared.
         """
         return Held(self._open(parts, _OPEN_DIRECTORY))
 
     @contextlib.contextmanager
     def reached(self, parts: Parts) -> Generator[str]:
-        """Give a short path to something, however deep it is: for calls that take no descriptor.
+        """Give a short path to something, however deep it is, for calls that take no descriptor.
 
-        Linux only; the path leads there for as long as the block takes.
+        Linux only; the path is valid within the block.
         """
         with self.parent(parts) as above:
             yield f"/proc/self/fd/{above}/{parts[-1] if parts else '.'}"
 
     def open_file(self, parts: Parts) -> int:
-        """Return a new descriptor for reading; the caller looks at what was opened."""
+        """Return a new descriptor for reading; the caller checks what was opened."""
         return self._open(parts, _OPEN_FILE)
 
     def _open(self, parts: Parts, flags: int) -> int:
@@ -142,15 +129,15 @@ class Tree:
                     return self._openat2(self.fd, path, flags)
                 return _open_in_steps(self.fd, _pieces(path), flags, self._openat2)
             except OSError as error:
-                # Something was renamed meanwhile, or a directory may only be passed through.
+                # Something was renamed meanwhile, or a directory is searchable but not readable.
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
         return _open_in_steps(self.fd, parts or (".",), flags, _open_name)
 
-    # Looking
+    # Reading
 
     def status(self, parts: Parts) -> os.stat_result | None:
-        """Return what is at a path, a link itself and not what it leads to; None for nothing."""
+        """Return the status of a path, of a link itself and not its target; None for nothing."""
         if not parts:
             return os.fstat(self.fd)
         try:
@@ -167,7 +154,7 @@ class Tree:
             os.close(above)
 
     def status_if_reached(self, parts: Parts) -> os.stat_result | None:
-        """Like ``status``; None also where a link or a file is in the way."""
+        """Like ``status``; None also where a link or a file blocks the path."""
         try:
             return self.status(parts)
         except OSError as error:
@@ -176,7 +163,6 @@ class Tree:
             raise
 
     def link_target(self, parts: Parts) -> str:
-        """Return the text of a symbolic link."""
         with self.parent(parts) as fd:
             return os.readlink(parts[-1], dir_fd=fd)
 
@@ -191,12 +177,11 @@ class Tree:
             os.close(fd)
 
     def names(self, parts: Parts) -> list[str]:
-        """Return the names in a directory, in no order."""
         with self.listing(parts) as fd:
             return os.listdir(fd)
 
     def scan(self, parts: Parts) -> list[tuple[str, os.stat_result]]:
-        """Return name and status of everything in a directory; what vanishes is left out."""
+        """Return name and status of everything in a directory; what vanishes is skipped."""
         with self.listing(parts) as fd:
             found: list[tuple[str, os.stat_result]] = []
             for name in os.listdir(fd):
@@ -207,7 +192,7 @@ class Tree:
     def kinds(self, parts: Parts) -> list[tuple[str, int]]:
         """Return name and file type (as ``S_IFMT`` gives it) of everything in a directory.
 
-        Costs no status per name where the directory itself knows the types.
+        Needs no status per name where the directory itself has the types.
         """
         with self.listing(parts) as fd, os.scandir(fd) as entries:
             return [(entry.name, _type_of(entry)) for entry in entries]
@@ -217,7 +202,6 @@ class Tree:
     def resolve(
         self, parts: Parts, *, follow: bool = True, seen: set[Parts] | None = None
     ) -> Parts:
-        """Return the canonical path: links followed, as long as they stay below the root."""
         return resolve(parts, self.link_target, self.below_root, follow=follow, seen=seen)
 
     def below_root(self, target: str) -> list[str] | None:
@@ -236,7 +220,7 @@ class Tree:
             chmod_at(above, parts[-1] if parts else ".", mode)
 
     def remove_all(self, parts: Parts) -> None:
-        """Remove whatever is at a path; nothing there is fine."""
+        """Remove whatever is at a path, if anything."""
         with contextlib.suppress(FileNotFoundError), self.parent(parts) as fd:
             status = os.stat(parts[-1], dir_fd=fd, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
@@ -245,9 +229,9 @@ class Tree:
                 os.unlink(parts[-1], dir_fd=fd)
 
     def walk(self, top: Parts, *, lenient: bool = False) -> Iterator[tuple[Parts, os.stat_result]]:
-        """Yield path and status of a path and all that is below it, directories first.
+        """Yield path and status of a path and everything below it, directories first.
 
-        With ``lenient``, a directory that cannot be read, or vanishes, is passed over.
+        With ``lenient``, a directory that cannot be read, or vanishes, is skipped.
         """
         status = self.status(top)
         if status is None:
@@ -303,13 +287,13 @@ def _open_name(above: int, name: str, flags: int | None) -> int:
     except PermissionError:
         if not _PATH:
             raise
-        # A directory that may be passed through but not listed.
+        # Searchable but not readable.
         return os.open(name, _PATH | _DIRECTORY | _NOFOLLOW | _CLOEXEC, dir_fd=above)
 
 
 def files_below(folder: Path) -> Iterator[os.stat_result]:
-    """Yield the status of all but the directories below one, however deep; what vanishes, or may
-    not be looked into, is left out.
+    """Yield the status of every file below a directory; what vanishes or is not readable is
+    skipped.
     """
     tree = Tree(folder)
     try:
@@ -321,15 +305,15 @@ def files_below(folder: Path) -> Iterator[os.stat_result]:
 
 
 def remove_directory(above: int, name: str) -> None:
-    """Remove a directory with all that is in it, however deep and whatever its modes.
+    """Remove a directory with everything in it, however deep and whatever its modes.
 
-    Two descriptors are open at a time, and no path is longer than one name. What is mounted in it
-    is not touched: that raises ``EBUSY``.
+    Two descriptors are open at a time, and no path is longer than one name. A mount in it raises
+    ``EBUSY``.
     """
     fd = _open_to_remove(name, above)
     try:
         mount = mount_of(fd)
-        # For each directory on the way down: its name, what it is, the directories left in it.
+        # For each directory on the way down: its name, its status, the directories left in it.
         way = [(name, os.fstat(fd), _unlink_files(fd))]
         while True:
             here, status, inner = way[-1]
@@ -357,10 +341,9 @@ def remove_directory(above: int, name: str) -> None:
 
 
 def remove_tree(place: Path) -> None:
-    """Remove a directory with all that is in it, whatever the modes of its directories.
+    """Remove a directory with everything in it, also while others still work in it.
 
-    Others may come and go in there meanwhile: a command whose caller was killed is killed, too, but
-    not at the same instant.
+    A command whose caller was killed is killed, too, but not at the same instant.
     """
     until = SYSTEM_CLOCK.monotonic() + PATIENCE
     while os.path.lexists(place):
@@ -376,24 +359,24 @@ def remove_tree(place: Path) -> None:
 
 
 _CHANGING = (errno.ENOENT, errno.ENOTEMPTY)
-"""What removing a directory fails with when somebody is at work in it."""
+"""Errors of removing a directory that is in use."""
 
 
 def _open_to_remove(name: str, above: int) -> int:
-    """Open a directory so that what is in it can be removed, also one that is closed to that."""
+    """Open a directory so that its entries can be removed, whatever its mode."""
     try:
         fd = os.open(name, _OPEN_DIRECTORY, dir_fd=above)
     except PermissionError:
         chmod_at(above, name, 0o700)
         fd = os.open(name, _OPEN_DIRECTORY, dir_fd=above)
     if os.fstat(fd).st_mode & 0o700 != 0o700:
-        with contextlib.suppress(OSError):  # not ours, or no modes: removing tells what is wrong
+        with contextlib.suppress(OSError):  # not ours, or no modes: removing will fail
             os.fchmod(fd, 0o700)
     return fd
 
 
 def _unlink_files(fd: int) -> list[str]:
-    """Remove all but the directories in a directory; returns the names of those."""
+    """Remove the files in a directory; returns the names of the directories."""
     with os.scandir(fd) as entries:
         kinds = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_directory in kinds:
@@ -401,11 +384,6 @@ def _unlink_files(fd: int) -> list[str]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
     return [name for name, is_directory in kinds if is_directory]
-
-
-def status_is_directory(tree: Tree, parts: Parts) -> bool:
-    status = tree.status(parts)
-    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def check_regular(status: os.stat_result, parts: Parts) -> None:
@@ -416,7 +394,7 @@ def check_regular(status: os.stat_result, parts: Parts) -> None:
 
 
 def read_all(fd: int, size: int) -> bytes:
-    """Return all that is left to read, in one call where the size is as expected."""
+    """Return the rest of an open file, in one call where the size is as expected."""
     data = os.read(fd, size + 1)
     if len(data) <= size and (len(data) == size or not data):
         return data
@@ -427,7 +405,6 @@ def read_all(fd: int, size: int) -> bytes:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, however many calls that takes."""
     written = os.write(fd, data)
     if written != len(data):
         view = memoryview(data)
@@ -436,21 +413,21 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def without_privileges(mode: int) -> int:
-    """Return a file's permission bits for when its content changes: it acts for nobody any more.
+    """Return a file's permission bits after its content has changed.
 
-    That is what the kernel does when anybody but root writes to it: setuid goes, and setgid where
-    the group may execute it.
+    As the kernel does when anybody but root writes to it, setuid goes, and setgid where the group
+    may execute it.
     """
     dropped = stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0)
     return mode & ~dropped
 
 
 PRIVILEGES = "security.capability"
-"""The extended attribute that lets a program act with a privilege; goes with any write, too."""
+"""The extended attribute that gives a program a privilege; any write removes it, too."""
 
 
 def sync(fd: int) -> None:
-    """Have the disk hold a file or directory, where its filesystem knows of that."""
+    """Flush a file or directory to the disk, if its filesystem can."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -459,7 +436,7 @@ def sync(fd: int) -> None:
 
 
 def sync_all(fd: int) -> None:
-    """Have the disk hold all of the filesystem that something open is on."""
+    """Flush the whole filesystem that a descriptor is on."""
     syncfs = _libc("syncfs", "i")
     if syncfs is None:
         os.sync()
@@ -477,7 +454,7 @@ def chmod_at(above: int, name: str, mode: int) -> None:
     except PermissionError:
         if not _PATH:
             raise
-        # Not even readable, but ours: the descriptor's own name leads to exactly this file.
+        # Not readable, but ours: the descriptor's own path leads to exactly this file.
         fd = os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)
         try:
             os.chmod(f"/proc/self/fd/{fd}", mode)
@@ -526,11 +503,7 @@ _ACL, _DEFAULT_ACL = "system.posix_acl_access", "system.posix_acl_default"
 
 
 def inherit(fd: int, above: int) -> None:
-    """Give a new file what it would have from its directory, had it been made there.
-
-    That is the group of a directory with setgid, and the access list that a directory has for what
-    is made in it.
-    """
+    """Give a new file what its directory gives to new files: the group (setgid) and the ACL."""
     directory = os.fstat(above)
     if directory.st_mode & stat.S_ISGID and os.fstat(fd).st_gid != directory.st_gid:
         with contextlib.suppress(PermissionError):
@@ -542,7 +515,7 @@ def inherit(fd: int, above: int) -> None:
 
 
 def without_default_acl(directory: int | Path) -> None:
-    """Let what is made in a directory of ours have no access list from above it."""
+    """Remove the ACL that a directory of ours would give to new files."""
     if _default_acl(directory) is not None:
         os.removexattr(directory, _DEFAULT_ACL)
 
@@ -553,15 +526,15 @@ def _default_acl(directory: int | Path) -> bytes | None:
     try:
         return os.getxattr(directory, _DEFAULT_ACL)
     except OSError:
-        return None  # most have none, and some filesystems know of none
+        return None
 
 
 def _for_file(acl: bytes) -> bytes:
-    """Return a directory's list for a file: nobody may execute it."""
+    """Return a directory's ACL for a file: nobody may execute it."""
     header, entry = struct.Struct("<I"), struct.Struct("<HHI")
     entries = list(entry.iter_unpack(acl[header.size :]))
     mask = 0x10 in (tag for tag, _, _ in entries)
-    # As open(2) does with 0666: for the owner, for others, and for all between them at once.
+    # As open(2) does with 0666: for the owner, for others, and for the mask or the group.
     limited = {0x01, 0x20, 0x10 if mask else 0x04}
     return acl[: header.size] + b"".join(
         entry.pack(tag, allowed & 6 if tag in limited else allowed, who)
@@ -583,7 +556,7 @@ def _type_of(entry: os.DirEntry[str]) -> int:
 
 
 def mounted_below(place: Path | str) -> str | None:
-    """Return where, below a directory, something is mounted; None if nothing is."""
+    """Return a mount point below a directory; None if there is none."""
     start = os.fsencode(place) + b"/"
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
@@ -599,14 +572,13 @@ def mounted_below(place: Path | str) -> str | None:
 
 
 Mount = tuple[int, int]
-"""Tells where a rename is possible: device, and mount where the system tells mounts apart.
+"""Device and mount id: a rename is possible within one mount only.
 
 The same disk may be mounted in several places, and nothing can be renamed from one to another.
 """
 
 
 def mount_of(fd: int) -> Mount:
-    """Return where an open file or directory is mounted."""
     statx = _find_statx()
     return (os.fstat(fd).st_dev, _mount_in_proc(fd)) if statx is None else statx(fd)
 
@@ -619,12 +591,12 @@ def _mount_in_proc(fd: int) -> int:
     return next((int(line[7:]) for line in lines if line.startswith(b"mnt_id:")), 0)
 
 
-# Calls of Linux that Python has no function for. Each is looked for once.
+# Linux system calls that Python has no function for.
 
 
 @cache
 def _libc(name: str, arguments: str) -> Callable[..., int] | None:
-    """Return a function of Linux's C library, None where there is none.
+    """Return a function of Linux's C library; None elsewhere.
 
     ``arguments`` has a letter for each: ``i`` an int, ``l`` a long, ``u`` unsigned, ``s`` a size,
     ``b`` bytes, ``p`` a pointer.
@@ -659,7 +631,7 @@ def _last_error(name: str | None = None) -> OSError:
 
 @cache
 def _find_statx() -> Callable[[int], Mount] | None:
-    """Return a function that tells where a descriptor is mounted, where there is one."""
+    """Return ``mount_of`` by one system call, if the kernel has it."""
     call = _libc("statx", "ibiub")
     if call is None:
         return None
@@ -683,7 +655,7 @@ def _find_statx() -> Callable[[int], Mount] | None:
 
 @cache
 def _find_openat2() -> Callable[[int, bytes, int | None], int] | None:
-    """Return the call that opens a path without following any link, where there is one.
+    """Return the call that opens a path without following any link, if the kernel has it.
 
     Without flags it opens a directory on the way.
     """
@@ -708,12 +680,12 @@ def _find_openat2() -> Callable[[int, bytes, int | None], int] | None:
         return fd
 
     openat2.hows = hows  # pyright: ignore[reportFunctionMemberAccess]  # kept alive: C reads them
-    # An older kernel, or a filter, may not know the call.
+    # An older kernel, or a filter, may refuse the call.
     return openat2 if _works(lambda root: os.close(openat2(root, b".", None))) else None
 
 
 def _works(call: Callable[[int], object]) -> bool:
-    """Tell whether a call on the system's root succeeds."""
+    """Tell whether a call on the root directory succeeds."""
     root = os.open("/", _OPEN_DIRECTORY)
     try:
         call(root)
@@ -725,7 +697,7 @@ def _works(call: Callable[[int], object]) -> bool:
 
 
 def exchange(one: int, name: str, other: int, place: str) -> bool:
-    """Let two names change places in one step; False where the system cannot.
+    """Exchange two names in one step; False where the system cannot.
 
     Each is a directory's descriptor and a name in it.
     """

@@ -15,10 +15,11 @@ from pathlib import Path
 from weakincentives.call import ToolCall
 from weakincentives.clock import Clock
 from weakincentives.errors import FilesystemError, ProtectedPath
+from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
 from weakincentives.filesystem.history import History, replaced
-from weakincentives.filesystem.journal import Changes, recover
+from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
     Disk,
     Layer,
@@ -29,8 +30,7 @@ from weakincentives.filesystem.layers import (
     undone,
 )
 from weakincentives.filesystem.protocol import Parts
-from weakincentives.filesystem.records import Record
-from weakincentives.filesystem.reserved import Hiding, Reserved
+from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import Tree
@@ -81,7 +81,7 @@ class Workspace:
         """Whether other programs change files in the transaction that works in place."""
         self.disk: Look = Disk(self.tree)
         if self.reserved.hidden:
-            self.disk = Hiding(self.disk, self.reserved.hidden)
+            self.disk = functools.reduce(Layer.remove, self.reserved.hidden, Layer(self.disk))
         self.present = Present(self.disk)
         self.links: dict[Sequence[str], frozenset[Parts]] = {}
         """What links at protected paths lead to, by the patterns."""
@@ -251,7 +251,7 @@ class Workspace:
             room = record.room if name == record.kept else None
             records[number] = replace(record, before=entry, kept=name, room=room)
         own = self.store
-        return records, Taken(own.objects, own.tree, self.tree, scan=own.scan)
+        return records, Taken(own.objects, own.tree, self.tree, store=own.path)
 
     # Private views beside the transaction that works in place, and of it
 

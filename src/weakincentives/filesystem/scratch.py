@@ -1,0 +1,248 @@
+"""Where things wait while a path is changed: a directory from which one rename puts them in place.
+
+That is the transaction's own directory in the store. What lies on another filesystem than the
+store, or on another mount of the same, gets a directory at the top of that one, for as long as the
+transaction takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.store import Store, checked_parts, write_whole
+from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
+
+TEMPORARY = ".wink-temporary-"
+"""How the names of such directories begin. Nobody else is to be bothered with them."""
+
+NOTE = "rooms"
+"""The file that they are noted in, and what it is sealed as."""
+
+logger = logging.getLogger("weakincentives.filesystem")
+
+
+@dataclass(slots=True, eq=False)
+class Scratch:
+    """A directory for what was replaced, and for what is about to be put somewhere."""
+
+    tree: Tree
+    mount: Mount
+    base: Parts = ()
+    _fd: int = field(default=-1, init=False)
+
+    @property
+    def mark(self) -> Parts | None:
+        """How a record names it; None for the transaction's own directory."""
+        return self.base or None
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, open until it is closed."""
+        if not self.base:
+            return self.tree.fd
+        if self._fd < 0:
+            self._fd = int(self.tree.directory(self.base))
+        return self._fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def at(self, name: str) -> Parts:
+        """Return the path of something in it, below its tree."""
+        return (*self.base, name)
+
+    def status(self, name: str) -> os.stat_result | None:
+        """Return the status of something in it; None if it is not there."""
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        """Remove something in it; nothing there is fine."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+        except OSError:  # a directory
+            self.tree.remove_all(self.at(name))
+
+    def put(self, name: str, above: int, place: str) -> None:
+        """Move something from here to a name in a directory; a file that is there is replaced."""
+        os.rename(name, place, src_dir_fd=self.fd, dst_dir_fd=above)
+
+
+class Scratches:
+    """The scratch directories of a transaction: one for each filesystem that it changes."""
+
+    def __init__(self, tree: Tree, store: Store) -> None:
+        self._tree = tree
+        self._store = store
+        self.own = Scratch(store.tree, store.tree.mount)
+        self.made: list[Scratch] = []
+        """Those outside of the store."""
+        self._times: dict[Parts, int | None] = {}
+        """Of each that was made: the time that the directory it is in is to have, if it may have
+        another."""
+
+    def on(self, mount: Mount, parent: Parts) -> Scratch:
+        """Return the one for what is in a directory; made if it is the first on its mount."""
+        for known in (self.own, *self.made):
+            if known.mount == mount:
+                return known
+        self.made.append(self._make(mount, parent))
+        return self.made[-1]
+
+    def of(self, mark: Parts | None) -> Scratch:
+        """Return the one that a record names."""
+        if mark is None:
+            return self.own
+        known = next((each for each in self.made if each.base == mark), None)
+        return known or Scratch(self._tree, self._tree.mount, mark)
+
+    def recall(self) -> bool:
+        """Take over those of a process that is gone; False if there are none."""
+        noted = self._noted()
+        for base, time in noted.items():
+            # It was killed while it made or removed this one.
+            self._settle(base, time)
+            with contextlib.suppress(OSError), self._tree.directory(base) as fd:
+                self._store.avoid(os.listdir(fd))
+                self.made.append(Scratch(self._tree, mount_of(fd), base))
+                self._times[base] = None
+        if noted:
+            self._write_note()
+        return bool(noted)
+
+    def _noted(self) -> Mapping[Parts, int | None]:
+        """Return what a process which is gone has noted; nothing if that is damaged."""
+        note = self._store.path / NOTE
+        try:
+            data = self._store.seals(NOTE).unsealed(note.read_bytes())
+            noted = {checked_parts(path): time for path, time in json.loads(data or b"")}
+            if not all(base and base[-1].startswith(TEMPORARY) for base in noted):
+                raise ValueError("not the name of a scratch directory")
+        except FileNotFoundError:
+            return {}
+        except ValueError:
+            place = self._store.left(("rooms",))
+            os.rename(note, place)
+            logger.error(
+                "What says where a killed call kept what it replaced is damaged, and is now %s."
+                " Look for directories called %s... in the workspace",
+                place,
+                TEMPORARY,
+            )
+            return {}
+        return noted
+
+    def leave(self) -> None:
+        """Remove those that were made. One that cannot be removed is tried again later."""
+        if not self._times:
+            return
+        while self.made:
+            self.made.pop().close()
+        self._times = {base: self._time_of(base[:-1]) for base in self._times}
+        self._write_note()
+        left: dict[Parts, int | None] = {}
+        for base, time in self._times.items():
+            try:
+                self._tree.remove_all(base)
+                self._settle(base, time)
+            except OSError:
+                left[base] = None
+        self._times = left
+        self._write_note()
+
+    def _make(self, mount: Mount, parent: Parts) -> Scratch:
+        """Make one as far up as possible: no change of a call can move or remove it there."""
+        tops = (parent[:depth] for depth in range(len(parent) + 1))
+        same = [top for top in tops if self._is_on(mount, top)]
+        for top in same:
+            made = Scratch(self._tree, mount, (*top, f"{TEMPORARY}{os.urandom(6).hex()}"))
+            try:
+                self._make_directory(made)
+            except PermissionError:
+                if top == same[-1]:
+                    raise
+            else:
+                return made
+        raise FileNotFoundError(parent)
+
+    def _is_on(self, mount: Mount, parts: Parts) -> bool:
+        try:
+            held = self._tree.directory(parts)
+        except PermissionError:
+            return False
+        with held as fd:
+            return mount_of(fd) == mount
+
+    def make_again(self) -> None:
+        """Make those again that a program has removed, which saw them in the workspace."""
+        for each in self.made:
+            status = self._tree.status_if_reached(each.base)
+            if (
+                status is None
+                or not stat.S_ISDIR(status.st_mode)
+                or not os.path.samestat(status, os.fstat(each.fd))
+            ):
+                each.close()
+                self._tree.remove_all(each.base)
+                self._make_directory(each)
+
+    def _make_directory(self, made: Scratch) -> None:
+        base, top = made.base, made.base[:-1]
+        # Noted first: whoever comes after a kill knows what to remove, and which time to set.
+        time = self._times[base] = self._time_of(top)
+        self._write_note()
+        try:
+            with self._tree.directory(top) as above:
+                os.mkdir(base[-1], 0o700, dir_fd=above)
+        except OSError:
+            del self._times[base]
+            self._write_note()
+            raise
+        self._settle(base, time)
+        # Git overlooks it, and what is made in it takes nothing after what is above it.
+        without_default_acl(made.fd)
+        file = os.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=made.fd)
+        try:
+            write_all(file, b"*\n")
+        finally:
+            os.close(file)
+        self._times[base] = None
+        self._write_note()
+
+    def _settle(self, base: Parts, time: int | None) -> None:
+        """Set the time of the directory that one is, or was, in."""
+        if time is not None:
+            set_time(self._tree, base[:-1], time)
+
+    def _time_of(self, parts: Parts) -> int | None:
+        status = self._tree.status(parts)
+        return None if status is None else status.st_mtime_ns
+
+    def _write_note(self) -> None:
+        note = self._store.path / NOTE
+        if not self._times:
+            note.unlink(missing_ok=True)
+            return
+        noted = json.dumps([["/".join(base), time] for base, time in self._times.items()])
+        write_whole(note, self._store.seals(NOTE).sealed(noted.encode()), safe=self._store.safe)
+
+
+def set_time(tree: Tree, parts: Parts, mtime_ns: int) -> None:
+    """Set a directory's time of change; one that is gone is fine."""
+    with contextlib.suppress(FileNotFoundError), tree.directory(parts) as fd:
+        status = os.fstat(fd)
+        if status.st_mtime_ns != mtime_ns:
+            os.utime(fd, ns=(status.st_atime_ns, mtime_ns))
