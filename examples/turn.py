@@ -63,7 +63,7 @@ def main() -> None:
 
     print("A turn of four calls, each 0.2 s of waiting:")
     for result, record in zip(results, session[ToolInvoked].all(), strict=True):
-        again = f"   taken {record.attempts} times: {', '.join(record.conflicts)} had changed"
+        again = f"   ran {record.attempts} times: {', '.join(record.conflicts)} had changed"
         print(
             f"  {record.place}. {record.tool_name:<12} {'ok' if result.success else '--'} "
             f"{result.value or result.message}{again if record.attempts > 1 else ''}"

@@ -96,7 +96,7 @@ def test_the_example_of_a_turn_sells_no_more_than_there_is():
     ).stdout
 
     assert "0. sell         ok sold 8, 2 left\n" in shown
-    assert "2. sell         -- only 2 left   taken 2 times: Stock had changed\n" in shown
+    assert "2. sell         -- only 2 left   ran 2 times: Stock had changed\n" in shown
     assert "3. sell         ok sold 2, 0 left" in shown
     assert "In stock: 0. What the checker found: None." in shown
 

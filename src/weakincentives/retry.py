@@ -353,35 +353,21 @@ _NETWORK_ERRNOS = {
 }  # fmt: skip
 _LOCK_ERRNOS = {errno.EAGAIN, errno.EWOULDBLOCK, errno.EDEADLK, errno.ENOLCK}
 
-# By module and name, the special before the general; None is for what no retry will cure.
-# A module that is not loaded has raised nothing, so it need not be imported to ask.
-_KNOWN: tuple[tuple[str, str, str | None], ...] = (
-    ("subprocess", "TimeoutExpired", TIMEOUT),
-    ("socket", "gaierror", NETWORK),
-    ("socket", "herror", NETWORK),
-    ("ssl", "SSLError", NETWORK),
-    ("http.client", "InvalidURL", None),
-    ("http.client", "HTTPException", NETWORK),
-    ("urllib.error", "ContentTooShortError", NETWORK),
-    ("httpx", "TimeoutException", TIMEOUT),
-    ("httpx", "UnsupportedProtocol", None),
-    ("httpx", "TransportError", NETWORK),
-    ("httpx2", "TimeoutException", TIMEOUT),
-    ("httpx2", "UnsupportedProtocol", None),
-    ("httpx2", "TransportError", NETWORK),
-    ("requests.exceptions", "Timeout", TIMEOUT),
-    ("requests.exceptions", "ConnectionError", NETWORK),
-    ("requests.exceptions", "ChunkedEncodingError", NETWORK),
-    ("urllib3.exceptions", "TimeoutError", TIMEOUT),
-    ("urllib3.exceptions", "ProtocolError", NETWORK),
-    ("aiohttp", "InvalidURL", None),
-    ("aiohttp", "ClientConnectionError", NETWORK),
-    ("aiohttp", "ClientPayloadError", NETWORK),
-    ("openai", "APITimeoutError", TIMEOUT),
-    ("openai", "APIConnectionError", NETWORK),
-    ("anthropic", "APITimeoutError", TIMEOUT),
-    ("anthropic", "APIConnectionError", NETWORK),
-)
+# The special before the general; None is for what no retry will cure. A module that is not loaded
+# has raised nothing, so none is imported to ask.
+_KNOWN: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+    (None, ("http.client.InvalidURL", "httpx.UnsupportedProtocol", "httpx2.UnsupportedProtocol",
+            "aiohttp.InvalidURL")),
+    (TIMEOUT, ("subprocess.TimeoutExpired", "httpx.TimeoutException", "httpx2.TimeoutException",
+               "requests.exceptions.Timeout", "urllib3.exceptions.TimeoutError",
+               "openai.APITimeoutError", "anthropic.APITimeoutError")),
+    (NETWORK, ("socket.gaierror", "socket.herror", "ssl.SSLError", "http.client.HTTPException",
+               "urllib.error.ContentTooShortError", "httpx.TransportError", "httpx2.TransportError",
+               "requests.exceptions.ConnectionError", "requests.exceptions.ChunkedEncodingError",
+               "urllib3.exceptions.ProtocolError", "aiohttp.ClientConnectionError",
+               "aiohttp.ClientPayloadError", "openai.APIConnectionError",
+               "anthropic.APIConnectionError")),
+)  # fmt: skip
 
 
 def _code_of_type(error: Exception) -> str | None:
@@ -391,10 +377,12 @@ def _code_of_type(error: Exception) -> str | None:
         return NETWORK
     if isinstance(error, (BlockingIOError, WorkspaceLocked)) or _is_locked_database(error):
         return LOCK
-    for module, name, code in _KNOWN:
-        kind = _attribute(sys.modules.get(module), name)
-        if isinstance(kind, type) and isinstance(error, kind):
-            return code
+    for code, names in _KNOWN:
+        for name in names:
+            module, _, kind_name = name.rpartition(".")
+            kind = _attribute(sys.modules.get(module), kind_name)
+            if isinstance(kind, type) and isinstance(error, kind):
+                return code
     if isinstance(error, OSError):
         if error.errno in _NETWORK_ERRNOS:
             return NETWORK

@@ -448,9 +448,9 @@ def _answer(
     done = len(results) - len(failed)
     if not failed:
         return ToolResult.ok(output(True), f"All {total} tools succeeded")
-    reasons = "; ".join(
-        f"{each.metadata.tool_name} ({each.message.partition(chr(10))[0]})" for each in failed
-    )
+    first_lines = [each.message.partition("\n")[0] for each in failed]
+    names = [each.metadata.tool_name for each in failed]
+    reasons = "; ".join(f"{name} ({line})" for name, line in zip(names, first_lines, strict=True))
     if keep_partial and done:
         return ToolResult.ok(output(True), f"{done} of {total} tools succeeded; failed: {reasons}")
     message = f"{len(failed)} of {total} tools failed: {reasons}"

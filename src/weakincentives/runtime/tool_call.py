@@ -22,6 +22,7 @@ from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
 from weakincentives.runtime.snapshots import tool_transaction
 from weakincentives.runtime.transactions import (
+    CallResources,
     Place,
     Recorded,
     Surroundings,
@@ -353,7 +354,8 @@ def _context_under_way() -> ToolContext:
     parent = under_way.open()
     # The policies, limits and ids of the call under way hold for the calls it makes.
     outer = parent.context
-    return outer.bound_to(parent.session, parent.resources, parent.call.id, outer.signal)
+    resources = CallResources(parent)
+    return outer.bound_to(parent.session, resources, parent.call.id, outer.signal)
 
 
 def _with(tool: Tool[Any, Any], context: ToolContext) -> Offers:

@@ -252,11 +252,6 @@ class Transaction:
         return self
 
     @property
-    def resources(self) -> CallResources:
-        """The call's resources."""
-        return CallResources(self)
-
-    @property
     def scope(self) -> ToolScope:
         """The lifetime of resources that are the call's own; made when first needed."""
         if self._scope is None:
