@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -234,3 +235,33 @@ class TestPlaces:
         if common:
             place = data.draw(st.integers(0, common - 1))
             assert newer.put(place, object()).shared_with(other) == place
+
+
+def test_encoded_values_are_decoded_when_they_are_read():
+    decoded: list[int] = []
+
+    def decode(items: list[str]) -> tuple[int, ...]:
+        decoded.extend(map(int, items))
+        return tuple(map(int, items))
+
+    values = Slice.decoded([str(n) for n in range(100)], decode)
+    longer = values.append(100)
+
+    assert decoded == [96, 97, 98, 99]
+    assert len(longer) == 101
+    assert longer.latest() == 100
+    assert longer.shared_with(values) == 100
+    assert len(decoded) == 4
+    assert next(islice(longer.newest_first(), 5, None)) == 95
+    assert len(decoded) == 4 + 32
+    assert longer.all() == tuple(range(101))
+    assert values.put(3, -3).all()[:5] == (0, 1, 2, -3, 4)
+    assert sorted(decoded) == list(range(100))
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, 64, 65])
+def test_a_decoded_slice_equals_one_that_was_never_encoded(length: int):
+    values = Slice.decoded([str(n) for n in range(length)], lambda items: tuple(map(int, items)))
+
+    assert values.all() == Slice.of(range(length)).all()
+    assert len(values) == length

@@ -1,4 +1,4 @@
-"""Running a coroutine from sync code: on a background event loop, also from inside another loop."""
+"""Run coroutines from sync code, even inside a running loop, and handlers within their limits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _lock = threading.Lock()
 _resting: list[_Worker] = []
 _MOST_RESTING = 8
 _LOOK_SECONDS = 0.5
-"""How long to wait for a call before looking up: a signal that the system has handed to another
-thread wakes nobody, and what it is for happens in this one."""
+"""How long to wait before checking for signals: a signal delivered to another thread does not wake
+this one, but its handler runs here."""
 
 
-def _begin_anew() -> None:
-    """Forget what a forked child does not have: none of the threads came along."""
+def _reset_after_fork() -> None:
+    """Drop the loops and workers, whose threads a forked child does not have."""
     global _lock
-    _lock = threading.Lock()  # whoever held it is not here to let go of it
+    _lock = threading.Lock()  # a thread of the parent may hold the old one
     _loops.clear()
     _resting.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @atexit.register
@@ -44,10 +44,10 @@ def _stop_all() -> None:
 
 
 def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end and return what it returns, whatever thread this is.
+    """Run a coroutine to its end, from any thread, and return its result.
 
-    One loop serves all such calls, so that a client bound to it works from call to call. A call
-    from that loop's own thread would wait for itself: it gets the next one.
+    One loop serves all such calls, so that a client bound to it can be reused. A call from that
+    loop's own thread would wait for itself: it gets the next loop.
     """
     me = threading.get_ident()
     with undisturbed(), _lock:
@@ -61,7 +61,7 @@ def run_blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
 class _BackgroundLoop:
     def __init__(self, number: int) -> None:
         self.loop = asyncio.new_event_loop()
-        # A daemon: an endless handler must not keep the process alive.
+        # A daemon: a handler that never ends must not keep the process alive.
         self.thread = threading.Thread(
             target=self.loop.run_forever, name=f"wink-loop-{number}", daemon=True
         )
@@ -74,7 +74,7 @@ class _BackgroundLoop:
         context = copy_context()
 
         async def settle() -> None:
-            # Interrupts are handed over as values: raised in a task, they would end the loop.
+            # Interrupts are passed as values: raised in a task, they would end the loop.
             try:
                 outcome.append((await start(), None))
             except BaseException as error:
@@ -82,19 +82,19 @@ class _BackgroundLoop:
 
         def begin() -> None:
             task = self.loop.create_task(settle(), context=context)
-            # Told by the task, not in it: one that is cancelled before it begins does nothing.
+            # A callback: a task that is cancelled before it starts runs none of its code.
             task.add_done_callback(lambda _: done.set())
             tasks.append(task)
 
         try:
-            # An interrupt waits until there is something to be cancelled.
+            # An interrupt waits until there is a task to cancel.
             with undisturbed():
                 self.loop.call_soon_threadsafe(begin)
             while not done.wait(_LOOK_SECONDS):
                 pass
         except BaseException:  # Ctrl-C while waiting: the call is cancelled, and rolls back
             self.loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-            done.wait(timeout=60)  # the next one is not waited out
+            done.wait(timeout=60)  # a second Ctrl-C does not wait
             raise
         value, error = outcome[0]
         if error is not None:
@@ -107,19 +107,19 @@ class _BackgroundLoop:
         if self.thread.is_alive():
             return
         for task in asyncio.all_tasks(self.loop):
-            # A handler that was abandoned and ignores its cancellation: reported when it happened.
+            # An abandoned handler that ignores its cancellation has been logged already.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.loop.close()
 
     async def _end(self) -> None:
-        await self.loop.shutdown_asyncgens()  # closes what is kept open for as long as the loop
+        await self.loop.shutdown_asyncgens()
         self.loop.stop()
 
 
 async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
-    """Wait until the work has ended, however it does; False when that takes longer.
+    """Wait until the work has ended in any way; returns whether it did in time.
 
-    What ``asyncio.wait`` does for many, for one, at half the cost: every async call comes by here.
+    Half the cost of ``asyncio.wait``, which every async call would pay.
     """
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
@@ -140,10 +140,9 @@ async def ends_within(seconds: float | None, work: asyncio.Future[Any]) -> bool:
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a function in a thread that it has for itself; the future is of the running loop.
+    """Run a function in a worker thread, in a copy of the context; returns a future of this loop.
 
-    The thread may serve another function after that, which then finds what the first has left in
-    ``threading.local``, as in every pool. It has context variables of its own.
+    As in every pool, ``threading.local`` may hold values of an earlier function.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -167,10 +166,10 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:
             failure = error
         if future.cancelled():
-            worker.end()  # it was abandoned: what it left in its thread is nobody else's to find
+            worker.end()  # abandoned: do not reuse what it left in the thread
         else:
             worker.rest()
-        with suppress(RuntimeError):  # the loop is closed: nobody waits for this any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(deliver, value, failure)
 
     try:
@@ -182,9 +181,9 @@ def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class _Worker:
-    """A thread that does one thing after the other: to start one takes longer than most calls.
+    """A reusable thread: starting one takes longer than most calls.
 
-    Not one of a pool: an abandoned function keeps its thread, and pools wait for theirs at exit.
+    Not from a pool: an abandoned function keeps its thread, and a pool would wait for it at exit.
     """
 
     def __init__(self) -> None:
@@ -193,17 +192,16 @@ class _Worker:
         threading.Thread(target=self._run, name="wink-handler", daemon=True).start()
 
     def rest(self) -> None:
-        """Be there for the next one; end where enough others are, or in a child that it forked."""
+        """Wait for the next function; end if enough others wait, or in a forked child."""
         if len(_resting) < _MOST_RESTING and os.getpid() == self._process:
             _resting.append(self)
         else:
             self.end()
 
     def end(self) -> None:
-        """Do nothing more."""
         self.work.put(None)
 
     def _run(self) -> None:
         while (work := self.work.get()) is not None:
             work()
-            del work  # it holds on to all that its call had
+            del work  # it refers to everything of its call

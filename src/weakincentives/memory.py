@@ -172,6 +172,7 @@ class _Entries(_InSession):
         def at_key(values: Slice[Any]) -> _Entry | None:
             return _maps(values).get(scope, _NO_ENTRIES).get(key)
 
+        self._refresh(scope)
         entry = self._session.select_here(_Entry, at_key, f"{scope}/{key}")
         return entry if entry is not None and entry.is_live(self._clock) else None
 
@@ -181,7 +182,11 @@ class _Entries(_InSession):
         def in_scope(values: Slice[Any]) -> _Scope:
             return _maps(values).get(scope, _NO_ENTRIES)
 
+        self._refresh(scope)
         return self._session.select_here(_Entry, in_scope, scope)
+
+    def _refresh(self, scope: str) -> None:
+        """Bring in changes to a scope from outside this process."""
 
     def _list(self, scope: str, prefix: str = "") -> list[str]:
         """Return the keys of a scope, sorted."""
@@ -438,9 +443,8 @@ class MemoryManager(_Entries):
 
     # The file. The manager mirrors it in its session; a view changes only its session.
 
-    def _refresh(self) -> None:
-        """Bring in what other processes have written."""
-        if self._store is None or self._parent is not None:
+    def _refresh(self, scope: str = _LONG_TERM) -> None:
+        if scope != _LONG_TERM or self._store is None or self._parent is not None:
             return
         revision = self._store.revision()
         if revision == self._revision:
@@ -462,7 +466,10 @@ class MemoryManager(_Entries):
     @contextmanager
     def _writing_rows(self, keys: Collection[str] | None) -> Generator[None]:
         """Write what the block does to long-term keys to the file; None stands for any key."""
-        if self._store is None or self._parent is not None:
+        if self._store is None:
+            yield
+            return
+        if self._parent is not None:
             self._touched.update(keys or ())
             yield
             return
@@ -483,16 +490,6 @@ class MemoryManager(_Entries):
             self._session.go_to(before)
             self._revision = None
             raise
-
-    def _look(self, scope: str, key: str) -> _Entry | None:
-        if scope == _LONG_TERM:
-            self._refresh()
-        return super()._look(scope, key)
-
-    def _look_at_all(self, scope: str) -> _Scope:
-        if scope == _LONG_TERM:
-            self._refresh()
-        return super()._look_at_all(scope)
 
     def _update(
         self,

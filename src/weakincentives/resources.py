@@ -184,12 +184,11 @@ class ResourceRegistry:
             raise ResourceError(
                 f"Resources come as {{type: instance or Binding}}, got {type(resources).__name__}"
             )
-        return cls(
-            {
-                kind: value if isinstance(value, Binding) else Binding.instance(kind, value)
-                for kind, value in resources.items()
-            }
-        )
+        bindings: dict[type[Any], Binding[Any]] = {}
+        for kind, value in resources.items():
+            is_binding = isinstance(value, Binding)
+            bindings[kind] = value if is_binding else Binding.instance(kind, value)
+        return cls(bindings)
 
     @property
     def bindings(self) -> Mapping[type[Any], Binding[Any]]:

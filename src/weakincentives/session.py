@@ -1,7 +1,7 @@
 """Session: typed slices, the reducers that change them, snapshots, and the views of calls.
 
 All of a session's state is one immutable value, replaced in one assignment. So a snapshot is a
-reference, a rollback is to forget a view, and an interrupt leaves the old state or the new one.
+reference, a rollback drops a view, and an interrupt leaves the old state or the new one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet, ref
 
 from weakincentives.call import current_view, transaction_under_way
@@ -45,16 +45,16 @@ V = TypeVar("V")
 _logger = get_logger(__name__)
 
 _Slices = Mapping[type, Slice[Any]]
-# The events that made a view what it is, and what it was told; newest first. None outside views.
+# The changes and reads of a view, newest first. None outside views.
 _Events = tuple[Any, object] | None
 
-# Snapshots of a session and of all its views in the order in which they were taken.
+# Orders the snapshots of a session and of all its views.
 _serials = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
 class _Root:
-    """Everything a session holds at one moment. Replaced, never changed."""
+    """The content of a session at one moment. Replaced, never changed."""
 
     state: _Slices
     log: _Slices
@@ -72,14 +72,14 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _SliceChanged:
-    """A change made to a slice directly, as an event, so that views can replay it."""
+    """A direct change to a slice, as an event, so that views can replay it."""
 
     slice_type: type
     change: Callable[[Slice[Any]], Slice[Any]]
 
 
 class _Entry:
-    """What stands among a view's events without being one."""
+    """A record among a view's events that is not an event itself."""
 
     __slots__ = ()
 
@@ -90,26 +90,26 @@ class _StateReplaced(_Entry):
 
     state: _Slices
     snapshot: Snapshot | None = None
-    """What it was restored from, and the session or view that has it in its past: a view merges
-    only where that could still be done."""
+    """What it was restored from, and the session or view that owns it: a view merges only where the
+    snapshot can still be restored."""
     owner: Session | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Observed(_Entry):
-    """A question that a view asked: it merges only where the answer is still the same."""
+    """A read of a view: it merges only if the answer is still the same."""
 
     slice_type: type
     query: Callable[[Slice[Any]], object]
     answer: object
     subject: str = ""
-    """What the question was about, where that is less than the slice."""
+    """What was read, if less than the slice."""
 
     def check(self, root: _Root) -> None:
-        """Raise MergeConflict when the answer is another one by now."""
+        """Raise MergeConflict if the answer has changed."""
         try:
             same = _same(self.query(_slice_in(root, self.slice_type)), self.answer)
-        except Exception:  # a predicate that fails on what others put there
+        except Exception:  # a predicate that fails on the new values
             same = False
         if not same:
             name = self.slice_type.__name__
@@ -121,17 +121,17 @@ class _Observed(_Entry):
 
 @dataclass(frozen=True, slots=True)
 class _RolledBack(_Entry):
-    """What is left of entries that were rolled back in a view."""
+    """What remains of entries that were rolled back in a view."""
 
     logged: tuple[object, ...]
-    """The events that reach LOG slices: those stay."""
+    """The events for LOG slices, which stay."""
     entries: tuple[object, ...]
-    """All of them in a view that tracks reads: what they were told must still hold."""
+    """All entries, in a view that tracks reads: the reads must still be valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A child session, kept in a slice so that a failed call takes back those it made."""
+    """A child session, in a slice so that a rollback removes the children of a call."""
 
     session: Session
 
@@ -142,7 +142,7 @@ def _slice_in(root: _Root, slice_type: type) -> Slice[Any]:
 
 
 def _same(left: object, right: object) -> bool:
-    """Whether two answers are the same to whoever asked."""
+    """Whether two answers are equal, item by item."""
     if left is right:
         return True
     ours, theirs = _items(left), _items(right)
@@ -157,7 +157,7 @@ def _items(answer: Any) -> tuple[object, ...] | None:
     return cast("tuple[object, ...]", answer) if type(answer) is tuple else None
 
 
-# Questions that are often asked; one function each, so that asking again is seen to be the same.
+# Frequent queries, each one function, so that a repeated query is recognised.
 def _whole(values: Slice[T]) -> Slice[T]:
     return values
 
@@ -171,7 +171,7 @@ def _all(values: Slice[T]) -> tuple[T, ...]:
 
 
 def _named(change: object) -> str:
-    """Return what was asked for, as a message names it."""
+    """Return the name of a change, for messages."""
     if isinstance(change, _SliceChanged):
         return f"a change to the slice of {change.slice_type.__name__}"
     if isinstance(change, (_StateReplaced, Snapshot)):
@@ -183,7 +183,7 @@ def _named(change: object) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Wiring:
-    """What a session and all its views share: none of it is state, none is rolled back."""
+    """What a session and all its views share. It is not state and is never rolled back."""
 
     id: str
     parent: Session | None
@@ -194,13 +194,13 @@ class _Wiring:
     routes: Mapping[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
     policies: Mapping[type, SlicePolicy] = field(default_factory=dict[type, SlicePolicy])
     default_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
-    """Found as events come by."""
+    """For types without a registered reducer, filled as events are dispatched."""
     # Not typed: prompts are above this layer, and put themselves here.
     prompt: Any = None
     rendered: Any = None
     lock: Any = field(default_factory=RLock)
     gate: Gate = field(default_factory=Gate)
-    """Held by the call under way: calls on one session run one after the other."""
+    """Held by the current call: calls on one session run one after the other."""
 
     def policy(self, slice_type: type) -> SlicePolicy:
         return self.policies.get(slice_type) or declared_policy(slice_type)
@@ -228,18 +228,18 @@ class _Wiring:
         policy: SlicePolicy | None,
         root: _Root,
     ) -> None:
-        """Add a reducer, or put it in the place of the one for the same two types."""
+        """Add a reducer, or replace the one for the same two types."""
         with self.lock:
             policy = policy or self.policy(slice_type)
             is_log = policy is SlicePolicy.LOG
             if slice_type in (root.state if is_log else root.log):
                 raise SessionError(
                     f"the slice of {slice_type.__name__} cannot become {policy.name}: "
-                    "there is something in it already"
+                    "it is not empty"
                 )
             present = self.routes.get(event_type, ())
             if not present and self.policy(event_type) is SlicePolicy.LOG:
-                # What is derived from an event must not cost the history of it.
+                # An event of a LOG type stays in its own slice, too.
                 present = (self.own_route(event_type),)
             others = tuple(r for r in present if r.slice_type is not slice_type)
             routes = {**self.routes, event_type: (*others, _Route(slice_type, reducer, is_log))}
@@ -251,30 +251,20 @@ class _Wiring:
             self.policies, self.routes, self.default_routes = policies, routes, {}
 
 
-class _Origin(NamedTuple):
-    """Where in a session's life a snapshot was taken."""
-
-    wiring: _Wiring
-    session: ref[Session]
-    """The session or view; not kept alive."""
-    events: _Events
-    serial: int
-
-
 class _Restorable:
-    """Which snapshots a session or view can go back to. Replaced each time that it does."""
+    """The snapshots that a session or view can restore. Replaced with every restore."""
 
     __slots__ = ("limit", "taken")
 
     def __init__(self, taken: Iterable[Snapshot] = (), limit: float = math.inf) -> None:
         self.taken = WeakSet(taken)
-        """Those taken here, and in views that were merged."""
+        """Those taken here, and in merged views."""
         self.limit = limit
-        """In a view that went back to a snapshot of its base: that snapshot's serial. The newer
-        ones of the base cannot be restored in the view, and once it is merged nowhere."""
+        """In a view that restored a snapshot of its base: the serial of that snapshot. Newer ones
+        of the base cannot be restored in the view, nor in the base once the view is merged."""
 
     def up_to(self, serial: float) -> Iterator[Snapshot]:
-        return (s for s in self.taken if s.origin is not None and s.origin.serial <= serial)
+        return (snapshot for snapshot in self.taken if snapshot.serial <= serial)
 
     def merged(self, view: _Restorable) -> _Restorable:
         taken = itertools.chain(self.up_to(view.limit), view.taken)
@@ -283,16 +273,21 @@ class _Restorable:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
-    """A session's state at one moment. Costs a reference; dropping it frees what only it held."""
+    """A session's state at one moment. It costs a reference, and is freed when dropped."""
 
     state: _Slices = field(repr=False)
     log: _Slices = field(repr=False)
     tag: str = ""
     taken_at: float = 0.0
-    origin: _Origin | None = field(default=None, repr=False)
+    wiring: _Wiring | None = field(default=None, repr=False)
+    """Of the session; None in a snapshot that was read from JSON."""
+    owner: Callable[[], Session | None] = field(default=lambda: None, repr=False)
+    """A weak reference to the session or view that took it."""
+    events: _Events = field(default=None, repr=False)
+    serial: int = 0
 
     def slices(self) -> Iterator[tuple[SlicePolicy, type, Slice[Any]]]:
-        """Yield every slice that can be carried over to another process: children cannot."""
+        """Yield every slice that can be saved; child sessions cannot."""
         for slice_type, values in self.state.items():
             if slice_type is not _Child:
                 yield SlicePolicy.STATE, slice_type, values
@@ -332,8 +327,11 @@ class Snapshot:
             document: Any = json.loads(text)
             if document["wink_snapshot"] != 1:
                 raise SnapshotError(f"a snapshot of version {document['wink_snapshot']!r}")
-            slices = ({n: v["items"] for n, v in document[kind]} for kind in ("state", "log"))
-            snapshot = cls.from_items(*slices, float(document["taken_at"]), types=types)
+            state, log = (
+                {name: values["items"] for name, values in document[kind]}
+                for kind in ("state", "log")
+            )
+            snapshot = cls.from_items(state, log, float(document["taken_at"]), types=types)
             snapshot.tag = str(thaw(document["tag"]))
             for _, _, values in snapshot.slices():
                 values.all()  # decoded now: the text may come from anywhere
@@ -356,11 +354,11 @@ class Snapshot:
         for name in _OWN_MODULES:
             import_module(name)
         known = tuple(types)
-        slices = (
+        slices = [
             dict(_decoded(name, items, known) for name, items in each.items() if items)
             for each in (state, log)
-        )
-        return cls(*slices, taken_at=taken_at)
+        ]
+        return cls(slices[0], slices[1], taken_at=taken_at)
 
 
 _OWN_MODULES = (
@@ -423,10 +421,10 @@ class SliceAccessor(Generic[T]):
         return self.select(lambda values: values.where(predicate))
 
     def select(self, query: Callable[[Slice[T]], V]) -> V:
-        """Return a pure function of the slice; the less it tells, the more calls can merge.
+        """Return the result of a pure function of the slice.
 
-        A call that runs beside others depends on the answer, not on the whole slice: it is taken
-        again only when the same question has another answer by the time the call is kept.
+        A concurrent call depends only on the answer: it is re-run only if the query has another
+        answer when the call commits. So the less a query returns, the fewer calls conflict.
         """
         return self._session.select(self._type, query)
 
@@ -441,7 +439,7 @@ class SliceAccessor(Generic[T]):
         return iter(self.all())
 
     def seed(self, values: T | Iterable[T]) -> None:
-        """Make the slice hold just this value, or these."""
+        """Set the slice to this value, or these values."""
         # A value first: it may be iterable itself.
         if isinstance(values, self._type) or not isinstance(values, Iterable):
             items = cast("tuple[T, ...]", (values,))
@@ -451,7 +449,7 @@ class SliceAccessor(Generic[T]):
         self.update(lambda _: Slice.of(items))
 
     def append(self, value: T) -> None:
-        """Add one value, past the reducers."""
+        """Add one value without calling reducers."""
         self._check((value,))
         self.update(lambda current: current.append(value))
 
@@ -466,7 +464,7 @@ class SliceAccessor(Generic[T]):
         self.update(cleared)
 
     def update(self, change: Callable[[Slice[T]], Slice[T]]) -> None:
-        """Replace the slice by a pure function of it. Run again on the newest when calls merge."""
+        """Replace the slice by a pure function of it, which a merge applies to the newest slice."""
         self._session.dispatch(_SliceChanged(self._type, change))
 
     def register(
@@ -476,19 +474,22 @@ class SliceAccessor(Generic[T]):
         *,
         policy: SlicePolicy | None = None,
     ) -> None:
-        """Let ``reducer`` change this slice on every event of exactly that type."""
-        self._session.register(self._type, event_type, reducer, policy=policy)
+        """Register a reducer of this slice for events of exactly that type.
+
+        It replaces an earlier one for the same type. It is not state: no rollback removes it.
+        """
+        current_view(self._session).add_route(self._type, event_type, reducer, policy)
 
     def _check(self, items: Iterable[object]) -> None:
         for item in items:
             if not isinstance(item, self._type):
                 raise TypeError(
-                    f"the slice of {self._type.__name__} does not take a {type(item).__name__}"
+                    f"the slice of {self._type.__name__} cannot hold a {type(item).__name__}"
                 )
 
 
 class Session(Participant):
-    """What an agent knows and has done: typed slices, changed by events.
+    """An agent's state and history: typed slices, changed by events.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True)
@@ -499,7 +500,7 @@ class Session(Participant):
     >>> session[Note].latest()
     Note(text='hello')
 
-    Safe to use from several threads.
+    Thread-safe.
     """
 
     # Defaults on the class: every call makes a view, and hardly any view needs its own.
@@ -507,7 +508,7 @@ class Session(Participant):
     _forked_from: _Root | None = None
     _restorable: _Restorable | None = None
     tracks_reads = False
-    """Whether this is a view that depends on what is read from it."""
+    """Whether this is a view with a read set."""
 
     def __init__(
         self,
@@ -521,7 +522,7 @@ class Session(Participant):
         outer = None if parent is None else parent._wiring
         self._wiring = _Wiring(
             session_id or os.urandom(16).hex(),
-            # Not the view of a call: that is closed when the call ends.
+            # Not the view of a call, which is closed when the call ends.
             None if parent is None else parent._outermost(),
             dispatcher or (outer.dispatcher if outer else Dispatcher()),
             clock or (outer.clock if outer else SYSTEM_CLOCK),
@@ -547,7 +548,7 @@ class Session(Participant):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The bus that carries what the runtime records; handlers may publish on it, too."""
+        """The bus for the runtime's records; handlers may publish on it, too."""
         return self._wiring.dispatcher
 
     @property
@@ -560,26 +561,26 @@ class Session(Participant):
 
     @property
     def children(self) -> tuple[Session, ...]:
-        """The sessions that were made with this one as their parent."""
+        """The sessions with this one as their parent."""
         return tuple(current_view(child.session) for child in self.read_slice(_Child))
 
     @property
     def prompt(self) -> Any:
-        """The prompt that was last rendered for this session."""
+        """The prompt last rendered for this session."""
         return self._wiring.prompt
 
     @property
     def rendered(self) -> Any:
-        """That prompt as it was rendered: its tools are those a call can name."""
+        """The rendered form of that prompt: calls find their tools here."""
         return self._wiring.rendered
 
     def offer(self, prompt: Any, rendered: Any) -> None:
-        """Note what was rendered for this session: calls find their tools there."""
+        """Set the rendered prompt of this session."""
         wiring = self._wiring
         last, was_it = wiring.rendered, wiring.prompt is prompt
         wiring.prompt, wiring.rendered = prompt, rendered
         if was_it and last is not None and last.says_the_same_as(rendered):
-            return  # a run renders before every turn; only what is new is worth a record
+            return  # a run renders before every turn: record only changes
         event = PromptRendered(
             prompt_ns=prompt.ns,
             prompt_key=prompt.key,
@@ -592,17 +593,17 @@ class Session(Participant):
 
     @property
     def lock(self) -> Any:
-        """What a view's writes and its end are made under; re-entrant."""
+        """Held by a view's writes and by ``seal``; re-entrant."""
         return self._lock
 
     @property
     def gate(self) -> Gate | None:
-        """The lock that a call holds while it is under way; None for a view, which has its turn."""
+        """The gate of the calls on this session; None for a view, whose call has passed it."""
         return None if self._base is not None else self._wiring.gate
 
     @property
     def depth(self) -> int:
-        """How many calls this is a view within; 0 for what no call is under way on."""
+        """How many nested calls this is a view of; 0 for a session."""
         return 0 if self._base is None else self._base.depth + 1
 
     def is_view_of(self, other: Session) -> bool:
@@ -631,8 +632,8 @@ class Session(Participant):
         return SliceAccessor(self, slice_type)
 
     def read_slice(self, slice_type: type[T]) -> Slice[T]:
-        """Return the slice as it is now; it does not change afterwards."""
-        # As current_view does it, but in place: policies read on every call.
+        """Return the present slice, which is immutable."""
+        # current_view, inlined: policies read on every call.
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
             target = self
@@ -645,8 +646,7 @@ class Session(Participant):
         return found if found is not None else root.log.get(slice_type, EMPTY)
 
     def select(self, slice_type: type[T], query: Callable[[Slice[T]], V]) -> V:
-        """Return a pure function of a slice, as ``session[T].select`` does."""
-        # As in read_slice: a call that is being admitted reads the session itself.
+        """Return the result of a pure function of a slice; see ``session[T].select``."""
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
             return self.select_here(slice_type, query)
@@ -655,19 +655,19 @@ class Session(Participant):
     def select_here(
         self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
     ) -> V:
-        """Like ``select``, of exactly this session or view; ``subject`` is for conflicts."""
+        """Like ``select``, on exactly this session or view; ``subject`` is for conflicts."""
         if self.tracks_reads:
             return self._observed(slice_type, query, subject)
         return query(_slice_in(self._root, slice_type))
 
     def slice_here(self, slice_type: type[T]) -> Slice[T]:
-        """Return a slice of exactly this session or view, which does not depend on it then."""
+        """Return a slice of exactly this session or view without adding it to the read set."""
         return _slice_in(self._root, slice_type)
 
     def _observed(
         self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
     ) -> V:
-        """Answer, and note that this view depends on the answer."""
+        """Return the answer and add it to the read set."""
         with self._lock:
             root = self._root
             answer = query(_slice_in(root, slice_type))
@@ -683,11 +683,11 @@ class Session(Participant):
         return answer
 
     def dispatch(self, event: object) -> None:
-        """Apply the event to every slice that has a reducer for its type, or to none.
+        """Apply the event to every slice that has a reducer for its type.
 
-        A type without a registered reducer is kept in the slice of its own; so is a type whose
-        slice is a LOG, whatever else it changes. A reducer that raises leaves every slice as it
-        was, and ReducerError says which one it was.
+        An event without a registered reducer is appended to the slice of its own type; so is an
+        event of a LOG type in any case. If a reducer raises, no slice is changed, and the
+        ReducerError names the reducer.
         """
         target = current_view(self)
         with target._lock:
@@ -700,35 +700,28 @@ class Session(Participant):
                         "a reducer must not change its session; return the next slice"
                     )
             except BaseException:
-                # Nobody else can have written meanwhile: only a reducer that must not.
-                target._root = before
+                target._root = before  # in case a reducer did change it
                 raise
             target._root = after
 
     def change_here(self, slice_type: type[T], change: Callable[[Slice[T]], Slice[T]]) -> None:
-        """Like ``session[T].update``, of exactly this session or view, also when it is sealed."""
+        """Like ``session[T].update``, on exactly this session or view, even when it is sealed."""
         with self._lock:
             following = change(_slice_in(self._root, slice_type))  # its errors are the caller's
             root = self._root
             event = None if self._base is None else (root.events, _SliceChanged(slice_type, change))
             self._root = _Root({**root.state, slice_type: following}, root.log, event)
 
-    def register(
+    def add_route(
         self,
-        slice_type: type[T],
+        slice_type: type,
         event_type: type,
-        reducer: Reducer[T],
-        *,
-        policy: SlicePolicy | None = None,
+        reducer: Reducer[Any],
+        policy: SlicePolicy | None,
     ) -> None:
-        """Let ``reducer`` change the slice of ``slice_type`` on every event of ``event_type``.
-
-        It takes the place of an earlier one for the same two types. Subtypes of the event need
-        their own. A registration is not state: no rollback takes it back.
-        """
-        target = current_view(self)
-        with target._lock:
-            self._wiring.add_route(event_type, slice_type, reducer, policy, target._root)
+        """Register a reducer; see ``session[T].register``."""
+        with self._lock:
+            self._wiring.add_route(event_type, slice_type, reducer, policy, self._root)
 
     def install(
         self,
@@ -739,8 +732,7 @@ class Session(Participant):
     ) -> None:
         """Register the ``@reducer`` methods of a dataclass; its slice holds one value.
 
-        ``initial`` gives the value that the first event meets; the class itself, called without
-        arguments, is the default.
+        ``initial`` returns the value before the first event, by default an instance of the class.
         """
         methods: dict[type, Callable[[T, Any], T]] = {}
         for event_type, method in declared_reducers(slice_type):
@@ -757,7 +749,7 @@ class Session(Participant):
             )
         for event_type, method in methods.items():
             reduce = _method_reducer(slice_type, method, initial or slice_type)
-            self.register(slice_type, event_type, reduce, policy=policy)
+            self[slice_type].register(event_type, reduce, policy=policy)
 
     def handles(self, event_type: type) -> bool:
         """Whether a reducer was registered for this type of event."""
@@ -766,16 +758,15 @@ class Session(Participant):
     # Snapshots
 
     def snapshot(self, *, tag: str = "") -> Snapshot:
-        """Return the state as it is now, to go back to."""
+        """Return a snapshot of the present state."""
         return current_view(self).snapshot_here(tag=tag)
 
     def snapshot_here(self, *, tag: str = "") -> Snapshot:
-        """Snapshot exactly this session or view, whatever call is under way."""
         with self._lock:
             root = self._root
-            origin = _Origin(self._wiring, ref(self), root.events, next(_serials))
+            taken_at, serial = self.clock.time(), next(_serials)
             snapshot = Snapshot(
-                root.state, root.log, tag=tag, taken_at=self.clock.time(), origin=origin
+                root.state, root.log, tag, taken_at, self._wiring, ref(self), root.events, serial
             )
             if self._restorable is None:
                 self._restorable = _Restorable()
@@ -785,18 +776,15 @@ class Session(Participant):
     def restore(self, snapshot: Snapshot) -> None:
         """Set every STATE slice to what the snapshot holds; LOG slices stay as they are.
 
-        Snapshots that were taken after this one cannot be restored any more. One that was taken
-        in a call can be restored later if that call was kept.
+        Newer snapshots cannot be restored afterwards. A snapshot taken in a call can be restored
+        later if that call was committed.
         """
         target = current_view(self)
         with target._lock:
-            # Where nothing has changed there is nothing to refuse: a block that fails in a tool
-            # that only reads ends with its own error. For a savepoint of this very view, that is:
-            # since any other, a call that is kept before this one may have changed something.
-            origin = snapshot.origin
+            # Restoring an unchanged savepoint is always allowed: a failing block in a read-only
+            # tool must end with its own error.
             unchanged = target._root.state is snapshot.state
-            own = origin is not None and target._took(snapshot, origin)
-            if target._sealed is not None or not (unchanged and own):
+            if target._sealed is not None or not (unchanged and target.has_savepoint(snapshot)):
                 target._check_change(snapshot)
             target.restore_here(snapshot)
 
@@ -809,39 +797,32 @@ class Session(Participant):
         return True
 
     def restore_here(self, snapshot: Snapshot) -> None:
-        """Restore on exactly this session or view, also when it is sealed or read-only.
-
-        For the runtime, which undoes what a call did after the call has ended.
-        """
         with self._lock:
             self._check_restorable(snapshot)
-            origin, restorable = snapshot.origin, self._restorable
-            if origin is not None and self._took(snapshot, origin):
-                # A savepoint of this view: forget the events since, but for what they logged.
-                kept = self._left_of(self._events_since(origin.events))
-                root = _Root(snapshot.state, self._root.log, _appended(origin.events, kept))
-                restorable = self._restorable_after(origin.serial, math.inf)
+            limit, restorable = math.inf, self._restorable
+            if self.has_savepoint(snapshot):
+                # Drop the events since the savepoint, except for what they logged.
+                left = self._left_of(self._events_since(snapshot.events))
+                root = _Root(snapshot.state, self._root.log, _appended(snapshot.events, left))
             else:
                 replaced = _StateReplaced(snapshot.state, snapshot, self._owner_of(snapshot))
-                root = self._applied(self._root, replaced)
-                if origin is not None:
-                    restorable = self._restorable_after(origin.serial, origin.serial)
+                root, limit = self._applied(self._root, replaced), snapshot.serial
+            if snapshot.wiring is not None:
+                restorable = self._restorable_after(snapshot.serial, limit)
             self._root, self._restorable = root, restorable
 
     def took(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot is of this session, or of a view of it."""
-        return snapshot.origin is not None and snapshot.origin.wiring is self._wiring
+        return snapshot.wiring is self._wiring
 
     def has_savepoint(self, snapshot: object) -> bool:
         """Whether a snapshot was taken in exactly this session or view, and is still valid."""
-        return (
-            isinstance(snapshot, Snapshot)
-            and snapshot.origin is not None
-            and self._took(snapshot, snapshot.origin)
-        )
+        if not isinstance(snapshot, Snapshot) or snapshot.owner() is not self:
+            return False
+        return self._restorable is not None and snapshot in self._restorable.taken
 
     def go_to(self, snapshot: Snapshot) -> None:
-        """Like ``restore_here``, also to a snapshot that is newer than one that was restored."""
+        """Like ``restore_here``, but expired snapshots are valid, too."""
         try:
             self.restore_here(snapshot)
         except SnapshotExpired:
@@ -849,30 +830,29 @@ class Session(Participant):
                 self._root = self._applied(self._root, _StateReplaced(snapshot.state))
 
     def reset(self) -> None:
-        """Empty every STATE slice and forget the children; LOG slices stay as they are."""
+        """Empty every STATE slice and drop the children; LOG slices stay."""
         self.dispatch(_StateReplaced({}))
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, **options: Any) -> Session:
-        """Return a new session with a snapshot's STATE and LOG, to go on in a fresh process."""
+        """Return a new session with a snapshot's STATE and LOG slices."""
         session = cls(**options)
         state = {kind: values for kind, values in snapshot.state.items() if kind is not _Child}
-        # As they were: the first session may have been told so by ``register``.
+        # ``register`` may have set other policies than the types declare.
         session._wiring.policies = {kind: policy for policy, kind, _ in snapshot.slices()}
         session._root = _Root(state, snapshot.log)
         return session
 
     def _check_restorable(self, snapshot: Snapshot) -> None:
-        origin = snapshot.origin
-        if origin is not None:
-            if origin.wiring is not self._wiring:
+        if snapshot.wiring is not None:
+            if not self.took(snapshot):
                 raise SnapshotError(
-                    "the snapshot is of another session; carry it over with to_json and from_json"
+                    "the snapshot is of another session; transfer it with to_json and from_json"
                 )
-            if not self._reaches(snapshot, origin.serial):
+            if self._owner_of(snapshot) is None:
                 raise SnapshotExpired(
-                    f"snapshot {snapshot.tag!r} cannot be restored any more: an older one was, "
-                    "or the call that took it was not kept; take a new one"
+                    f"snapshot {snapshot.tag!r} has expired: an older one was restored, or the "
+                    "call that took it was not committed"
                 )
         for slice_type in snapshot.state:
             if self._wiring.policy(slice_type) is SlicePolicy.LOG:
@@ -884,42 +864,33 @@ class Session(Participant):
         before = self._restorable or _Restorable()
         kept = list(before.up_to(serial))
         if len(kept) == len(before.taken) and before.limit <= limit:
-            return before  # the common case: it goes back to the newest, and loses none
+            return before  # the common case: the newest one was restored
         return _Restorable(kept, min(before.limit, limit))
 
-    def _took(self, snapshot: Snapshot, origin: _Origin) -> bool:
-        """Whether the snapshot marks a place among the events of this session or view."""
-        restorable = self._restorable
-        return origin.session() is self and restorable is not None and snapshot in restorable.taken
-
-    def _reaches(self, snapshot: Snapshot, serial: int) -> bool:
-        """Whether the snapshot lies in the past of this session or view."""
-        restorable = self._restorable
-        if restorable is not None:
-            if snapshot in restorable.taken:
-                return True
-            if serial > restorable.limit:
-                return False
-        return self._base is not None and self._base._reaches(snapshot, serial)
-
     def _owner_of(self, snapshot: Snapshot) -> Session | None:
-        """Return that of which this is a view and which can go back to the snapshot itself."""
-        here = self._base
-        while here is not None and not (here._restorable and snapshot in here._restorable.taken):
+        """Return the session or view, this one or an outer one, that can restore a snapshot."""
+        here: Session | None = self
+        while here is not None:
+            restorable = here._restorable
+            if restorable is not None:
+                if snapshot in restorable.taken:
+                    return here
+                if snapshot.serial > restorable.limit:
+                    return None
             here = here._base
-        return here
+        return None
 
-    # Views: what a call works on
+    # Views
 
     def fork(self, *, tracks_reads: bool = True) -> Session:
-        """Return a private view: it starts as this session is now, and shares nothing since.
+        """Return a private view: it starts with the present state and sees no later changes.
 
-        A view that tracks what is read from it cannot be merged once that has changed here.
+        A view that tracks reads cannot be merged once something it read has changed here.
         """
         view = Session.__new__(Session)
         root = self._root
         view._wiring = self._wiring
-        # A root without events is the start of its own, and need not be copied.
+        # A root without events need not be copied.
         view._root = root if root.events is None else _Root(root.state, root.log)
         view._base = self
         view._forked_from = root
@@ -930,29 +901,29 @@ class Session(Participant):
 
     @property
     def has_changes(self) -> bool:
-        """Whether this view has done more than to read."""
+        """Whether this view has made changes."""
         return not all(isinstance(entry, _Observed) for entry in self._events_since(None))
 
-    def merge(self, view: Session, *, replay: bool = False) -> None:
-        """Bring in what a view changed, all or nothing. The view goes on from the outcome.
+    def merge(self, view: Session) -> None:
+        """Commit a view's changes, all or nothing. The view continues from the result.
 
-        Its events are dispatched again on what is here now, so that appends and whatever else
-        reducers make of events add up; with ``replay`` also when nothing has changed here.
+        If this session has changed since the fork, the view's events are dispatched again on the
+        present state, so that appends and counters add up.
 
         Raises:
-            MergeConflict: Something the view was told has changed here since the fork.
+            MergeConflict: Something the view has read has changed here since the fork.
         """
         if view._base is not self:
             raise SessionError("only a view that was forked from this session can be merged")
         with view._lock:
             if not self.is_writable and view.has_changes:
                 self._check_change(view)
-            self.settle(view, keep=True, replay=replay)
+            self.settle(view, keep=True)
 
-    def check_conflicts(self, view: Session, *, replay: bool = False) -> None:
-        """Raise MergeConflict if something the view was told has changed here since the fork."""
+    def check_conflicts(self, view: Session) -> None:
+        """Raise MergeConflict if something the view has read has changed here since the fork."""
         with self._lock:
-            if replay or self._root is not view._forked_from:
+            if self._root is not view._forked_from:
                 self._replayed(self._root, view)
 
     def settle(
@@ -962,15 +933,12 @@ class Session(Participant):
         keep: bool,
         record: object = None,
         transaction: Any = None,
-        replay: bool = False,
     ) -> None:
-        """End a view: keep all it did, or only what it logged; add a record in the same step.
+        """End a view and add a record, in one step that also marks a ``transaction`` as settled.
 
-        A ``transaction`` is marked as settled in that step, too. A call that was refused has no
-        view: only its record is added.
-
-        A record of what is not kept only reaches LOG slices, too. Reducers that fail then are
-        left out and logged: what cannot be undone must not fail.
+        With ``keep``, all changes are committed, otherwise only events and records for LOG slices.
+        Reducers that fail on those are skipped and logged: a rollback must not fail. A refused
+        call has no view, only a record.
         """
         with self._lock:
             if self._sealed is not None:
@@ -978,10 +946,10 @@ class Session(Participant):
             root, restorable = self._root, self._restorable
             if view is not None and keep:
                 if view._restorable is not None:
-                    with view._lock:  # snapshots of an ended view are of no use, but not refused
+                    with view._lock:  # an abandoned handler may still take snapshots
                         restorable = (restorable or _Restorable()).merged(view._restorable)
-                if not replay and root is view._forked_from:
-                    # Nothing else happened since the fork: the view's slices are the outcome.
+                if root is view._forked_from:
+                    # Nothing has changed since the fork: the view's slices are the result.
                     outcome, events = view._root, root.events
                     if self._base is not None:
                         events = _appended(events, view._events_since(None))
@@ -993,7 +961,7 @@ class Session(Participant):
                 root = self._forgotten(root, view._events_since(None))
             if record is not None:
                 root = self._applied(root, record) if keep else self._forgotten(root, [record])
-            # The commit point. One statement, so that an interrupt finds all or nothing done.
+            # The commit point: one statement, so that an interrupt finds all of it done or none.
             if transaction is not None:
                 self._root, self._restorable, transaction.settled = root, restorable, True
             elif view is not None:
@@ -1008,7 +976,7 @@ class Session(Participant):
             self.check_writable(_named(change))
 
     def _applied(self, root: _Root, event: object) -> _Root:
-        """Return what follows from the event, all of it or, by an exception, nothing."""
+        """Return the state after an event; raises ReducerError."""
         if isinstance(event, _Entry):
             return self._entry_applied(root, event)
         state, log = root.state, root.log
@@ -1036,9 +1004,9 @@ class Session(Participant):
         return _Root(state, log, None if self._base is None else (root.events, entry))
 
     def _check_replayed(self, snapshot: Snapshot, owner: Session) -> None:
-        """Raise MergeConflict where an older snapshot was restored meanwhile."""
+        """Raise MergeConflict if an older snapshot has been restored meanwhile."""
         if not self.is_view_of(owner):
-            return  # it was of a view between the two, and has gone with it
+            return  # it belonged to a view in between
         try:
             self._check_restorable(snapshot)
         except SnapshotExpired as error:
@@ -1047,7 +1015,7 @@ class Session(Participant):
             ) from error
 
     def _replayed(self, root: _Root, view: Session) -> _Root:
-        """Return what a view's events make of a state that has changed since the fork."""
+        """Return a newer state after the events of a view."""
         try:
             for event in view._events_since(None):
                 root = self._applied(root, event)
@@ -1056,7 +1024,7 @@ class Session(Participant):
         return root
 
     def _forgotten(self, root: _Root, entries: list[object]) -> _Root:
-        """Return what is left of entries that are rolled back: what they do to LOG slices."""
+        """Return the state after entries were rolled back: their events for LOG slices stay."""
         left = self._left_of(entries)
         if not left:
             return root
@@ -1067,9 +1035,8 @@ class Session(Participant):
         return _Root(root.state, log, events)
 
     def _left_of(self, entries: list[object]) -> list[_RolledBack]:
-        """Return what stays among a view's events when these entries are rolled back."""
-        # Those that lead were rolled back before anything else: wrapped again they would nest
-        # deeper each time that a savepoint is gone back to.
+        """Return what remains of entries in a view's events when they are rolled back."""
+        # Do not wrap leading _RolledBack entries again: they would nest deeper with each restore.
         first = next((n for n, e in enumerate(entries) if not isinstance(e, _RolledBack)), None)
         if first is None:
             return cast("list[_RolledBack]", entries)
@@ -1081,7 +1048,7 @@ class Session(Participant):
         return [*leading, _RolledBack(logged, tuple(rest) if self.tracks_reads else ())]
 
     def _logged_by(self, entry: object) -> tuple[object, ...]:
-        """Return the events of an entry that reach LOG slices."""
+        """Return the events of an entry for LOG slices."""
         if isinstance(entry, _Entry):
             return entry.logged if isinstance(entry, _RolledBack) else ()
         is_logged = any(route.is_log for route in self._wiring.routes_for(entry))
@@ -1094,7 +1061,7 @@ class Session(Participant):
                     try:
                         log = _reduced(log, route, event)
                     except ReducerError:
-                        _logger.exception("an event that was rolled back is missing from a LOG")
+                        _logger.exception("a LOG lacks an event of a call that was rolled back")
         return log
 
     def _events_since(self, mark: _Events) -> list[object]:
@@ -1114,7 +1081,7 @@ def _appended(events: _Events, entries: Iterable[object]) -> _Events:
 
 
 def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
-    """Return the slices with what a reducer makes of one of them."""
+    """Return the slices after one reducer."""
     slice_type = route.slice_type
     current = slices.get(slice_type, EMPTY)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import cached_property
 from itertools import chain, islice, takewhile
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -188,18 +187,20 @@ class _Encoded(Sequence[T]):
     def __init__(self, items: Sequence[object], decode: Callable[[Any], tuple[T, ...]]) -> None:
         self._items = items
         self._decode = decode
+        self._values: tuple[T, ...] | None = None
 
-    @cached_property
-    def _values(self) -> tuple[T, ...]:
-        values = self._decode(self._items)
-        self._items = ()
-        return values
+    def _decoded(self) -> tuple[T, ...]:
+        items = self._items  # before the check: another thread may decode them, then drop them
+        if self._values is None:
+            self._values = self._decode(items)
+            self._items = ()
+        return self._values
 
     def __getitem__(self, place: Any) -> Any:
-        return self._values[place]
+        return self._decoded()[place]
 
     def __iter__(self) -> Iterator[T]:
-        return iter(self._values)
+        return iter(self._decoded())
 
     def __len__(self) -> int:
         return _CHUNK

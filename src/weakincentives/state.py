@@ -1,12 +1,12 @@
-"""What is ours on this machine, and so out of an agent's reach: our code and the user's state.
+"""The user's state directory, the seals made with its key, and the paths of our own code.
 
-An agent that could change our code, the interpreter, or what the interpreter loads, would run
-outside of every sandbox with the next call. So wherever these lie inside a workspace, nothing may
-change them; and the state directory, which has the key of all seals, may not even be read.
+An agent that could change our code, the interpreter or its modules would escape every sandbox with
+the next call. So these paths are read-only, even inside a workspace; the state directory, with the
+key of all seals, may not even be read.
 
-What lies beside or inside a workspace may have been planted: a cloned repository can carry it, an
-agent that worked on the parent directory can have written it. So each record that is acted upon
-later carries a seal made with a key from here. The same seal detects damage.
+Files in or near a workspace may have been planted: by a cloned repository, or by an agent that
+worked on the parent directory. So every record that is acted upon later carries a seal made with
+the key. The seal also detects damage.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SEAL_SIZE = 32
 
 
 def state_directory() -> Path:
-    """Return the directory, made on first use with access for this user alone.
+    """Return the directory, created on first use with access only for this user.
 
     Raises:
-        StateUnavailable: It cannot be made, or somebody else can write there.
+        StateUnavailable: It cannot be created, or another user owns it.
     """
     path = state_path()
     try:
@@ -46,16 +46,16 @@ def state_directory() -> Path:
 
 
 def state_path() -> Path:
-    """Return where the directory is, or would be made.
+    """Return the path of the directory, which may not exist.
 
     Raises:
-        StateUnavailable: Neither the environment nor the system names a place for this user.
+        StateUnavailable: Neither the environment nor the system names a home for this user.
     """
     return _place() / "wink"
 
 
 def _make_private(path: Path) -> None:
-    """Refuse what is not a directory of this user; close it to everybody else."""
+    """Refuse anything but a directory of this user; remove access for all others."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
         raise StateUnavailable(f"{path} must be a directory, not a link or a file")
@@ -73,15 +73,15 @@ def _make_private(path: Path) -> None:
 
 def _unavailable(path: Path, error: OSError) -> StateUnavailable:
     return StateUnavailable(
-        f"Cannot keep state in {path} ({error.strerror}). Set XDG_STATE_HOME to a directory that"
+        f"Cannot store state in {path} ({error.strerror}). Set XDG_STATE_HOME to a directory that"
         " only you can write to"
     )
 
 
 class Seals:
-    """Makes and checks the seals of one kind of record; only a process of this user can make them.
+    """Makes and checks the seals of one kind of record; only this user's processes can make them.
 
-    ``purpose`` keeps a record of one kind, or of one store, from being taken for another's.
+    ``purpose`` names the kind of record or the store: a seal is not valid for another.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -90,18 +90,18 @@ class Seals:
         )
 
     def seal(self, data: bytes, at: int = 0) -> str:
-        """Return the seal of some bytes; ``at`` is their place, where that matters."""
+        """Return the seal of data; ``at`` is its position, if that is part of the seal."""
         hashed = self._begun.copy()
         hashed.update(b"%d " % at)
         hashed.update(data)
         return hashed.hexdigest()
 
     def sealed(self, data: bytes, at: int = 0) -> bytes:
-        """Return a line that :meth:`unsealed` takes apart: the seal, a space, the data."""
+        """Return the seal, a space, and the data."""
         return self.seal(data, at).encode() + b" " + data
 
     def unsealed(self, line: bytes, at: int = 0) -> bytes | None:
-        """Return the data of a sealed line; None if it is damaged, misplaced or not ours."""
+        """Return the data of a sealed line, or None if the seal is invalid."""
         mark, data = line[:SEAL_SIZE], line[SEAL_SIZE + 1 :]
         if line[SEAL_SIZE : SEAL_SIZE + 1] != b" ":
             return None
@@ -115,7 +115,7 @@ def _key() -> bytes:
     place = _place()
     key = _keys.get(place)
     if key is None:
-        # Threads that come here together read the same key: the first to put it there wins.
+        # Concurrent threads read the same key: the first one to create it wins.
         key = _keys[place] = _read_key(state_directory() / "key")
     return key
 
@@ -144,7 +144,7 @@ def _read_or_make_key(path: Path) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Put a new key at a path in one step; the first of several processes wins."""
+    """Create a key in one step; the first of several processes wins."""
     staged = path.with_name(f"key-{os.urandom(8).hex()}")
     fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -156,7 +156,7 @@ def _make_key(path: Path) -> None:
         os.link(staged, path)
     except FileExistsError:
         pass
-    except OSError:  # no hard links on this filesystem
+    except OSError:  # a filesystem without hard links
         os.rename(staged, path)
         return
     os.unlink(staged)
@@ -167,12 +167,12 @@ def _place() -> Path:
     return _place_of(os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME"), euid)
 
 
-@functools.cache  # every seal asks
+@functools.cache  # used by every seal
 def _place_of(named: str | None, home: str | None, euid: int) -> Path:
     if named and os.path.isabs(named):
         return Path(os.path.realpath(named))
     home = os.path.expanduser("~") if home is None else home
-    # Under sudo, HOME may still be the home of the user who called it.
+    # Under sudo, HOME may still be the calling user's.
     with contextlib.suppress(ImportError, OSError, KeyError):
         import pwd
 
@@ -180,7 +180,7 @@ def _place_of(named: str | None, home: str | None, euid: int) -> Path:
             home = pwd.getpwuid(euid).pw_dir
     if not os.path.isabs(home):
         raise StateUnavailable(
-            "There is no home directory to keep state in. Set XDG_STATE_HOME to a directory that"
+            "There is no home directory to store state in. Set XDG_STATE_HOME to a directory that"
             " only you can write to"
         )
     return Path(os.path.realpath(os.path.join(home, ".local", "state")))
@@ -191,10 +191,10 @@ def _place_of(named: str | None, home: str | None, euid: int) -> Path:
 
 @functools.cache
 def our_code() -> tuple[Path, ...]:
-    """Return the files and directories that hold our code, resolved; some may not exist.
+    """Return the resolved paths of our code; some may not exist.
 
-    The package (also of an editable install) and what the interpreter loads with it: its standard
-    library, our dependencies with every ``.pth`` file, and modules of the user's own.
+    These are the package, even if its install is editable, and everything that the interpreter
+    loads: the standard library, site-packages with ``.pth`` files, and the user's own modules.
     """
     import sysconfig
 
@@ -210,7 +210,7 @@ def our_code() -> tuple[Path, ...]:
 
 @functools.cache
 def our_environment() -> tuple[Path, ...]:
-    """Return the directories that Python is installed in, with all else that they hold."""
+    """Return the directories that Python is installed in."""
     return _resolved({sys.prefix, sys.exec_prefix, sys.base_prefix})
 
 
@@ -221,7 +221,7 @@ def _resolved(paths: set[str]) -> tuple[Path, ...]:
 
 
 def _links_to(path: str) -> Iterator[str]:
-    """Yield the links on the way to a path: who replaces one decides what is found behind it."""
+    """Yield the symbolic links on the way to a path: replacing one redirects the path."""
     while path != (above := os.path.dirname(path)):
         if os.path.islink(path):
             yield os.path.join(os.path.realpath(above), os.path.basename(path))
@@ -229,27 +229,27 @@ def _links_to(path: str) -> Iterator[str]:
 
 
 def our_secrets() -> tuple[Path, ...]:
-    """Return what an agent may not even read: the user's state directory."""
+    """Return paths that an agent must not read: the user's state directory."""
     with contextlib.suppress(StateUnavailable):
         return (state_directory().resolve(),)
     return ()
 
 
 def source_of(module_file: str, name: str) -> str:
-    """Return the text of a program that lies beside a module.
+    """Return the text of a program next to a module.
 
-    It is to be read when the module is imported, before any agent is at work, and handed to the
-    interpreter as text: so nobody can put another program in its place.
+    Call it when the module is imported, before an agent runs, and pass the text to the interpreter:
+    then nothing can replace the program.
     """
     return Path(module_file).with_name(name).read_text(encoding="utf-8")
 
 
 def program(source: str, *arguments: str) -> Sequence[str]:
-    """Return how to run a program of ours: with the standard library, and nothing else.
+    """Return the command line of a program of ours that uses only the standard library.
 
-    Isolated (no variables, no user's modules), without ``site`` (no ``.pth`` files), and without
-    writing byte code. The interpreter behind the links: one in a virtual environment would first
-    read there where its library is.
+    Isolated from the environment and the user's modules, without ``site`` (no ``.pth`` files), and
+    without byte code. The interpreter's real path is used: in a virtual environment it would first
+    read the location of its library from there.
     """
     interpreter = os.path.realpath(sys.executable)
     return [interpreter, "-I", "-S", "-B", "-c", source, *arguments]

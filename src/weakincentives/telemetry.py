@@ -148,7 +148,7 @@ class Telemetry:
                 _note(span, {"gen_ai.output.messages": _as_json([message])})
             return turn
 
-    def asked_again(self, attempts: int, error: ProviderError, wait: float) -> None:
+    def note_retry(self, attempts: int, error: ProviderError, wait: float) -> None:
         """Note a retry of the provider in the span of the current turn."""
         from opentelemetry.trace import get_current_span
 

@@ -202,7 +202,7 @@ class TestDispatch:
         session = Session()
         types = [type(f"Slice{n}", (), {}) for n in range(50)]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda t: session.register(t, Add, lambda c, e: c.append(e)), types))
+            list(pool.map(lambda t: session[t].register(Add, lambda c, e: c.append(e)), types))
 
         session.dispatch(Add(1))
 
@@ -313,9 +313,9 @@ class TestSlices:
         session = Session()
         session[Note].seed(Note("kept"))
 
-        with pytest.raises(TypeError, match="the slice of Note does not take a"):
+        with pytest.raises(TypeError, match="the slice of Note cannot hold a"):
             session[Note].seed(wrong)
-        with pytest.raises(TypeError, match="the slice of Note does not take a"):
+        with pytest.raises(TypeError, match="the slice of Note cannot hold a"):
             session[Note].append(wrong)
 
         assert session[Note].all() == (Note("kept"),)

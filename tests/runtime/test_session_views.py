@@ -265,7 +265,7 @@ class TestRollback:
         session.settle(view, keep=False, record=Line("record"))
 
         assert lines(session) == ["session"]
-        assert caplog.text.count("is missing from a LOG") == 2
+        assert caplog.text.count("a LOG lacks an event") == 2
 
 
 class TestSavepoints:
@@ -419,7 +419,7 @@ class TestSnapshotsAcrossViews:
             session.settle(view, keep=False)
 
         for snapshot in taken:
-            with pytest.raises(SnapshotExpired, match="the call that took it was not kept"):
+            with pytest.raises(SnapshotExpired, match="the call that took it was not committed"):
                 session.restore(snapshot)
 
     def test_a_nested_view_can_go_back_to_a_savepoint_of_the_outer_one(
@@ -789,7 +789,7 @@ class TestInCalls:
             return ToolResult.ok()
 
         session = Session()
-        session.register(slice_type, ToolInvoked, broken)
+        session[slice_type].register(ToolInvoked, broken)
 
         result = tool(handler)(Params(), context=ToolContext(session=session))
 

@@ -476,7 +476,7 @@ class Run:
                 _logger.warning("retrying %s in %.1f s: %s", self._model.name, wait, error)
                 self._emit(Retrying, error, wait)
                 if events.telemetry is not None:
-                    events.telemetry.asked_again(attempt + 1, error, wait)
+                    events.telemetry.note_retry(attempt + 1, error, wait)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
             if deadline is not None:
                 deadline.check()
