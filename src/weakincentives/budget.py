@@ -12,7 +12,7 @@ __all__ = ["Budget", "BudgetTracker", "TokenUsage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """Tokens that went in and came out of a model."""
+    """Input and output tokens of a model."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -51,7 +51,7 @@ class Budget:
 
 
 class BudgetTracker:
-    """Adds up what a run has used and says when it is too much. Safe to share between threads."""
+    """Adds up the tokens of a run and checks its budget. Thread-safe."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -63,12 +63,12 @@ class BudgetTracker:
         return self._used
 
     def record(self, usage: TokenUsage) -> None:
-        """Add what one model turn used."""
+        """Add the usage of one model turn."""
         with self._lock:
             self._used = self._used + usage
 
     def check(self) -> None:
-        """Raise BudgetExceededError when any limit has been passed."""
+        """Raise BudgetExceededError if a limit is exceeded."""
         used, budget = self._used, self.budget
         for name, spent, limit in (
             ("total", used.total_tokens, budget.max_total_tokens),

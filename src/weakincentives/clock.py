@@ -11,25 +11,25 @@ __all__ = ["SYSTEM_CLOCK", "Clock", "FakeClock", "SystemClock"]
 
 
 class Clock(Protocol):
-    """Where the runtime gets the time from."""
+    """The runtime's source of time."""
 
     def time(self) -> float:
-        """Seconds since the epoch: what records show."""
+        """Seconds since the epoch, for records."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds that never go back: what durations and deadlines are measured in."""
+        """Seconds that never go back, for durations and deadlines."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; between the attempts of a call, for example."""
+        """Wait, for example between the attempts of a call."""
         ...
 
 
 class SystemClock:
     """The machine's clock."""
 
-    # The built-in functions themselves: a wrapper would double the cost of asking.
+    # The built-in functions themselves: a wrapper would double the cost.
     time = staticmethod(unix_time)
     monotonic = staticmethod(perf_counter)
 
@@ -40,7 +40,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that stands still until it is told to move. For tests.
+    """A clock that moves only when a test advances it.
 
     >>> clock = FakeClock(start=100.0)
     >>> clock.advance(5)
@@ -60,15 +60,15 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         """Move the time forward."""
-        if not seconds >= 0:  # nor is NaN
-            raise ValueError(f"a clock does not go back, got {seconds}")
+        if not seconds >= 0:  # also refuses NaN
+            raise ValueError(f"a clock cannot go back, got {seconds}")
         with self._lock:
             self._now += seconds
 
     async def sleep(self, seconds: float) -> None:
-        """Move the time forward at once: nobody waits in a test."""
+        """Move the time forward without waiting."""
         self.advance(max(seconds, 0.0))
 
 
 SYSTEM_CLOCK = SystemClock()
-"""What is used where no other clock is given."""
+"""The default clock."""

@@ -1,4 +1,4 @@
-"""Limits in time: deadlines, and the heartbeat that says a long operation is alive."""
+"""Limits in time: deadlines, and the heartbeat of a long operation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Deadline", "Heartbeat"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment after which a run must not go on.
+    """A moment after which a run must not continue.
 
     >>> from weakincentives.clock import FakeClock
     >>> clock = FakeClock()
@@ -32,13 +32,13 @@ class Deadline:
     def after(cls, delay: float | timedelta, *, clock: Clock = SYSTEM_CLOCK) -> Deadline:
         """Return the deadline ``delay`` (seconds or a timedelta) from now."""
         seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-        if not seconds > 0:  # nor is NaN
+        if not seconds > 0:  # also refuses NaN
             raise ValueError(f"a deadline must lie in the future, got {seconds} seconds")
         return cls(clock.monotonic() + seconds, clock)
 
     @classmethod
     def at(cls, moment: datetime, *, clock: Clock = SYSTEM_CLOCK) -> Deadline:
-        """Return the deadline at a wall-clock moment, which must know its time zone."""
+        """Return the deadline at a wall-clock moment, which must have a time zone."""
         if moment.utcoffset() is None:
             raise ValueError("a deadline needs a moment with a time zone")
         return cls.after(moment.timestamp() - clock.time(), clock=clock)
@@ -52,7 +52,7 @@ class Deadline:
         return self.clock.monotonic() >= self.expires_at
 
     def check(self) -> None:
-        """Raise DeadlineExceededError when the moment has passed."""
+        """Raise DeadlineExceededError if the deadline has passed."""
         late = self.clock.monotonic() - self.expires_at
         if late >= 0:
             raise DeadlineExceededError(f"The deadline passed {late:.3f} s ago")
@@ -60,7 +60,7 @@ class Deadline:
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Remembers the last sign of life; ``on_beat`` may extend a lease."""
+    """Stores the last sign of life; ``on_beat`` may extend a lease."""
 
     clock: Clock = SYSTEM_CLOCK
     on_beat: Callable[[], object] | None = None

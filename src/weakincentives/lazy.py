@@ -1,4 +1,4 @@
-"""Packages that load their parts when first asked for: a program pays for what it uses.
+"""Packages that load their modules on first use.
 
 The ``__init__`` of a package lists each name once, as an import::
 
@@ -20,8 +20,8 @@ from typing import Any, cast
 def load_lazily(package: str, *at_once: str) -> None:
     """Give a package ``__all__``, and a ``__getattr__`` that imports a listed name on first use.
 
-    A name that is also that of a module in the package must be loaded ``at_once``: importing the
-    module later would put it in the name's place.
+    A name that is also a module of the package must be loaded ``at_once``: importing the module
+    later would replace it.
     """
     module = sys.modules[package]
     source: str = cast("Any", module.__loader__).get_data(module.__file__).decode()

@@ -1,7 +1,7 @@
-"""Locks on open files, and Ctrl-C held back while a step must not be cut in two.
+"""Locks on open files, and Ctrl-C deferred during a critical step.
 
-A POSIX record lock is gone as soon as the process closes any descriptor of the file. These belong
-to the one open file: on Linux as open-file-description locks, elsewhere as ``flock`` has them.
+A POSIX record lock is lost when the process closes any descriptor of the file. These locks belong
+to one open file: open-file-description locks on Linux, ``flock`` elsewhere.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing keeps a second process away there
+except ImportError:  # Windows: there are no locks between processes
     fcntl = None
 
 _FORM = "hhqqi4x"
-# What `signal` is built on, without its enums: those cost a look at the handler's repr each time.
+# The module under `signal`, without its enums, which make each call slower.
 _signal: Any = import_module("_signal")
 _SIGINT: int = _signal.SIGINT
 
 
 def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
-    """Lock an open file, or one byte of it, against all others; False if another has it."""
+    """Lock an open file, or one byte of it, exclusively; False if another holds the lock."""
     if fcntl is None:
         return True
     try:
@@ -44,7 +44,7 @@ def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
 
 
 def release(fd: int, *, byte: int | None = None) -> None:
-    """Let others have it at once, also while a child between fork and exec has the file open."""
+    """Release the lock at once, even if a child between fork and exec has the file open."""
     if fcntl is None:
         return
     if sys.platform == "linux":
@@ -56,10 +56,10 @@ def release(fd: int, *, byte: int | None = None) -> None:
 
 
 def is_taken(fd: int, *, byte: int | None = None) -> bool:
-    """Tell whether another open file has the lock."""
+    """Whether another open file holds the lock."""
     if fcntl is None:
         return False
-    if sys.platform == "linux":  # asked for, not taken: nobody who wants it now is turned away
+    if sys.platform == "linux":  # queried, not taken, so that no other process is refused
         question = _question(fcntl.F_WRLCK, byte)
         answer = struct.unpack(_FORM, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, question))
         return answer[0] != fcntl.F_UNLCK
@@ -70,7 +70,7 @@ def is_taken(fd: int, *, byte: int | None = None) -> bool:
 
 
 def keep_from_forks(fd: int) -> None:
-    """Have forked children close a locked file: else the lock would outlive this process."""
+    """Make forked children close a locked file: else the lock would outlive this process."""
     _mine.add(fd)
 
 
@@ -103,9 +103,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def undisturbed(needed: bool = True) -> Generator[None]:
-    """Hold Ctrl-C back until a step that must not be cut in two is done.
+    """Defer Ctrl-C until a critical step is done.
 
-    Python raises it in the main thread only, wherever that is at the moment.
+    Python raises KeyboardInterrupt in the main thread only, at any point.
     """
     is_main = needed and threading.current_thread() is threading.main_thread()
     before: Any = _signal.getsignal(_SIGINT) if is_main else None

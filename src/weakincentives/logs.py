@@ -1,7 +1,7 @@
 """Structured logging: every line written during a call carries that call's id.
 
-The library logs below ``weakincentives`` with the standard library's logging and configures
-nothing. ``configure_logging`` is for programs that want the lines as they are meant to be read.
+The library logs to ``weakincentives`` with the standard library and configures nothing.
+``configure_logging`` is for programs that want readable lines or JSON.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class _LineFormatter(logging.Formatter):
         fields = record.__dict__
         call_id, tool = fields.get("call_id"), fields.get("tool")
         record.call_prefix = f"[{tool} {call_id}] " if call_id else ""
-        # Names and messages come from models and servers: no text of theirs begins a line.
+        # Names and messages come from models and servers: their text must not begin a line.
         return harmless(super().format(record), lines=True).replace("\n", "\n    ")
 
 
-# What every record has, and what formatters add to it; the rest was given by whoever wrote it.
+# Fields of every record, and those that formatters add; the rest are the caller's.
 _STANDARD = {*logging.makeLogRecord({}).__dict__, "asctime", "call_prefix", "message"}
 
 
@@ -82,7 +82,7 @@ class _JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        # Plain ASCII: no stream fails to take it, whatever its encoding.
+        # Plain ASCII: every stream can encode it.
         return json.dumps({**given, **line}, default=str)
 
 
@@ -95,9 +95,9 @@ class _CallHandler(logging.StreamHandler[IO[str]]):
 def configure_logging(
     level: int | str = logging.INFO, *, as_json: bool = False, stream: IO[str] | None = None
 ) -> logging.Handler:
-    """Write every log line of the program, with the call it belongs to; returns the handler.
+    """Write the program's log lines, each with its call; return the handler.
 
-    Configuring the same stream again replaces what was set up for it before.
+    A second call for the same stream replaces the first.
     """
     handler = _CallHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(

@@ -1,4 +1,4 @@
-"""Text from outside: made safe to show, and matched by patterns that cannot take forever."""
+"""Text from outside: made safe to show, and matched in linear time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterator
 
 from weakincentives.errors import InvalidPattern
 
-# Blank on a screen though Python calls them printable: fillers, joiners, variation selectors, and
-# two symbols that are drawn as nothing. The rest of what cannot be seen is not printable.
+# Blank on a screen, but printable for Python: fillers, joiners, variation selectors, and two
+# symbols without a shape. Other invisible characters are not printable.
 _BLANK = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\U0001d159\U000e0100-\U000e01ef]"
 )
 _MARKS = ("Mn", "Me", "Mc")
 _MOST_MARKS = 2
-"""Combining marks on one character; a pile of them covers the lines around it."""
+"""Combining marks on one character; more of them cover the lines around it."""
 _LONG_RUN = re.compile(" {33,}| +$", re.MULTILINE)
 _REPEAT = re.compile(r"\{([^}]*)")
 
 
 def harmless(text: str, *, lines: bool = False) -> str:
-    """Return a text in which nothing can act on a terminal: what is not printable is spelled out.
+    """Return a text that cannot control a terminal: other than printable characters are escaped.
 
-    On one line, unless ``lines`` are kept.
+    It is on one line, unless ``lines`` is true.
     """
     text = text.replace("\r\n", "\n").replace("\t", "    ").replace("\xa0", " ")
     if not lines:
@@ -35,10 +35,10 @@ def harmless(text: str, *, lines: bool = False) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text of which everything can be seen; only line ends are kept as they are.
+    """Return a text with every invisible character escaped, except line ends.
 
-    Spaces at the end of a line, and many in a row, are counted: ``\\s{80}``. If the backslashes of
-    the text were doubled before, what comes out stands for one text only.
+    Trailing and long runs of spaces are counted: ``\\s{80}``. If the backslashes of the text were
+    doubled before, the result is unambiguous.
     """
     if not (text.isascii() and text.isprintable()):
         text = "".join(_seen(text))
@@ -60,23 +60,23 @@ def _spelled(character: str) -> str:
 def linear_matcher(
     pattern: str, *, max_length: int, max_repeats: int, ignore_case: bool = False
 ) -> Callable[[str], bool]:
-    """Return whether a text has a match, on the regular expressions that pydantic brings along.
+    """Return a function that tells whether a text has a match, by pydantic's regex engine.
 
-    They take time in proportion to the text, times the size of the pattern with its counted
-    repetitions written out: so that is bounded, too.
+    Its time is linear in the text, times the size of the pattern with its counted repetitions
+    expanded: so that is bounded, too.
     """
     from pydantic_core import SchemaError, SchemaValidator, core_schema
 
     if len(pattern) > max_length or "\n" in pattern:
         raise InvalidPattern(
-            f"the pattern has {len(pattern)} characters; at most {max_length} are taken, "
-            "and one line"
+            f"the pattern has {len(pattern)} characters; at most {max_length} on one line are "
+            "allowed"
         )
     repeats = counted_repeats(pattern)
     if repeats > max_repeats:
         raise InvalidPattern(
-            f"the pattern {pattern!r} repeats too much: its counts make {repeats} together, and "
-            f"at most {max_repeats} are taken; use '*' or '+' instead"
+            f"the pattern {pattern!r} repeats too much: its counts multiply to {repeats}, at most "
+            f"{max_repeats} are allowed; use '*' or '+' instead"
         )
     flags = "(?i)" if ignore_case else ""
     schema = core_schema.str_schema(pattern=f"{flags}{pattern}", regex_engine="rust-regex")
@@ -85,16 +85,16 @@ def linear_matcher(
     except SchemaError as error:
         reason = str(error).rpartition("error: ")[2].strip().splitlines()[-1]
         raise InvalidPattern(
-            f"Not a pattern that can be searched for: {pattern!r} ({reason}). Escape special "
-            "characters with a backslash to look for them as they are"
+            f"Not a valid pattern: {pattern!r} ({reason}). Escape special characters with a "
+            "backslash to search for them"
         ) from error
 
 
 def counted_repeats(pattern: str) -> int:
-    """Return by how much a pattern grows, at most, when its counted repetitions are written out."""
+    """Return the factor by which expanded counted repetitions enlarge a pattern, at most."""
     repeats = 1
     for counts in _REPEAT.findall(pattern):
-        # Digits may stand apart, as in `a{3 0}`: some flags allow that.
+        # Some flags allow spaces between digits, as in `a{3 0}`.
         numbers = (re.sub(r"\D", "", part) for part in counts.split(","))
         repeats *= max(1, *(int(number[:20] or 0) for number in numbers))
     return repeats

@@ -1,4 +1,4 @@
-"""What a tool answers, and how the model sees it."""
+"""Results of tools, and how the model sees them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _warned_about: WeakSet[type] = WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class ToolError:
-    """Why a call failed, for programs: a code to match on, and what may help."""
+    """Why a call failed, for programs: a code to match on, and suggestions."""
 
     code: str
     message: str
     recoverable: bool = True
-    """Whether the model can do something about it, or another try may succeed."""
+    """Whether the model can react to it, or a retry may succeed."""
     suggestions: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class ToolMetadata:
-    """What the runtime knows about a finished call."""
+    """The runtime's data about a finished call."""
 
     tool_name: str = ""
     timestamp: float = 0.0
@@ -45,16 +45,16 @@ class ToolMetadata:
     """Seconds."""
     attempts: int = 1
     undone: tuple[str, ...] = ()
-    """What a failed call's rollback covered: the session, and resources by name."""
+    """What the rollback of a failed call covered: the session, and resources by name."""
     not_undone: tuple[str, ...] = ()
-    """What it could not take back, in sentences."""
+    """What could not be undone, in sentences."""
     degraded: tuple[str, ...] = ()
-    """What was missing that the tool would rather have had."""
+    """Failed preconditions that are not critical."""
 
 
 @dataclass(slots=True)
 class ToolResult(Generic[R_co]):
-    """What happened (the value) and what to tell the model (the message)."""
+    """The outcome of a call: a message for the model and a value."""
 
     message: str
     """Human-readable status for the model."""
@@ -86,7 +86,7 @@ class ToolResult(Generic[R_co]):
         return ToolResult(message, None, success=False, failure=failure)
 
     def render(self) -> str:
-        """Return what the model sees: the message, a newline, the value; empty parts left out."""
+        """Return the text for the model: the message, a newline, the value; no empty parts."""
         value = "" if self.exclude_value_from_context else render_value(self.value)
         return "\n".join(part for part in (self.message, value) if part)
 
@@ -94,8 +94,8 @@ class ToolResult(Generic[R_co]):
 def render_value(value: object) -> str:
     """Return a value as text for the model.
 
-    A dataclass with ``render()`` says it itself; one without becomes JSON, with a warning.
-    Mappings become JSON, sequences one line per item, strings stay as they are, None is empty.
+    A dataclass with ``render()`` uses that; one without becomes JSON, with a warning. Mappings
+    become JSON, sequences one line per item, strings stay as they are, None is empty.
     """
     if value is None:
         return ""
@@ -108,7 +108,7 @@ def render_value(value: object) -> str:
         try:
             return str(render())
         except Exception:
-            # The call is done by now: a broken render() must not cost the model its answer.
+            # The call has committed: a broken render() must not hide its result.
             name = type(value).__name__
             _logger.exception("%s.render() failed; its fields are shown as JSON", name)
             return _as_json(value)
@@ -149,6 +149,6 @@ def _warn_once(cls: type) -> None:
         _warned_about.add(cls)
         _logger.warning(
             "%s has no render(): the model sees all its fields as JSON; add a render() method "
-            "that returns what it needs",
+            "that returns a short text",
             cls.__name__,
         )

@@ -340,7 +340,7 @@ def test_a_section_that_makes_its_text_itself_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("Hello $nam.", "unknown placeholders $nam; Guest has name"), ("5 $", "begins no placehol")],
+    [("Hello $nam.", "unknown placeholders $nam; Guest has name"), ("5 $", "without a placehol")],
 )
 def test_placeholders_are_checked_again(text: str, says: str):
     changed = SectionOverride(text=TextOverride.of("Hello $name.", text))

@@ -178,7 +178,7 @@ def test_a_list_is_not_taken_for_one_value_nor_the_other_way_round():
         ("I could not find anything.", "The answer holds no JSON object or array"),
         (
             'Sure:\n```json\n{"title": "a"\n "lines": []}\n```',
-            "The JSON cannot be read: Expecting ',' delimiter at line 4, column 2 of the answer",
+            "The JSON is invalid: Expecting ',' delimiter at line 4, column 2 of the answer",
         ),
     ],
 )

@@ -414,7 +414,7 @@ def takes_by_place(text: str, /) -> None:
 
 @pytest.mark.parametrize("function", [takes_args, takes_kwargs, takes_by_place])
 def test_a_parameter_that_has_no_name_for_a_model_is_refused(function: Any):
-    with pytest.raises(ToolDefinitionError, match=r"text.* gives its arguments by name"):
+    with pytest.raises(ToolDefinitionError, match=r"text.* gives arguments by name"):
         tool(function)
 
 

@@ -1,4 +1,4 @@
-"""What the model is offered: tools, their results, policies, sections and prompts."""
+"""Prompts: tools, their results, policies, sections and templates."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from weakincentives.prompt.contracts import StateChangeEffect as StateChangeEffect
     from weakincentives.prompt.contracts import StatePrecondition as StatePrecondition
     from weakincentives.prompt.contracts import validate_preconditions as validate_preconditions
-    from weakincentives.prompt.decorator import tool as tool
     from weakincentives.prompt.feedback import After as After
     from weakincentives.prompt.feedback import CallCountFeedback as CallCountFeedback
     from weakincentives.prompt.feedback import DeadlineFeedback as DeadlineFeedback
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.tool import ToolExample as ToolExample
     from weakincentives.prompt.tool import ToolHandler as ToolHandler
     from weakincentives.prompt.tool import Writes as Writes
+    from weakincentives.prompt.tool import tool as tool
     from weakincentives.tool_result import ToolError as ToolError
     from weakincentives.tool_result import ToolMetadata as ToolMetadata
     from weakincentives.tool_result import ToolResult as ToolResult

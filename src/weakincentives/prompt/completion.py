@@ -1,6 +1,6 @@
-"""Task completion: checkers that tell whether a model that stops is really done.
+"""Task completion: checkers that tell whether the task is done when the model stops.
 
-They fail closed: a checker that raises is not done, and the reason says so.
+They fail closed: if a checker raises, the task is not done, and the reason says so.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class CompletionResult:
-    """Whether the task is done, and why not: in words for the model."""
+    """Whether the task is done, and if not, why: worded for the model."""
 
     done: bool
     reason: str = ""
 
 
 class TaskCompletionChecker(Protocol):
-    """Tells whether the task is done. May raise: the loop asks through ``check_completion``."""
+    """Tells whether the task is done. May raise: the loop calls ``check_completion``."""
 
     def check(self, context: ToolContext) -> CompletionResult: ...
 
 
 def check_completion(checker: TaskCompletionChecker, context: ToolContext) -> CompletionResult:
-    """Return what a checker says; one that raises is not done."""
+    """Return the result of a checker; not done if it raises."""
     try:
         result = cast("object", checker.check(context))
         if isinstance(result, CompletionResult):
@@ -82,12 +82,12 @@ def _is_file(files: Filesystem, path: str) -> bool:
 # No slots: with them, frozen and generic, `PlanDone[Plan](...)` is a TypeError on Python 3.11.
 @dataclass(frozen=True)
 class PlanDone(Generic[P]):
-    """Done when there is a plan in the session and nothing of it is unfinished."""
+    """Done when the session has a plan without unfinished steps."""
 
     plan_type: type[P]
     """The type of the slice; its newest value is the plan."""
     pending: Callable[[P], Iterable[str]]
-    """Gives the texts of the steps that are not finished."""
+    """Returns the texts of the unfinished steps."""
 
     def check(self, context: ToolContext) -> CompletionResult:
         plan = context.session[self.plan_type].latest()
@@ -101,11 +101,11 @@ class PlanDone(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """Done when a function of the context says so, with a CompletionResult or a bool."""
+    """Done if ``function(context)`` says so, with a CompletionResult or a bool."""
 
     function: Callable[[ToolContext], CompletionResult | bool]
     reason: str = "The task is not done yet"
-    """Given for a plain False."""
+    """The reason for a plain False."""
 
     def check(self, context: ToolContext) -> CompletionResult:
         answer = cast("object", self.function(context))
@@ -131,7 +131,7 @@ class _Combined:
 
 
 class AllOf(_Combined):
-    """Done when all checkers are; the reason has those of all that are not."""
+    """Done when all checkers are; the reason joins those of the others."""
 
     __slots__ = ()
 
@@ -142,7 +142,7 @@ class AllOf(_Combined):
 
 
 class AnyOf(_Combined):
-    """Done when one checker is; those after it are not asked."""
+    """Done when one checker is; the rest is not checked."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""Texts of a prompt replaced by tag, from JSON files that a team can review.
+"""Overrides: texts of a prompt replaced by tag, from JSON files that a team can review.
 
-An override carries the hash of what it replaces. When the original changes, the override is stale:
-it is refused and named, so that nobody's edit silently hides somebody else's. Names, types and
-structure cannot be overridden.
+An override has the hash of the text it replaces. When the original changes, the override is stale:
+it is refused and named, so that it never hides a later edit. Names, types and structure cannot be
+overridden.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _log = get_logger("weakincentives.prompt.overrides")
 
 
-# What an override says
+# Overrides as data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOverride:
-    """A text, line by line as it is reviewed, and the hash of the one it replaces."""
+    """A text as lines, for review, and the hash of the text it replaces."""
 
     replaces: str
     lines: tuple[str, ...]
 
     @classmethod
     def of(cls, original: str, text: str) -> TextOverride:
-        """Return the override that puts ``text`` in the place of ``original``."""
+        """Return the override that replaces ``original`` by ``text``."""
         return cls(replaces=_hash(original), lines=tuple(text.split("\n")))
 
     @property
@@ -63,7 +63,7 @@ class TextOverride:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleData:
-    """An example of a tool as plain JSON, held against the tool's types when it is applied."""
+    """An example of a tool as plain JSON, checked against the tool's types when applied."""
 
     description: str
     input: Any
@@ -72,7 +72,7 @@ class ExampleData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExamplesOverride:
-    """The examples of a tool, and the hash of all those they replace."""
+    """The examples of a tool, and the hash of those they replace."""
 
     replaces: str
     examples: tuple[ExampleData, ...]
@@ -87,7 +87,7 @@ AnyOverride = TextOverride | ExamplesOverride
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOverride:
-    """What is said otherwise about a tool; what is left out stays as it is."""
+    """The overridden texts of a tool; the others stay as they are."""
 
     description: TextOverride | None = None
     parameters: Mapping[str, TextOverride] = field(default_factory=dict[str, TextOverride])
@@ -96,7 +96,7 @@ class ToolOverride:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SectionOverride:
-    """What is said otherwise in a section and about its tools."""
+    """The overridden texts of a section and its tools."""
 
     text: TextOverride | None = None
     tools: Mapping[str, ToolOverride] = field(default_factory=dict[str, ToolOverride])
@@ -104,7 +104,7 @@ class SectionOverride:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDescriptor:
-    """Everything in a prompt that can be overridden, with its hash and its text as it is."""
+    """Everything in a prompt that can be overridden, with its hash and current text."""
 
     ns: str
     key: str
@@ -114,7 +114,7 @@ class PromptDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOverrides:
-    """The overrides of one prompt under one tag. ``Prompt(template, overrides=...)`` uses them."""
+    """The overrides of one prompt under one tag, for ``Prompt(template, overrides=...)``."""
 
     ns: str
     key: str

@@ -60,17 +60,17 @@ class Offer:
 
     tool: Tool[Any, Any]
     policies: tuple[AttachedPolicy, ...] = ()
-    """Asked before a call: those of the tool's section first, then the prompt's."""
+    """Checked before a call: the policies of the tool's section first, then the prompt's."""
     listeners: tuple[AttachedPolicy, ...] = ()
-    """Told of a success: every policy of the prompt that wants to know."""
+    """Notified of a success: every policy of the prompt that has ``on_result``."""
     counters: tuple[AttachedPolicy, ...] = ()
-    """Those of the policies that are told when a call is about to run."""
+    """The policies that have ``on_start``: notified right before a call runs."""
     needs_loop: bool = False
     may_run_beside: bool = False
-    """Whether a call may run at the same time as others of its turn."""
+    """Whether a call may run concurrently with others of its turn."""
     rules: tuple[AttachedPolicy, ...] = ()
-    """The policies before it was asked which apply to it: members of a composed tool have them,
-    too."""
+    """All policies, also those that do not apply to this tool: members of a composed tool inherit
+    them."""
 
     @classmethod
     def of(
@@ -87,7 +87,7 @@ class Offer:
         may_run_beside = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
-            and tool.writes == "api"  # a scan could not tell whose change it was
+            and tool.writes == "api"  # a scan cannot attribute changes to a call
             and tool.handler is not None
             and not any(policy.asks_a_person for policy in policies)
             and all(cls.of(member, rules).may_run_beside for member in members)
@@ -97,17 +97,17 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """What the model is given: the text, and the tools in the order they were declared."""
+    """The text and the tools for a model, in the order of their declaration."""
 
     text: str
     tools: tuple[Tool[Any, Any], ...]
     offers: Mapping[str, Offer] = field(repr=False, default_factory=dict[str, Offer])
     summarized: tuple[str, ...] = ()
-    """The paths of the sections that are shown as a summary."""
+    """Paths of the sections shown as a summary."""
     overrides_tag: str = ""
     """The tag of the overrides in use, if any."""
     listeners: tuple[AttachedPolicy, ...] = field(repr=False, default=())
-    """The policies of the prompt that want to hear of every success."""
+    """The policies of the prompt that have ``on_result``."""
 
     def __str__(self) -> str:
         return self.text
@@ -115,23 +115,23 @@ class RenderedPrompt:
     def with_provider_tools(
         self, tools: Iterable[Tool[Any, Any]], policies: tuple[AttachedPolicy, ...]
     ) -> RenderedPrompt:
-        """Return this rendering with tools that the provider runs: calls find them, too.
+        """Return this rendering with tools that the provider runs, so that calls find them.
 
-        Where a section declares one of them, with ``handler=None``, its policies hold as well.
+        If a section declares such a tool with ``handler=None``, its policies apply as well.
         """
         offers = dict(self.offers)
         for tool in tools:
             declared = offers.get(tool.name)
             if declared is not None and declared.tool.handler is not None:
                 raise PromptValidationError(
-                    f"the prompt has a tool {tool.name!r}, and so has the provider: rename one"
+                    f"the prompt and the provider both have a tool {tool.name!r}: rename one"
                 )
             rules = policies if declared is None else declared.rules
             offers[tool.name] = Offer.of(tool, rules, self.listeners)
         return replace(self, offers=offers)
 
     def says_the_same_as(self, other: RenderedPrompt) -> bool:
-        """Whether a model is told the same by both."""
+        """Whether both give a model the same text and tools."""
         return self.text == other.text and self.tools == other.tools
 
 
@@ -156,10 +156,10 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         self.name = name or (self.nodes[0].title if self.nodes else "prompt")
         self.key = key or re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-") or "prompt"
         self.ns = ns or "default"
-        # Any stands for "not said" where a type must be written; the answer is then plain text.
+        # Any means "not stated" where a type must be written; the answer is then plain text.
         self.output_type = None if output_type is Any else output_type
         self.original: PromptTemplate[OutT] | None = None
-        """Where overrides were applied: the template they were applied to."""
+        """The template before overrides were applied, if any were."""
         _check(self.nodes, self.policies)
 
     @classmethod
@@ -170,7 +170,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
     def with_sections(
         self, change: Callable[[str, Section[Any]], Section[Any]]
     ) -> PromptTemplate[OutT]:
-        """Return a copy whose sections are what ``change(path, section)`` gives; same tree."""
+        """Return a copy with each section replaced by ``change(path, section)``; the same tree."""
 
         def changed(node: _Node) -> _Node:
             section = change(node.path, node.section)
@@ -189,7 +189,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
 
 
 class PromptResources:
-    """``prompt.resources``: opens what is bound, lazily, and closes it at the end of ``with``."""
+    """``prompt.resources``: opens resources lazily and closes them at the end of ``with``."""
 
     def __init__(self, registry: ResourceRegistry) -> None:
         self.registry = registry
@@ -199,9 +199,9 @@ class PromptResources:
 
     @property
     def context(self) -> ResourceContext:
-        """The open context; opened now if it was not."""
+        """The open context; opened on first use."""
         context = self._context
-        if context is not None:  # without the lock: every call asks
+        if context is not None:  # without the lock: every call gets here
             return context
         with self._lock:
             if self._context is None:
@@ -247,7 +247,7 @@ class Prompt(Generic[OutT]):
         self._params: tuple[object, ...] = ()
         self._sections: tuple[Section[Any], ...] = ()
         self._given: dict[_Node, tuple[Any, bool]] = {}
-        """The parameters of each section, and whether nothing can change what they say."""
+        """The parameters of each section, and whether they are immutable."""
         self._bound = ResourceRegistry.of()
         self._rendered: RenderedPrompt | None = None
         self._place_sections()
@@ -261,8 +261,8 @@ class Prompt(Generic[OutT]):
     ) -> Prompt[OutT]:
         """Return this prompt with parameters, resources and sections added.
 
-        Parameters are dataclass instances; each section takes the one of its own type. What is
-        bound here wins over what a section brings, and that over the template's.
+        Parameters are dataclass instances; each section takes the one of its own type. Resources
+        bound here win over those of a section, and those over the template's.
         """
         params = tuple(value for value in params if value is not None)
         for value in params:
@@ -315,19 +315,19 @@ class Prompt(Generic[OutT]):
 
     @property
     def resources(self) -> PromptResources:
-        """What tools can ask for. Use it in a ``with`` statement to close it at the end."""
+        """The resources for tools. Use it in a ``with`` statement to close them."""
         return self._resources
 
     @property
     def rendered(self) -> RenderedPrompt:
-        """The last rendering; rendered now if there is none."""
+        """The last rendering; made now if there is none."""
         return self._rendered or self.render()
 
     def render(self, session: Session | None = None, *, examples: bool = False) -> RenderedPrompt:
         """Return the text and tools for a model.
 
-        With a session, that session is told: its calls find the tools of this rendering. With
-        ``examples``, those of the tools stand in the text, for a provider whose schema has no
+        With a session, the calls of that session find the tools of this rendering. With
+        ``examples``, the text includes the tools' examples, for a provider whose schema has no
         place for them.
         """
         shown = list(self._shown(self._nodes, "", session, chosen(session)))
@@ -336,7 +336,7 @@ class Prompt(Generic[OutT]):
         tools, offers = cache.offered(shown)
         summarized = tuple([each.node.path for each in shown if not each.is_open])
         rendered = self._rendered
-        # A run renders before every turn: what has not changed is the same object as before.
+        # A run renders before every turn: an unchanged rendering stays the same object.
         if (
             rendered is None
             or rendered.text != text
@@ -352,7 +352,7 @@ class Prompt(Generic[OutT]):
         return rendered
 
     def section_text(self, path: str, session: Session | None = None) -> str:
-        """Return the section at a path with all that is below it, as if it were open."""
+        """Return the section at a path and those below it, as if they were open."""
         choices = chosen(session)
         for node in walk(self._nodes):
             if f"{node.path}/".startswith(f"{path}/") or path.startswith(f"{node.path}/"):
@@ -363,7 +363,7 @@ class Prompt(Generic[OutT]):
             if f"{each.node.path}/".startswith(f"{path}/")
         ]
         if not found:
-            raise PromptRenderError(f"there is no section {path!r}, or it is disabled")
+            raise PromptRenderError(f"section {path!r} does not exist or is disabled")
         return "\n\n".join(found)
 
     def _shown(
@@ -373,7 +373,7 @@ class Prompt(Generic[OutT]):
         session: Session | None,
         choices: Mapping[str, SectionVisibility],
     ) -> Iterator[_Shown]:
-        """Yield all that is enabled and not below a summary, in order."""
+        """Yield the enabled sections that are not below a summary, in order."""
         count = 0
         for node in nodes:
             given = self._given.get(node)
@@ -407,7 +407,7 @@ class Prompt(Generic[OutT]):
         if params is None:
             bound = ", ".join(type(each).__name__ for each in self._params) or "nothing"
             raise PromptRenderError(
-                f"section {node.path} needs {wanted.__name__}, and what is bound is {bound}; "
+                f"section {node.path} needs {wanted.__name__}, but bound is {bound}; "
                 f"write prompt.bind({wanted.__name__}(...))"
             )
         return params
@@ -419,7 +419,7 @@ _SETTLED = (str, int, float, bool, bytes, type(None))
 
 
 def _is_settled(value: object) -> bool:
-    """Whether nothing can change what a value says."""
+    """Whether a value is immutable."""
     if type(value) is tuple:
         return all(map(_is_settled, cast("tuple[object, ...]", value)))
     return type(value) in _SETTLED
@@ -433,7 +433,7 @@ def _are_settled(params: Any) -> bool:
 
 
 class _Shown(NamedTuple):
-    """A section as it stands in one rendering."""
+    """A section in one rendering."""
 
     number: str
     node: _Node
@@ -571,7 +571,7 @@ def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
 
 
 def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
-    """Refuse what is wrong whatever will be enabled."""
+    """Refuse problems that do not depend on which sections are enabled."""
     _refuse_duplicates(_always_offered(nodes))
     counting: dict[str, object] = {}
     for policy in (*(p for node in walk(nodes) for p in node.section.policies), *policies):
@@ -579,14 +579,13 @@ def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
             other = counting.setdefault(policy.name, policy.policy)
             if other is not policy.policy:
                 raise PromptValidationError(
-                    f"two policies that count calls are both called {policy.name!r}, so they would "
-                    f"count together; give one another name: {type(policy.policy).__name__}"
-                    f"(..., name=...)"
+                    f"two policies that count calls are both called {policy.name!r} and would "
+                    f"share a count; rename one: {type(policy.policy).__name__}(..., name=...)"
                 )
 
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
-    """Return the policies in order; one that is attached in several places comes once."""
+    """Return the policies in order, without duplicates."""
     return tuple({id(policy.policy): policy for policy in policies}.values())
 
 

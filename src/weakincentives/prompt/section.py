@@ -1,9 +1,8 @@
-"""Sections: guidance for the model together with the tools, policies and resources it is about.
+"""Sections: guidance for the model, together with its tools, policies and resources.
 
 A section may be shown as a summary until the model opens it. The choice lives in the session, so
-it follows snapshots, restore and reset. The model makes it with ``open_sections``, which raises:
-the call is rolled back, whoever runs the loop notes the choice with ``expand(session, error)`` and
-renders again.
+it follows snapshots, restore and reset. The model calls ``open_sections``, which raises: the call
+is rolled back, and the loop stores the choice with ``expand(session, error)`` and renders again.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ else:
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
-# How much of a section is shown
+# Visibility
 
 
 class SectionVisibility(Enum):
@@ -72,7 +71,7 @@ class SectionVisibility(Enum):
 
 @dataclass(frozen=True, slots=True)
 class VisibilityState:
-    """What was chosen for one section. A STATE slice: it follows snapshots."""
+    """The choice for one section. A STATE slice: it follows snapshots."""
 
     section: str
     """The path of the section: the keys from the outermost to its own, joined by "/"."""
@@ -89,20 +88,20 @@ def set_visibility(session: Session, section: str, visibility: SectionVisibility
 
 
 def expand(session: Session, error: VisibilityExpansionRequired) -> None:
-    """Open the sections that a call of ``open_sections`` asked for; then render again."""
+    """Open the sections requested by a call of ``open_sections``; then render again."""
     for section in error.section_keys:
         set_visibility(session, section, SectionVisibility.FULL)
 
 
 def chosen(session: Session | None) -> dict[str, SectionVisibility]:
-    """Return what was chosen in the session, by path."""
+    """Return the choices in the session, by path."""
     if session is None:
         return {}
     return {state.section: state.visibility for state in session.read_slice(VisibilityState)}
 
 
 def how_to_open(path: str) -> str:
-    """Return the line that stands below a summary."""
+    """Return the line below a summary."""
     return (
         f"_This is a summary. To get the whole section and its tools, call `open_sections` with "
         f'`"{path}"`; to only read it, call `read_section`._'
@@ -113,7 +112,7 @@ def how_to_open(path: str) -> str:
 
 
 class SectionOptions(TypedDict, Generic[ParamsT], total=False):
-    """What every section takes; for the ``__init__`` of a section of your own."""
+    """The options of every section; for the ``__init__`` of your own section class."""
 
     title: str
     key: str
@@ -130,19 +129,19 @@ class SectionOptions(TypedDict, Generic[ParamsT], total=False):
 
 
 class Section(TypedConstructor, Generic[ParamsT]):
-    """A part of a prompt. Subclass it and give ``body`` to make a suite of your own."""
+    """A part of a prompt. Subclass it and define ``body`` for your own."""
 
     _declared_params: Any = None
-    """Params of a ``class Mine(Section[Params])``."""
+    """``Params`` of a ``class Mine(Section[Params])``."""
 
     depends_only_on_params = False
-    """Whether the same params always give the same text, so that it may be kept."""
+    """Whether equal params always give the same text, so that it may be cached."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         speaks_for_itself = {"body", "summary_text"} & cls.__dict__.keys()
         if speaks_for_itself and "depends_only_on_params" not in cls.__dict__:
-            # What a base promises about its text does not hold for another one.
+            # The promise of a base class does not cover another text.
             cls.depends_only_on_params = False
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin, args = get_origin(base), get_args(base)
@@ -171,7 +170,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
                 "'.', '_' and '-'"
             )
         self.key = key
-        """What it is addressed by; derived from the title where it is left out."""
+        """Its address; derived from the title if left out."""
         self.title = title or re.sub(r"[-_.]+", " ", key).strip().title()
         self.tools = tuple(tools)
         self.policies = attach(policies)
@@ -180,19 +179,19 @@ class Section(TypedConstructor, Generic[ParamsT]):
         self.enabled = enabled
         self.default_params = default_params
         self.accepts_overrides = accepts_overrides
-        """Whether the text may be replaced by tag; its tools say so for themselves."""
+        """Whether overrides may replace the text; each tool has its own option."""
         self.params_type: Any = params_type or self._declared_params
         self._ask_enabled = None if enabled is None else _asked(self.label, "enabled", enabled)
         self._check_params()
         self.visibility = visibility
-        """How much the model is shown as long as nothing was chosen in the session."""
+        """Applies until the session holds a choice."""
         is_fixed = isinstance(visibility, SectionVisibility)
         self._ask_visibility = None if is_fixed else _asked(self.label, "visibility", visibility)
         self.summary = textwrap.dedent(summary).strip()
         self._summary = _template(self.label, "summary", self.summary, self.params_type)
         if visibility is not SectionVisibility.FULL and not self.summary:
             raise PromptValidationError(
-                f"section {self.label!r}: what may be summarized needs a summary=..."
+                f"section {self.label!r}: a section that may be summarized needs summary=..."
             )
         for tool in cast("tuple[object, ...]", self.tools):
             if not isinstance(tool, Tool):
@@ -227,20 +226,20 @@ class Section(TypedConstructor, Generic[ParamsT]):
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return self.key or self.title or "section"
 
     def derived_key(self) -> str:
-        """Return the key, made from the title where none was given."""
+        """Return the key, or one made from the title."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")[:64]
         return self.key or slug or "section"
 
     def is_enabled(self, params: object, session: Session | None) -> bool:
-        """Whether it is part of the prompt now; its children and tools go with it."""
+        """Whether it is part of the prompt now, with its children and tools."""
         return self._ask_enabled is None or bool(self._ask_enabled(params, session))
 
     def visibility_now(self, params: object, session: Session | None) -> SectionVisibility:
-        """Return how much of it is shown where the session holds no choice."""
+        """Return the visibility if the session holds no choice."""
         if self._ask_visibility is None:
             return cast("SectionVisibility", self.visibility)
         answer = self._ask_visibility(params, session)
@@ -252,7 +251,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
             ) from None
 
     def summary_text(self, params: object, session: Session | None) -> str:
-        """Return the summary with the parameters in their places."""
+        """Return the summary with the parameters filled in."""
         return _filled(self._summary, params)
 
     def body(self, params: Any, session: Session | None) -> str:
@@ -287,11 +286,11 @@ class MarkdownSection(Section[ParamsT]):
 
 
 def _template(label: str, what: str, text: str, params_type: Any) -> Template:
-    """Return a text to be filled in; refuse placeholders that nothing will fill."""
+    """Return the template of a text; refuse unknown placeholders."""
     template = Template(text)
     if not template.is_valid():
         raise PromptValidationError(
-            f"section {label!r}: the {what} has a '$' that begins no placeholder; "
+            f"section {label!r}: the {what} has a '$' without a placeholder; "
             "write '$$' for a dollar sign"
         )
     known = [] if params_type is None else [f.name for f in fields(params_type)]
@@ -343,13 +342,13 @@ def _asked(label: str, what: str, function: Any) -> Callable[[object, Session | 
     return lambda params, session: function(*(params, session)[: len(others)])
 
 
-# The tools of a prompt that has summaries
+# The tools of a prompt with summaries
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSectionsParams:
     section_keys: tuple[str, ...]
-    """The sections to open, as the lines below their summaries name them."""
+    """The sections to open, as named below their summaries."""
     reason: str
     """Why they are needed, in one sentence."""
 
@@ -357,7 +356,7 @@ class OpenSectionsParams:
 @dataclass(frozen=True, slots=True)
 class ReadSectionParams:
     section_key: str
-    """The section to read, as the line below its summary names it."""
+    """The section to read, as named below its summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,23 +386,23 @@ def _read_section(params: ReadSectionParams, *, context: ToolContext) -> ToolRes
 
 
 def _refuse_others(keys: Sequence[str], context: ToolContext) -> None:
-    """Refuse what the model was not shown as a summary."""
+    """Refuse sections that the model was not shown as a summary."""
     rendered = context.rendering
     summarized = () if rendered is None else rendered.summarized
     others = ", ".join(repr(key) for key in keys if key not in summarized)
     if keys and not others:
         return
     if keys:
-        problem = f"Not a summarized section: {others}. It does not exist or is open already"
+        problem = f"Not a summarized section: {others}. It does not exist or is already open"
     else:
-        problem = "No section is named"
+        problem = "No section was named"
     known = ", ".join(summarized) or "none"
     raise ToolValidationError(f"{problem}. Summarized sections: {known}")
 
 
-@cache  # when first needed: to make a tool loads what checks its parameters
+@cache  # made when first needed: declaring a tool loads pydantic
 def disclosure_tools() -> tuple[Tool[Any, Any], ...]:
-    """Return the tools that a prompt with summarized sections offers."""
+    """Return the tools of a prompt with summarized sections."""
     return (
         Tool[OpenSectionsParams, None](
             name="open_sections",
@@ -425,7 +424,7 @@ def disclosure_tools() -> tuple[Tool[Any, Any], ...]:
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """One call of a task. Checked against the types of its tool, like the tool's own examples."""
+    """One call of a task, checked against the types of its tool."""
 
     tool: Tool[Any, Any]
     example: ToolExample[Any, Any]
@@ -439,11 +438,11 @@ class TaskStep:
 
 @dataclass(frozen=True, slots=True)
 class TaskExample:
-    """A task that was done well, from the objective to the outcome."""
+    """A well-done task, from the objective to the outcome."""
 
     objective: str
     outcome: object
-    """Text, or the answer as the dataclass that the prompt asks for."""
+    """Text, or an instance of the prompt's output type."""
     steps: Sequence[TaskStep] = ()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What functions take and return, sync or async, and classes that are told their type arguments."""
+"""Signatures of functions, and classes that get their type arguments at construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 UNKNOWN: Any = object()
-"""Stands for a type that is not written down, or cannot be resolved."""
+"""A type that is not annotated, or cannot be resolved."""
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,10 +28,10 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether what the function returns must be awaited."""
+    """Whether the result of the function must be awaited."""
     if inspect.iscoroutinefunction(function):
         return True
-    # A plain wrapper of an async function hands its coroutine on.
+    # A plain wrapper of an async function returns its coroutine.
     inner = innermost(function)
     returns = hints_of(function).get("return")
     return inspect.iscoroutinefunction(inner) or get_origin(returns) in (Awaitable, Coroutine)
@@ -44,17 +44,17 @@ def misfit(function: Callable[..., Any], *args: object, **kwargs: object) -> str
     except TypeError as error:
         return str(error)
     except ValueError:
-        pass  # a built-in that does not say what it takes
+        pass  # a built-in without a signature
     return None
 
 
 def hints_of(function: Callable[..., Any], *, extras: bool = False) -> dict[str, Any]:
-    """Return the annotations that can be resolved; one that cannot is left out, not an error."""
+    """Return the annotations that can be resolved; leave out the others."""
     inner = innermost(function)
     names = _names_seen_by(inner)
     resolved: dict[str, Any] = {}
     for name, hint in getattr(inner, "__annotations__", {}).items():
-        # One at a time, so that one name that is not known yet does not cost the others.
+        # One at a time: an unknown name must not hide the others.
         holder = SimpleNamespace(__annotations__={name: hint})
         try:
             resolved.update(get_type_hints(holder, names, include_extras=extras))
@@ -101,19 +101,19 @@ def can_be(given: Any, wanted: Any) -> bool:
         return all(can_be(inner, outer) for inner, outer in pairs)
     try:
         return issubclass(cls, base)
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol that is not runtime-checkable
         return True
 
 
 def show(hint: Any) -> str:
-    """Return a type as it is written in a message."""
+    """Return a type as text for a message."""
     if isinstance(hint, type) and not get_args(hint):
         return "None" if hint is NoneType else hint.__name__
     return repr(hint).replace("typing.", "")
 
 
 class _TypedAlias(types.GenericAlias):
-    """``Tool[A, B]``: an ordinary alias, but calling it hands the arguments on."""
+    """``Tool[A, B]``: an ordinary alias, but calling it passes the type arguments on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return cast("type[TypedConstructor]", self.__origin__).with_types(
@@ -124,8 +124,7 @@ class _TypedAlias(types.GenericAlias):
 class TypedConstructor:
     """Mixin: ``Class[X](...)`` calls ``Class.with_types((X,), ...)``.
 
-    ``typing.Generic`` tells an instance its type arguments only after ``__init__``; too late for
-    checks at construction.
+    ``typing.Generic`` sets the type arguments only after ``__init__``, too late for checks.
     """
 
     def __class_getitem__(cls, item: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Structured output: the schema a provider is given, and the model's answer read back, checked.
+"""Structured output: the schema for a provider, and the parser of the model's answer.
 
-Providers want an object at the top of a schema. So a ``list[Out]`` is asked for as an object with
-one key, ``{"items": [...]}``; the reader takes that and the bare array.
+Providers require an object at the top of a schema. So a ``list[Out]`` is requested as an object
+with one key, ``{"items": [...]}``; the parser accepts that and the bare array.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ _FENCED = re.compile(
     r"^[ \t]*(?P<fence>`{3,}|~{3,})[^\n`]*\n(?P<body>.*?)(?:^[ \t]*(?P<end>(?P=fence))|\Z)",
     re.MULTILINE | re.DOTALL,
 )
-# What an object or array can begin with: most brackets in prose and code are neither.
+# The beginnings of an object or array: most brackets in prose and code are neither.
 _OPENING = re.compile(r'\{\s*["}]|\[\s*(?:[\[\]{"]|(?P<number>[\d-])|true|false|null)')
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.?)*+"?|(?P<open>[\[{])|(?P<close>[\]}])', re.DOTALL)
 _decode = json.JSONDecoder().raw_decode
 
 
 def output_schema(output_type: Any) -> dict[str, Any]:
-    """Return the JSON schema of an answer, always with an object at the top.
+    """Return a new JSON schema of an answer, always with an object at the top.
 
-    A list is wrapped: ``list[Out]`` gives the schema of ``{"items": [...]}``. The dict is the
-    caller's to change.
+    A list is wrapped: ``list[Out]`` gives the schema of ``{"items": [...]}``.
     """
     wrapper = _wrapper(output_type)
     return schema(output_type if wrapper is None else wrapper)
 
 
 def output_instructions(output_type: Any) -> str:
-    """Return what to tell a model whose provider takes no schema."""
+    """Return instructions for a model whose provider takes no schema."""
     wanted = json.dumps(output_schema(output_type), indent=2, ensure_ascii=False)
     wrapped = "" if _wrapper(output_type) is None else ' The list goes under the key "items".'
     return (
@@ -60,7 +59,7 @@ def parse_structured_output(text: str, output_type: object) -> Any: ...
 def parse_structured_output(text: str, output_type: Any) -> Any:
     """Return a model's answer as a value of the output type.
 
-    The JSON may be all of the text, stand in a fence or in prose; the last word counts. Anything
+    The JSON may be the whole text, in a fenced block or in prose; the last one counts. Anything
     else raises an OutputParseError with every problem, worded for the model.
     """
     wrapper = _wrapper(output_type)
@@ -77,13 +76,13 @@ def parse_structured_output(text: str, output_type: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _wrapper(output_type: Any) -> type[Any] | None:
-    """Return the class that a list is wrapped in; None for what is an object by itself."""
+    """Return the class that wraps a list; None for a type that is an object itself."""
     kind = None if output_type is None else schema(output_type).get("type")
     if kind == "object":
         return None
     if kind != "array":
         raise TypeError(
-            f"{output_type!r} cannot be an output type: take a dataclass or a list of them, "
+            f"{output_type!r} cannot be an output type: use a dataclass or a list of them, "
             "and put anything else into a field of a dataclass"
         )
     documented = {"__doc__": "All items of the answer, in one array."}
@@ -94,13 +93,13 @@ def _wrapper(output_type: Any) -> type[Any] | None:
 
 
 class _Json(NamedTuple):
-    """A JSON value as it stands in the text."""
+    """A JSON value and its text."""
 
     text: str
     value: object
 
     def fits(self, is_list: bool) -> bool:
-        """Whether it has the brackets of the answer: a reference such as [1] is an array, too."""
+        """Whether it has the shape of the answer: a reference such as [1] is an array, too."""
         value = self.value
         if not isinstance(value, dict):
             return is_list and isinstance(value, list)
@@ -114,7 +113,7 @@ def _find_json(text: str, is_list: bool) -> _Json | None:
     fences = list(_FENCED.finditer(text))
     blocks = [_whole(fence["body"]) for fence in fences]
     if fences and fences[-1]["end"] is None and blocks[-1] is None:
-        blocks = []  # cut off: what stands before it may be a draft
+        blocks = []  # cut off: earlier blocks may be drafts
     fenced = [block for block in blocks if block and isinstance(block.value, dict | list)]
     found = (fenced or _in_prose(text))[::-1]
     return next((each for each in found if each.fits(is_list)), found[0] if found else None)
@@ -129,7 +128,7 @@ def _whole(text: str) -> _Json | None:
 
 
 def _in_prose(text: str) -> list[_Json]:
-    """Return the outermost objects and arrays, in order; none when the last one is cut off."""
+    """Return the outermost objects and arrays, in order; none if the last one is cut off."""
     found: list[_Json] = []
     position = 0
     while match := _OPENING.search(text, position):
@@ -140,7 +139,7 @@ def _in_prose(text: str) -> list[_Json]:
             if match["number"] and isinstance(error, json.JSONDecodeError):
                 position = error.pos  # a range such as [0, 1), not an answer
                 continue
-            # A part of an answer that is broken must never be taken for the answer.
+            # A part of a broken answer must never be taken for the answer.
             position = _end_of(text, start)
             if position < 0:
                 return []
@@ -150,7 +149,7 @@ def _in_prose(text: str) -> list[_Json]:
 
 
 def _end_of(text: str, start: int) -> int:
-    """Return where the brackets that open at a place are closed; -1 if they never are."""
+    """Return the end of the brackets that open at a position; -1 if they are not closed."""
     depth = 0
     for token in _BRACKET.finditer(text, start):
         if token["open"]:
@@ -163,7 +162,7 @@ def _end_of(text: str, start: int) -> int:
 
 
 def _what_is_missing(text: str) -> str:
-    """Say why nothing in the text is the answer, with the place where its JSON breaks."""
+    """Say why the text holds no answer, and where its JSON breaks."""
     if not text.strip():
         return "The answer is empty; expected JSON"
     position = 0
@@ -174,7 +173,7 @@ def _what_is_missing(text: str) -> str:
             position = error.pos
             if not match["number"]:
                 place = f"line {error.lineno}, column {error.colno}"
-                return f"The JSON cannot be read: {error.msg} at {place} of the answer"
+                return f"The JSON is invalid: {error.msg} at {place} of the answer"
         except (ValueError, RecursionError) as error:
-            return f"The JSON cannot be read: {error}"
+            return f"The JSON is invalid: {error}"
     return "The answer holds no JSON object or array"

@@ -1,18 +1,21 @@
-"""What a tool is: a name, a description, typed parameters, and the handler that does the work."""
+"""Tools: a name, a description, typed parameters, and a handler; and ``@tool`` to declare one."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import re
+import textwrap
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from dataclasses import replace as dataclass_replace
-from functools import cached_property
-from inspect import signature
+from functools import cached_property, partial
+from inspect import Parameter
 from types import NoneType
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     Generic,
     Literal,
@@ -22,6 +25,7 @@ from typing import (
     cast,
     get_args,
     get_origin,
+    overload,
 )
 
 from weakincentives.errors import InvalidArguments, ParseError, ToolDefinitionError
@@ -54,15 +58,18 @@ Reach = Literal["read", "reversible", "compensable", "irreversible"]
 """How far a tool's changes go.
 
 ``read`` changes nothing; ``reversible`` changes only the session, files and resources that can be
-snapshotted; ``compensable`` reaches outside and knows how to take that back; ``irreversible``
-reaches outside for good. A tool that states nothing is rolled back as far as can be.
+snapshotted; ``compensable`` reaches outside and can compensate for it; ``irreversible`` reaches
+outside for good. A tool that states nothing is rolled back as far as possible.
 """
 
 Writes = Literal["api", "command", "external"]
-"""How a tool changes files: through our filesystem, by a command we start, or otherwise."""
+"""How a tool changes files: through our filesystem, by a command we start, or by another program.
+"""
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
+_ARGS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
+_ARG = re.compile(r"^(\w+)(?: *\(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE)
 
 
 class ToolHandler(Protocol[P_contra, R_co]):
@@ -76,7 +83,7 @@ class ToolHandler(Protocol[P_contra, R_co]):
 # No slots: with them, frozen and generic, `ToolExample[P, R](...)` is a TypeError on Python 3.11.
 @dataclass(frozen=True)
 class ToolExample(Generic[P, R]):
-    """One representative call: shown to the model, checked against the tool's types."""
+    """A representative call: shown to the model, checked against the tool's types."""
 
     description: str
     input: P
@@ -92,7 +99,7 @@ class ToolExample(Generic[P, R]):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Tool(TypedConstructor, Generic[P, R]):
-    """A capability offered to a model, with a contract that is checked when it is declared.
+    """A capability for a model, with a contract that is checked at its declaration.
 
     ``Tool[Params, Result](name=..., description=..., handler=...)`` takes dataclasses, or None for
     a tool without parameters or without a structured result. Calling the tool runs the whole
@@ -108,24 +115,24 @@ class Tool(TypedConstructor, Generic[P, R]):
     examples: Sequence[ToolExample[Any, Any]] = ()
     accepts_overrides: bool = True
     parameter_descriptions: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Texts for parameters that take the place of those in their type."""
+    """Descriptions that replace those of the parameters' type."""
     reach: Reach | None = None
     writes: Writes = "api"
     timeout: float | None = None
     """Seconds the handler may take; a sync handler with a timeout runs in a thread."""
     concurrent: bool | None = None
-    """Whether it may run beside other calls of the same turn; by default an async handler may."""
+    """Whether it may run concurrently with other calls of a turn; by default if it is async."""
     preconditions: Sequence[Precondition] = ()
-    """What must hold before it runs."""
+    """Conditions that must hold before it runs."""
     effects: Sequence[Effect] = ()
-    """What follows when it has succeeded."""
+    """Effects of a success."""
     retry: RetryPolicy | None = None
-    """How often a failed call is tried again; each try starts from the state before the call."""
+    """When a failed call is retried; each attempt starts from the state before the call."""
     title: str = ""
     input_schema: Mapping[str, Any] | None = None
     """The raw JSON schema of a tool made with ``from_schema``."""
     strict: bool = True
-    """Hold the declaration to the contract: dataclasses, a handler that fits, a short text."""
+    """Check the contract: dataclasses, a handler that fits, a short description."""
 
     @classmethod
     def with_types(cls, type_args: tuple[Any, ...], *args: Any, **kwargs: Any) -> Tool[Any, Any]:
@@ -147,7 +154,7 @@ class Tool(TypedConstructor, Generic[P, R]):
     ) -> Tool[dict[str, Any], V]:
         """Return a tool whose arguments are a dict, validated by the JSON schema as given.
 
-        Arguments that are left out get the schema's defaults.
+        Omitted arguments get the schema's defaults.
         """
         return Tool(
             name=name,
@@ -279,7 +286,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         """Return P and R of ``handler(params: P, ...) -> ToolResult[R]``, UNKNOWN if left open."""
         hints = hints_of(handler)
         try:
-            first = next(iter(signature(handler).parameters), "")
+            first = next(iter(inspect.signature(handler).parameters), "")
         except ValueError:  # a built-in without a signature
             first = ""
         returns = hints.get("return", UNKNOWN)
@@ -332,7 +339,7 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The JSON schema of the parameters; it is the caller's to change."""
+        """A new JSON schema of the parameters."""
         if self.input_schema is not None:
             shown = copy.deepcopy(dict(self.input_schema))
         else:
@@ -365,7 +372,7 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     @cached_property
     def value_types(self) -> tuple[type, ...]:
-        """What a handler's value is an instance of, unless it is None; none for a tool without."""
+        """The classes that a handler's value may have, unless it is None."""
         if not self.strict:
             return (object,)
         cls = _dataclass_of(self.result_type)
@@ -378,13 +385,13 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     @cached_property
     def needs_loop(self) -> bool:
-        """Whether something about it may have to be waited for."""
+        """Whether a call may have to wait."""
         return (
             self.is_async
             or self.timeout is not None
             or self.retry is not None
             or any(each.is_async for each in self.preconditions)
-            # What another tool needs is not known here.
+            # Another tool may have to wait.
             or any(each.is_async or each.type == "cascade" for each in self.effects)
         )
 
@@ -400,7 +407,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             raise InvalidArguments(json.dumps(message, ensure_ascii=False)) from error
 
     def _validate(self, arguments: object) -> P:
-        # Only the first time: the validator takes the place of this method.
+        # Only the first time: the validator replaces this method.
         validate = validator_for(self.params_type)
         self._set("_validate", validate)
         return validate(arguments)
@@ -413,7 +420,7 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """The function that ``@tool`` was put on, to call it directly; else the handler."""
+        """The function that ``@tool`` decorates, or the handler."""
         return getattr(self.handler, "tool_function", self.handler)
 
     def __call__(
@@ -421,8 +428,7 @@ class Tool(TypedConstructor, Generic[P, R]):
     ) -> ToolResult[R]:
         """Run the call through the pipeline and return its result.
 
-        Without a context it belongs to the call under way; where there is none, it gets a session
-        of its own.
+        Without a context it is part of the current call; outside of any call it gets a new session.
         """
         from weakincentives.runtime.tool_call import call_tool
 
@@ -458,7 +464,7 @@ def plain_schema(name: str, schema: object) -> dict[str, Any]:
 
 
 def described_parameters(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of an object schema that can carry a description."""
+    """Return the parameters of an object schema that can have a description."""
     properties = cast("dict[str, Any]", schema.get("properties") or {})
     return {name: each for name, each in properties.items() if isinstance(each, dict)}
 
@@ -472,7 +478,7 @@ def _one_of(params: object, arguments: dict[str, object]) -> object:
 
 
 def _value_of(returns: Any) -> Any:
-    """Return R of ``ToolResult[R]``, UNKNOWN where it is left open, None for anything else."""
+    """Return R of ``ToolResult[R]``, UNKNOWN if left open, None for anything else."""
     if returns is UNKNOWN or returns is Any or isinstance(returns, TypeVar):
         return UNKNOWN
     if is_union(returns):
@@ -507,3 +513,191 @@ def _has_json_form(declared: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+# ``@tool``
+
+
+@overload
+def tool(function: Callable[..., Any], /) -> Tool[Any, Any]: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    examples: Sequence[ToolExample[Any, Any]] = (),
+    accepts_overrides: bool = True,
+    reach: Reach | None = None,
+    writes: Writes = "api",
+    timeout: float | None = None,
+    concurrent: bool | None = None,
+    title: str = "",
+    preconditions: Sequence[Precondition] = (),
+    effects: Sequence[Effect] = (),
+    retry: RetryPolicy | None = None,
+) -> Callable[[Callable[..., Any]], Tool[Any, Any]]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    **options: Any,
+) -> Any:
+    """Make a tool from a plain typed function, sync or async.
+
+    Its parameters become the tool's (one called ``context`` gets the ToolContext), the first
+    paragraph of its docstring the description, its return value the result's value. A function
+    whose only parameter is a dataclass called ``params`` gets that. Examples may give their input
+    as a dict.
+    """
+
+    def made(function: Callable[..., Any]) -> Tool[Any, Any]:
+        return _tool_of(function, name, description, options)
+
+    return made if function is None else made(function)
+
+
+def _tool_of(
+    function: Callable[..., Any],
+    name: str | None,
+    description: str | None,
+    options: dict[str, Any],
+) -> Tool[Any, Any]:
+    title = _title(function)
+    description = description or _first_paragraph(function)
+    if not description:
+        raise ToolDefinitionError(f"@tool function {title!r} needs a docstring: the model reads it")
+    params_type = _own_params_type(function)
+    if params_type is None:
+        params_type = _params_of(function, title)
+        names: tuple[str, ...] | None = tuple(each.name for each in fields(params_type))
+    else:
+        names = None
+    result_type = hints_of(function).get("return", Any)
+    if result_type is ToolResult or get_origin(result_type) is ToolResult:
+        result_type = next(iter(getattr(result_type, "__args__", ())), Any)
+    return Tool(
+        name=name or title,
+        description=description,
+        handler=_handler_of(function, names),
+        params_type=params_type,
+        result_type=None if result_type is type(None) else result_type,
+        strict=False,
+        **options,
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[Parameter]:
+    """Return the parameters for the model: not the context, not those bound by a partial."""
+    parameters = inspect.signature(function).parameters.values()
+    held = function.keywords if isinstance(function, partial) else {}
+    return [each for each in parameters if each.name != "context" and each.name not in held]
+
+
+def _own_params_type(function: Callable[..., Any]) -> Any:
+    """Return the dataclass of a function that has the form of a handler."""
+    hint = hints_of(function).get("params")
+    cls = get_origin(hint) or hint
+    is_handler = [each.name for each in _parameters(function)] == ["params"]
+    return hint if is_handler and isinstance(cls, type) and is_dataclass(cls) else None
+
+
+def _params_of(function: Callable[..., Any], title: str) -> type:
+    """Return a dataclass with a field for each parameter."""
+    hints = hints_of(function, extras=True)
+    documented = _argument_docs(_doc(function))
+    specs: list[tuple[str, Any, Any]] = []
+    for parameter in _parameters(function):
+        name = parameter.name
+        if parameter.kind not in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
+            raise ToolDefinitionError(
+                f"@tool function {title!r} cannot have the parameter {str(parameter)!r}: "
+                "a model gives arguments by name"
+            )
+        if name not in hints:
+            raise ToolDefinitionError(
+                f"parameter {name!r} of @tool function {title!r} needs a type annotation that can "
+                "be resolved at module level; decorate a method as tool(instance.method)"
+            )
+        specs.append((name, *_field_of(parameter, hints[name], documented.get(name))))
+    words = "".join(part.capitalize() for part in re.split(r"\W|_", title))
+    made = make_dataclass(f"{words}Params", specs, frozen=True, slots=True, kw_only=True)
+    # So that another process finds it when it reads the record of a call.
+    made.__module__ = function.__module__
+    if hasattr(function, "__qualname__"):
+        made.__qualname__ = f"{function.__qualname__}.params_type"
+    made.__doc__ = None
+    return made
+
+
+def _field_of(parameter: Parameter, hint: Any, text: str | None) -> tuple[Any, Any]:
+    metadata = {} if text is None else {"description": text}
+    default = parameter.default
+    if default is Parameter.empty:
+        return hint, field(metadata=metadata)
+    if type(default).__hash__ is not None:
+        return hint, field(default=default, metadata=metadata)
+    from pydantic import Field
+
+    # Each call gets a copy of the default, and the schema still shows it.
+    shown = Field(json_schema_extra={"default": dump(default)})
+    made = field(default_factory=partial(copy.deepcopy, default), metadata=metadata)
+    return Annotated[hint, shown], made
+
+
+def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None) -> Any:
+    """Return a handler that calls the function with its parameters' fields, or with ``params``."""
+    takes_context = "context" in inspect.signature(function).parameters
+
+    def arguments(params: Any, context: ToolContext) -> dict[str, Any]:
+        given = {"params": params} if names is None else {n: getattr(params, n) for n in names}
+        return {**given, "context": context} if takes_context else given
+
+    def answer(value: Any) -> ToolResult[Any]:
+        if not isinstance(value, ToolResult):
+            return ToolResult.ok(value)
+        return cast("ToolResult[Any]", value)
+
+    if is_async(function):
+
+        async def async_handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
+            return answer(await function(**arguments(params, context)))
+
+        made: Any = async_handler
+    else:
+
+        def handler(params: Any, *, context: ToolContext) -> ToolResult[Any]:
+            return answer(function(**arguments(params, context)))
+
+        made = handler
+    made.tool_function = function
+    return made
+
+
+# Names and docstrings
+
+
+def _title(function: Callable[..., Any]) -> str:
+    return getattr(_called(function), "__name__", None) or type(function).__name__
+
+
+def _doc(function: Callable[..., Any]) -> str:
+    return inspect.getdoc(_called(function)) or ""
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _called(function.func) if isinstance(function, partial) else function
+
+
+def _first_paragraph(function: Callable[..., Any]) -> str:
+    return " ".join(_doc(function).split("\n\n")[0].split())
+
+
+def _argument_docs(doc: str) -> dict[str, str]:
+    """Return the description of each parameter in the ``Args:`` block of a docstring."""
+    block = _ARGS.search(doc)
+    if block is None:
+        return {}
+    entries = _ARG.findall(textwrap.dedent(block.group(1)))
+    return {name: " ".join(text.split()) for name, text in entries}

@@ -1,7 +1,7 @@
 """Data in and out of dataclasses: checked JSON, JSON schemas, and exact snapshots.
 
-``parse``, ``dump`` and ``schema`` speak plain JSON, the language of models and tools. ``freeze``
-and ``thaw`` keep the exact runtime types, for what must come back equal in another process.
+``parse``, ``dump`` and ``schema`` use plain JSON, as models and tools do. ``freeze`` and ``thaw``
+keep the exact runtime types, for values that must come back equal in another process.
 """
 
 from typing import TYPE_CHECKING

@@ -39,8 +39,8 @@ Extra = Literal["forbid", "ignore"]
 _TEXT = (str, bytes, bytearray)
 
 # pydantic parses the source of a class for its docstrings, and before Python 3.11.9 and 3.12.3 two
-# threads that parse Python at the same time can fail for no reason (SystemError). So one of ours
-# builds at a time, and tries again when a thread of somebody else was in the way.
+# threads that parse Python concurrently can fail with a SystemError. So only one of our threads
+# builds at a time, and it retries in case another thread interfered.
 _building = threading.RLock()
 _ATTEMPTS = 5
 
@@ -52,20 +52,20 @@ def parse(target: object, data: object, *, extra: Extra = "forbid") -> Any: ...
 def parse(target: Any, data: object, *, extra: Extra = "forbid") -> Any:
     """Return ``data`` as a value of the type ``target``, or raise a ParseError with every problem.
 
-    ``str`` and ``bytes`` are always JSON text; anything else is taken as the JSON it would be
-    written as. Nothing is converted on the way: ``"10"``, ``3.0`` and ``True`` are not an ``int``.
-    An instance of a dataclass ``target`` comes back as it is. Values for fields with ``init=False``
-    are ignored, since the class computes them. What ``__post_init__`` raises besides a ValueError
-    (or a failed assert) is the developer's bug, and goes through.
+    ``str`` and ``bytes`` are always JSON text; other data is read as its JSON form. Nothing is
+    converted: ``"10"``, ``3.0`` and ``True`` are not an ``int``. An instance of a dataclass
+    ``target`` comes back as it is. Values for fields with ``init=False`` are ignored, since the
+    class computes them. Errors of ``__post_init__`` other than ValueError and AssertionError are
+    bugs, and pass through.
     """
     return validator_for(target, extra)(data)
 
 
-# Bounded, so that classes made on the fly do not pile up. Weak keys would let go of them at once,
-# but are slower to look up, and an alias such as Box[int] lives no longer than the call.
+# Bounded, because classes can be made on the fly. Weak keys are slower to look up, and an alias
+# such as Box[int] lives no longer than the call.
 @lru_cache(maxsize=1024)
 def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], Any]:
-    """Return what ``parse`` runs for ``target``: a function from data to a value."""
+    """Return the function that ``parse`` calls for ``target``."""
     if target is None or target is type(None):
         return partial(_parse_none, validator_for(NoArguments | None, extra))
 
@@ -88,7 +88,7 @@ def validator_for(target: Any, extra: Extra = "forbid") -> Callable[[object], An
         else:
             try:
                 text = write(data)
-            except Exception as error:  # an object in the data may raise anything at all
+            except Exception as error:  # an object in the data may raise anything
                 reason = str(error).removeprefix("Error serializing to JSON: ")
                 details = {"": f"Cannot be written as JSON: {reason}"}
                 raise ParseError(f"Data does not fit {name}", details) from error
@@ -105,7 +105,7 @@ _PLAIN = (str, int, float, bool, type(None), None, Any)
 
 
 def is_plain(target: Any, above: tuple[type, ...] = ()) -> bool:
-    """Whether ``parse`` is sure to take the type, so that nothing need be imported to find out."""
+    """Whether ``parse`` surely supports the type: then pydantic is not imported to find out."""
     if any(target is each for each in (*_PLAIN, *above)):
         return True
     origin, args = get_origin(target), get_args(target)
@@ -135,7 +135,7 @@ def dump(value: object) -> Any:
     """Return ``value`` as dicts, lists, strings and numbers that ``parse`` reads back.
 
     Bytes become base64, dates and durations ISO 8601, enum members their values. A float that is
-    not finite stays a float, which JSON has no word for and ``parse`` refuses.
+    not finite stays a float, which has no JSON form and which ``parse`` refuses.
     """
     from pydantic_core import to_jsonable_python
 
@@ -149,7 +149,7 @@ def dump(value: object) -> Any:
 
 @lru_cache(maxsize=1024)
 def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
-    """Return pydantic's adapter for ``target``; a TypeError names what it cannot handle."""
+    """Return pydantic's adapter for ``target``; a TypeError names an unsupported type."""
     from pydantic import ConfigDict, GetPydanticSchema, TypeAdapter
     from pydantic.errors import (
         PydanticSchemaGenerationError,
@@ -166,7 +166,7 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
         ser_json_bytes="base64",
     )
 
-    # pydantic refuses a config beside a dataclass, but hands one down from an annotation around it.
+    # pydantic refuses a config for a dataclass, but inherits one from an annotation around it.
     def inner(_source: Any, handler: Callable[[Any], Any]) -> Any:
         return handler(target)
 
@@ -198,7 +198,7 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
 
 
 def _core_config(extra: Extra) -> dict[str, object]:
-    # Dataclasses carry this already; it is for what stands around them, as in list[Out].
+    # Dataclasses have this already; it is for types around them, as in list[Out].
     return {
         "strict": True,
         "extra_fields_behavior": extra,
@@ -209,7 +209,7 @@ def _core_config(extra: Extra) -> dict[str, object]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoArguments:
-    """What a tool without parameters takes: an empty object."""
+    """The arguments of a tool without parameters: an empty object."""
 
 
 def _parse_none(validate: Callable[[object], Any], data: object) -> None:
@@ -217,7 +217,7 @@ def _parse_none(validate: Callable[[object], Any], data: object) -> None:
 
 
 def _plain(value: object) -> object:
-    """Turn what pydantic cannot write into something it can: persistent maps, views, sequences."""
+    """Convert persistent maps, views and other sequences, which pydantic cannot write."""
     if isinstance(value, Mapping):
         return dict(cast("Mapping[object, object]", value))
     if isinstance(value, AbstractSet | Sequence):
@@ -233,11 +233,11 @@ def _name(target: object) -> str:
     return target.__qualname__ if isinstance(target, type) else str(target).replace("typing.", "")
 
 
-# JSON schemas, as a model is shown them
+# JSON schemas for models
 
 
 def schema(target: Any) -> dict[str, Any]:
-    """Return the JSON schema of what ``parse(target, …)`` accepts; it is the caller's to change.
+    """Return a new JSON schema of the data that ``parse(target, …)`` accepts.
 
     A field's description is its ``field(metadata={"description": …})``, else the string under it,
     else a string in its ``Annotated``.
@@ -298,7 +298,7 @@ def _generator() -> type[GenerateJsonSchema]:
 
 
 def _own_docstring(cls: type) -> str:
-    """Return the docstring that was written for a dataclass, not the signature made up for it."""
+    """Return the docstring of a dataclass, but not the signature generated for it."""
     text = vars(cls).get("__doc__") or ""
     return "" if text.startswith(f"{cls.__name__}(") else inspect.cleandoc(text)
 
@@ -306,7 +306,7 @@ def _own_docstring(cls: type) -> str:
 def _annotated_texts(cls: type) -> dict[str, str]:
     try:
         hints = get_type_hints(cls, include_extras=True)
-    except NameError:  # pydantic found the name in another place
+    except NameError:  # pydantic found the name elsewhere
         hints = {field.name: field.type for field in dataclasses.fields(cls)}
     texts: dict[str, str] = {}
     for name, hint in hints.items():
@@ -318,7 +318,7 @@ def _annotated_texts(cls: type) -> dict[str, str]:
 
 
 def _with_top_inlined(full: dict[str, Any]) -> dict[str, Any]:
-    """Spell out a recursive type at the top: providers want an object there, not a reference."""
+    """Expand a recursive type at the top: providers require an object there, not a reference."""
     if "$ref" not in full:
         return full
     name = full["$ref"].removeprefix("#/$defs/")
