@@ -417,9 +417,9 @@ class _Program:
 
     # Hooks
 
-    async def _before_tool(self, told: Any, tool_use_id: str | None, _: object) -> Any:
+    async def _before_tool(self, hook_input: Any, tool_use_id: str | None, _: object) -> Any:
         """Admit a native call when the pipeline does; our own tools are admitted when called."""
-        if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
+        if hook_input["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
         call = self._call(tool_use_id)
         decision = {"permissionDecision": "allow"}
@@ -428,13 +428,15 @@ class _Program:
             decision = {"permissionDecision": "deny", "permissionDecisionReason": reason}
         return {"hookSpecificOutput": {"hookEventName": "PreToolUse", **decision}}
 
-    async def _after_tool(self, told: Any, tool_use_id: str | None, _: object) -> Any:
+    async def _after_tool(self, hook_input: Any, tool_use_id: str | None, _: object) -> Any:
         """Wait until a native call is committed or rolled back; add to its answer."""
-        if told["tool_name"].startswith(_PREFIX) or tool_use_id is None:
+        if hook_input["tool_name"].startswith(_PREFIX) or tool_use_id is None:
             return {}
-        event, call = told["hook_event_name"], self._call(tool_use_id)
+        event, call = hook_input["hook_event_name"], self._call(tool_use_id)
         failed = event == "PostToolUseFailure"
-        call.end(success=not failed, said=told.get("error") or told.get("tool_response"))
+        call.end(
+            success=not failed, said=hook_input.get("error") or hook_input.get("tool_response")
+        )
         result = await call.result
         if result is None:
             return {}
@@ -448,7 +450,7 @@ class _Program:
         more = {"hookEventName": event, "additionalContext": "\n\n".join(said)}
         return {"hookSpecificOutput": more}
 
-    async def _at_stop(self, told: Any, _id: str | None, _: object) -> Any:
+    async def _at_stop(self, hook_input: Any, _id: str | None, _: object) -> Any:
         reason = await self._words.get()
         return {} if reason is None else {"decision": "block", "reason": reason}
 

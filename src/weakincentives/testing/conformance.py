@@ -441,16 +441,16 @@ def odd_text(trial: _Trial) -> None:
 @_case("bad arguments")
 def bad_arguments(trial: _Trial) -> None:
     """The model is told every problem, nothing runs, and it may try again."""
-    _goes_on_after(trial, ("note", {"txet": "milk"}), "txet", "text")
+    _continues_after(trial, ("note", {"txet": "milk"}), "txet", "text")
 
 
 @_case("arguments that are not JSON")
 def arguments_not_json(trial: _Trial) -> None:
     """The model is told, nothing runs, and it may try again."""
-    _goes_on_after(trial, ToolCall("note", '{"text": "mil'), "JSON")
+    _continues_after(trial, ToolCall("note", '{"text": "mil'), "JSON")
 
 
-def _goes_on_after(trial: _Trial, wrong: Any, *told: str) -> None:
+def _continues_after(trial: _Trial, wrong: Any, *told: str) -> None:
     trial.evaluate(trial.prompt(note), calls(wrong), calls(_MILK), says("Done."))
 
     trial.expect(notes=["milk"], ran=[False, True])

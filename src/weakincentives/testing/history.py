@@ -171,7 +171,8 @@ class History:
             final: Values afterwards, where they are to be compared.
             logged: Keys whose changes survive a rollback, as in LOG slices.
         """
-        return _Replay(self._calls(session), logged).run(initial or {}, final or {})
+        replay = _Replay(self._calls(session), logged)
+        return next(replay.anomalies(initial or {}, final or {}), None)
 
     def _calls(self, session: Session) -> list[_Attempt]:
         """Return all attempts at outermost calls, in the order of the records."""
@@ -202,11 +203,6 @@ def _path() -> _Path:
     return transaction.lineage
 
 
-class _Found(Exception):
-    def __init__(self, anomaly: Anomaly) -> None:
-        self.anomaly = anomaly
-
-
 class _Replay:
     """Runs the calls one after the other on plain values, and compares their reads."""
 
@@ -216,32 +212,30 @@ class _Replay:
         self._versions: dict[Hashable, list[tuple[object, _Attempt | None]]] = {}
         """By key, the values after each outermost call, and which call wrote them."""
 
-    def run(
+    def anomalies(
         self, initial: Mapping[Hashable, object], final: Mapping[Hashable, object]
-    ) -> Anomaly | None:
+    ) -> Iterator[Anomaly]:
         values = dict(initial)
         self._versions = {key: [(value, None)] for key, value in initial.items()}
-        try:
-            for call in self._calls:
-                if call.is_last and not call.is_interrupted:  # an interrupted call has no answer
-                    before = dict(values)
-                    self._replay(call, values, call)
-                    for key, value in values.items():
-                        if value != before.get(key):
-                            self._versions.setdefault(key, [(None, None)]).append((value, call))
-            for key, value in final.items():
-                if values.get(key) != value:
-                    raise _Found(self._wrong_end(key, value, values.get(key)))
-        except _Found as found:
-            return found.anomaly
-        return None
+        for call in self._calls:
+            if call.is_last and not call.is_interrupted:  # an interrupted call has no answer
+                before = dict(values)
+                yield from self._replay(call, values, call)
+                for key, value in values.items():
+                    if value != before.get(key):
+                        self._versions.setdefault(key, [(None, None)]).append((value, call))
+        for key, value in final.items():
+            if values.get(key) != value:
+                yield self._wrong_end(key, value, values.get(key))
 
-    def _replay(self, call: _Attempt, values: dict[Hashable, object], outermost: _Attempt) -> None:
+    def _replay(
+        self, call: _Attempt, values: dict[Hashable, object], outermost: _Attempt
+    ) -> Iterator[Anomaly]:
         before = dict(values)
         for step in call.in_order():
             if isinstance(step, _Attempt):
                 if step.is_last:
-                    self._replay(step, values, outermost)
+                    yield from self._replay(step, values, outermost)
             elif not step.is_read:
                 values[step.key] = step.applied_to(values.get(step.key))
             elif values.get(step.key) != step.value:
@@ -249,7 +243,7 @@ class _Replay:
                 expected = values.get(step.key)
                 text = f"{call.name} read {step.key!r} as {step.value!r}, not {expected!r}: {why}"
                 calls = (call.id,) if other is None else (call.id, other.id)
-                raise _Found(Anomaly(name, step.key, step.value, expected, calls, text))
+                yield Anomaly(name, step.key, step.value, expected, calls, text)
         if not call.is_committed:
             logged = {key: value for key, value in values.items() if key in self._logged}
             values.clear()
