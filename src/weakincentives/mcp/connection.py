@@ -301,7 +301,7 @@ class _Link:
         self._refusal = ""
         self._wake = asyncio.Event()
         """Set when the session ends, or when the server's tools have changed."""
-        self._ending = False
+        self._was_closed = self._ending = False
         self._scope: CancelScope | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
@@ -333,6 +333,7 @@ class _Link:
             self._connection.on_tools(self.tools)
 
     async def end(self, *, kill: bool = False) -> None:
+        self._was_closed = True
         self._lose()
         if kill and self._process is not None:
             self._process.kill()
@@ -377,7 +378,7 @@ class _Link:
                     self._ready.set_result(None)
                     await self._stay()
             if not self._ready.done():
-                if self._ending:
+                if self._was_closed:
                     raise McpServerError("the connection was closed")
                 raise McpServerError(f"it did not answer within {seconds:g} s", code=TIMEOUT)
         except BaseException as error:
@@ -409,7 +410,7 @@ class _Link:
         from mcp.client.stdio import get_default_environment
 
         self._process = ServerProcess(
-            [server.command, *server.args],
+            command=[server.command, *server.args],
             env={**get_default_environment(), **server.env},
             cwd=server.cwd,
             max_message=server.max_message,

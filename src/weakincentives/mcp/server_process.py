@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ _CERTAIN = 60.0
 _LINES, _LINE = 20, 500
 
 
+@dataclass(kw_only=True)
 class ServerProcess:
     """A command that speaks MCP on its input and output; start it with ``async with running()``.
 
@@ -43,24 +45,15 @@ class ServerProcess:
     error, and ends the server when this process is killed.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str | os.PathLike[str] | None,
-        max_message: int,
-        on_end: Callable[[], None],
-    ) -> None:
-        self._command = tuple(command)
-        self._env = {**env}
-        self._cwd = cwd
-        self._max_message = max_message
-        self._on_end = on_end
-        self._process: asyncio.subprocess.Process | None = None
-        self._said: deque[str] = deque(maxlen=_LINES)
-        self._fault = ""
-        self._has_left = False
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str | os.PathLike[str] | None
+    max_message: int
+    on_end: Callable[[], None]
+    _process: asyncio.subprocess.Process | None = None
+    _said: deque[str] = field(default_factory=lambda: deque[str](maxlen=_LINES))
+    _fault: str = ""
+    _has_left: bool = False
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[TransportStreams, None]:
@@ -106,22 +99,22 @@ class ServerProcess:
         return " ".join(parts)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        program = self._command[0]
-        found = shutil.which(program, path=self._env.get("PATH", os.defpath))
-        if found is None and not (self._cwd and os.path.isfile(Path(self._cwd, program))):
+        program = self.command[0]
+        found = shutil.which(program, path=self.env.get("PATH", os.defpath))
+        if found is None and not (self.cwd and os.path.isfile(Path(self.cwd, program))):
             raise McpServerError(
                 f"there is no program {program!r}: install it, or give its full path"
             )
         try:
             return await asyncio.create_subprocess_exec(
-                *_launched(self._command),
-                env=self._env,
-                cwd=self._cwd,
+                *_launched(self.command),
+                env=self.env,
+                cwd=self.cwd,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,  # a group of its own, to be ended as a whole
-                limit=self._max_message,
+                limit=self.max_message,
             )
         except (OSError, ValueError) as error:
             raise McpServerError(f"cannot start {program!r}: {error}") from error
@@ -146,7 +139,7 @@ class ServerProcess:
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # the session has ended
         finally:
-            self._on_end()
+            self.on_end()
             heard.close()  # ends all requests that wait for an answer
 
     async def _lines(self, process: asyncio.subprocess.Process) -> AsyncGenerator[bytes, None]:
@@ -156,7 +149,7 @@ class ServerProcess:
                 yield line
             self._has_left = True
         except ValueError:
-            self._fault = f"It sent a message of more than {self._max_message:,} bytes."
+            self._fault = f"It sent a message of more than {self.max_message:,} bytes."
             self.kill()
 
     async def _say(
@@ -189,7 +182,7 @@ class ServerProcess:
         text = line.decode(errors="replace").rstrip()[:_LINE]
         if text:
             self._said.append(where + text)
-            _logger.debug("%s: %s%s", self._command[0], where, text)
+            _logger.debug("%s: %s%s", self.command[0], where, text)
 
 
 def _launched(command: Sequence[str]) -> tuple[str, ...]:
