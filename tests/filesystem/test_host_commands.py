@@ -27,7 +27,7 @@ from weakincentives.errors import (
     ViewClosed,
 )
 from weakincentives.filesystem import HostFilesystem, commands, overlay
-from weakincentives.filesystem.commands import engines
+from weakincentives.filesystem.disk import engines
 from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
 from weakincentives.filesystem.tree import Tree

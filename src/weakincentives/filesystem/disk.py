@@ -36,7 +36,7 @@ from weakincentives.filesystem.commands import (
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
 from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
-from weakincentives.filesystem.overlay import Overlay, Step
+from weakincentives.filesystem.overlay import Overlay, Step, find_way
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
     BARRED,
@@ -893,3 +893,26 @@ class _PrivateView(_View):
 
 def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """Which engine undoes the changes of tools with one kind of ``writes``, and why."""
+
+    writes: Literal["api", "command", "external"]
+    engine: Literal["journal", "overlay", "scan"]
+    reason: str
+
+
+def engines(fs: HostFilesystem) -> tuple[EngineUse, ...]:
+    """Return the engine for each kind of ``writes`` on this workspace."""
+    way = find_way(fs.root, fs.store)
+    if isinstance(way, str):
+        engine, why = "scan", way
+    else:
+        engine, why = "overlay", "in a user namespace" if way.owner else "mounted by root"
+    return (
+        EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
+        EngineUse(writes="command", engine=engine, reason=why),
+        EngineUse(writes="external", engine="scan", reason="changes are found by comparing files"),
+    )
