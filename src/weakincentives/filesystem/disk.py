@@ -53,7 +53,7 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import diff_of, go_back, take_back
+from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -555,7 +555,7 @@ class HostFilesystem(BaseFilesystem[Node, Look]):
                 return ()
 
             def act(changes: Changes) -> tuple[str, ...]:
-                return take_back(changes, workspace.history, serials, force=force)
+                return undo_calls(changes, workspace.history, serials, force=force)
 
             return self._whole(partial(self._take_back, act, call_ids))
 
@@ -709,7 +709,7 @@ class _ViewInPlace(_View):
     def _whole(self, do: Callable[[], R], *, anew: bool = True) -> R:
         workspace, changes = self._workspace, self._changes
         if anew or workspace.private:
-            changes.keep_anew()
+            changes.save_anew()
         if workspace.expects_programs:
             workspace.settle(changes)
         index = len(changes.records)

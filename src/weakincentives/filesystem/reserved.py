@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Look, Node, NodeKind
+from weakincentives.filesystem.layers import Look, Node
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 from weakincentives.state import our_code, our_environment, our_secrets
 
 T = TypeVar("T")
