@@ -51,7 +51,7 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import diff_of, go_back, take_back
+from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -536,7 +536,7 @@ class HostFilesystem(Filesystem):
                 return ()
 
             def act() -> tuple[str, ...]:
-                return take_back(self._open_changes, workspace.history, serials, force=force)
+                return undo_calls(self._open_changes, workspace.history, serials, force=force)
 
             return self._atomically(act, call_under_way(), call_ids)
 
@@ -686,7 +686,7 @@ class _ViewInPlace(_View):
     def _atomically(
         self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
     ) -> R:
-        self._changes.keep_anew()
+        self._changes.save_anew()
         result = self._step(do)
         self._undoes += tuple(undoes)
         return result
@@ -694,7 +694,7 @@ class _ViewInPlace(_View):
     def _step(self, do: Callable[[], R]) -> R:
         workspace, changes = self._workspace, self._changes
         if workspace.private:
-            changes.keep_anew()
+            changes.save_anew()
         if workspace.expects_programs:
             workspace.settle(changes)
         index = len(changes.records)
