@@ -294,10 +294,6 @@ class HostFilesystem(Filesystem):
             finally:
                 del self._edit
 
-    def _replay(self, staging: Staging, call: ToolCall | None) -> None:
-        """Make the changes of a private view here, all of them or none."""
-        self._atomically(lambda: staging.replay(self._edit, self._go_to), call)
-
     def _go_to(self, place: Place) -> None:
         """Undo what was committed since a snapshot, as a part of the open transaction."""
         go_back(self._open_changes, self._workspace.history, place.serial)
@@ -864,7 +860,7 @@ class _PrivateView(_View):
         if not staging.changed:
             return
         try:
-            parent._replay(staging, self.call)
+            parent._atomically(lambda: staging.replay(parent._edit, parent._go_to), self.call)
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
