@@ -646,11 +646,14 @@ class _Reader:
         for ino, handle in self._handles.items():
             was = self._original(handle) if ino not in self._settled else None
             own = None if self._index is None else self._captured(self._index, (handle,))
-            if was is not None and own is not None and self._index is not None:
-                parts = self._name_of(was)
-                if parts is not None:
-                    source = self._index, (handle,)
-                    steps += self._rewritten(parts, own, was, handle, source)
+            if was is None or own is None or self._index is None:
+                continue
+            source = self._index, (handle,)
+            # Its name is looked for everywhere, so only if it has changed.
+            is_changed = self._rewritten((), own, was, handle, source)
+            parts = self._name_of(was) if is_changed else None
+            if parts is not None:
+                steps += self._rewritten(parts, own, was, handle, source)
         return steps
 
     def _rewritten(
