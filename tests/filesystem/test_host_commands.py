@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git
+from trees import Seen, elsewhere, has_xattrs, look, make_repository, put, run_git, unlinked
 
 from ordinary_user import OrdinaryUser
 from waiting import is_readable
@@ -27,7 +27,7 @@ from weakincentives.errors import (
     ViewClosed,
 )
 from weakincentives.filesystem import HostFilesystem, commands, overlay
-from weakincentives.filesystem.commands import engines
+from weakincentives.filesystem.disk import engines
 from weakincentives.filesystem.pack import Pack
 from weakincentives.filesystem.scan import Manifest
 from weakincentives.filesystem.tree import Tree
@@ -225,12 +225,12 @@ def test_a_command_that_is_rolled_back_leaves_no_trace(fs: HostFilesystem, root:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_committed_command_can_be_reverted(fs: HostFilesystem, root: Path, name: str):
     fs.write("start", "here")
-    before = look(root)
+    before = unlinked(root)
     fs.run(["sh", "-c", SCRIPTS[name]])
 
     assert fs.revert_to(fs.history()[0].call_id) == ()
 
-    assert look(root) == before
+    assert unlinked(root) == before
 
 
 def test_a_command_sees_and_changes_what_the_call_has_written(fs: HostFilesystem, root: Path):

@@ -422,7 +422,7 @@ def test_torn_record_is_no_record(tmp_path: Path):
             {
                 "before": Entry("file", size=12, mtime_ns=5, ino=7),
                 "after": Entry("file", size=7, mtime_ns=6, ino=8, digest="a" * 64),
-                "kept": "n1",
+                "saved": "n1",
                 "times": (((), 4),),
             },
         ),
@@ -430,8 +430,8 @@ def test_torn_record_is_no_record(tmp_path: Path):
             '["gone","a",null,"k1",null,null,[7,-1,-1],null,"b/c",[],false,null]',
             {
                 "before": Entry("directory", size=-1, mtime_ns=-1, ino=7),
-                "kept": "k1",
-                "room": ("b", "c"),
+                "saved": "k1",
+                "scratch": ("b", "c"),
             },
         ),
         (
@@ -440,7 +440,7 @@ def test_torn_record_is_no_record(tmp_path: Path):
             {
                 "before": Entry("file", 0o644, 10, 5, 7, links=3),
                 "after": Entry("file", size=-1, mtime_ns=-1, ino=7),
-                "kept": "k1",
+                "saved": "k1",
                 "source": Source("c2"),
             },
         ),
@@ -464,7 +464,7 @@ def test_torn_record_is_no_record(tmp_path: Path):
                 "origin": ("b",),
                 "before": Entry("file", size=1, mtime_ns=5, ino=7),
                 "after": Entry("file", size=1, mtime_ns=5, ino=7),
-                "kept": "k1",
+                "saved": "k1",
             },
         ),
         (
@@ -480,15 +480,15 @@ def test_a_record_of_an_earlier_version_says_the_same(line: str, expected: dict[
 @pytest.mark.parametrize(
     "changed",
     [
-        {"kept": "../../etc"},
-        {"kept": "journal"},
-        {"kept": ""},
+        {"saved": "../../etc"},
+        {"saved": "journal"},
+        {"saved": ""},
         {"source": Source("/etc/passwd")},
         {"path": ("..", "a")},
         {"path": ("a", "", "b")},
         {"path": ("a\0b",)},
         {"origin": (".",)},
-        {"room": ("..",)},
+        {"scratch": ("..",)},
         {"twin": ("", "etc")},
         {"times": ((("..",), 0),)},
         {"before": ENTRY._replace(digest="ab")},

@@ -18,7 +18,7 @@ from trees import look, put
 
 from weakincentives.errors import CommandFailed
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.filesystem.commands import engines
+from weakincentives.filesystem.disk import engines
 
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0 and sys.platform == "linux"
 

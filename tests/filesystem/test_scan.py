@@ -156,7 +156,7 @@ def test_a_damaged_content_is_told_and_not_put_back(root: Path):
             pack.write_bytes(data.replace(b"b\n", b"X\n"))
             shell(root, "echo changed > dir/b.txt; rm dir/sub/c.txt")
             (sentence,) = fs.discard(view)
-        assert "dir/b.txt could not be put back (what was kept of it is damaged)" in sentence
+        assert "dir/b.txt could not be restored (its saved content is damaged)" in sentence
         before = look(root)
         with external_call(fs):
             shell(root, "echo changed > a.txt")
@@ -176,7 +176,7 @@ def test_a_large_content_that_lost_its_end_is_told_and_not_put_back(root: Path, 
         shell(root, f"{script}; echo changed > dir/b.txt")
         left = look(root).get("large.bin")
         (sentence,) = fs.discard(view)
-    assert "large.bin could not be put back (what was kept of it is damaged)" in sentence
+    assert "large.bin could not be restored (its saved content is damaged)" in sentence
     assert look(root).get("large.bin") == left
     assert (root / "dir/b.txt").read_text() == "b\n"
 
@@ -356,7 +356,7 @@ def test_what_cannot_even_be_looked_for_is_undone_before_the_next_call(
                 patch.setattr(os, "scandir", fails)
                 (root / "made").mkdir()
                 (sentence,) = fs.discard(view)
-        assert "tried again" in sentence
+        assert "retried" in sentence
         with external_call(fs):
             assert look(root) == before
         fs.write("after", "it works")

@@ -162,7 +162,7 @@ def test_a_second_name_for_a_file_of_the_store_is_refused(root: Path, tmp_path: 
     (store / "lock").unlink()
     os.link(tmp_path / "precious", store / "lock")
 
-    with pytest.raises(StoreRefused, match="only the store has a name for"):
+    with pytest.raises(StoreRefused, match="hard-linked elsewhere"):
         HostFilesystem(root)
     assert (tmp_path / "precious").read_text() == "precious"
 
@@ -376,7 +376,7 @@ def test_adopting_keeps_what_a_damaged_entry_held(root: Path, is_short: bool):
     (told,) = adopt_store(root)
 
     (copy,) = (store / "left").iterdir()
-    assert told == f"{entry} is damaged; what it held is in {copy}"
+    assert told == f"{entry} is damaged; its content is in {copy}"
     assert copy.read_bytes() == damaged
     with HostFilesystem(root) as fs:
         assert [each.serial for each in fs.history()] == [2, 3, 4]
@@ -393,7 +393,7 @@ def test_a_damaged_content_is_never_restored_or_shown(root: Path):
         with pytest.raises(ContentDamaged, match="damaged"):
             fs.undo(call)
         # What call 1 left is what call 3 replaced, so both sides of its diff are damaged.
-        damaged = "a file whose kept content is damaged"
+        damaged = "a file whose saved content is damaged"
         assert fs.diff(call) == f"a.txt: {damaged} became a file of 6 bytes\n"
         assert fs.diff(fs.history()[0].call_id) == f"a.txt: {damaged} became {damaged}\n"
         assert look(root) == before

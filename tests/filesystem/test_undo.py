@@ -265,7 +265,7 @@ def test_what_a_person_did_in_a_directory_that_came_back_is_not_lost(
     with pytest.raises(UndoRefused) as refused:
         fs.undo(undo)
     assert refused.value.paths == {path: ()}
-    assert "src is left as it is" in fs.revert_to("c1")[0]
+    assert "src is left unchanged" in fs.revert_to("c1")[0]
     assert texts(root) == before
 
     fs.undo(undo, force=True)
@@ -370,7 +370,9 @@ def test_a_content_that_was_forgotten_is_said_to_be(fs: HostFilesystem, root: Pa
 
     (change,) = next(WorkspaceHistory(root).changes()).files
 
-    assert change.text == "notes: changed; what it was before is not kept, now a file of 4 bytes\n"
+    assert (
+        change.text == "notes: changed; the previous version is not saved, now a file of 4 bytes\n"
+    )
 
 
 # Diffs

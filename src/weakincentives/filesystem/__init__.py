@@ -9,9 +9,9 @@ load_lazily(__name__)
 if TYPE_CHECKING:
     from weakincentives.filesystem.base import Filesystem as Filesystem
     from weakincentives.filesystem.commands import CommandResult as CommandResult
-    from weakincentives.filesystem.commands import engines as engines
     from weakincentives.filesystem.diffs import FileChange as FileChange
     from weakincentives.filesystem.disk import HostFilesystem as HostFilesystem
+    from weakincentives.filesystem.disk import engines as engines
     from weakincentives.filesystem.history import Committed as Committed
     from weakincentives.filesystem.history import adopt_store as adopt_store
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem

@@ -1,4 +1,4 @@
-"""An open transaction on a directory: each change is journalled before it is made."""
+"""An open transaction on a directory: every change is journalled before it is made."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from weakincentives.filesystem.entry import (
     link,
     linked,
     matches,
+    new_file,
 )
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
@@ -32,7 +33,7 @@ from weakincentives.filesystem.protocol import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.restore import (
     Restore,
     move_out,
-    open_to_change,
+    open_for_writing,
     safe_name,
     status_at,
 )
@@ -58,21 +59,21 @@ from weakincentives.filesystem.tree import (
 logger = logging.getLogger("weakincentives.filesystem")
 
 SYNCED_ONE_BY_ONE = 64
-"""More changed paths than this are written to the disk with all that its filesystem has."""
+"""Above this number of changed paths, sync the whole filesystem instead of each path."""
 
 READ_FOR_MARKS = 32 << 20
-"""Bytes to read at most when a call is kept, so that undoing can compare contents. What is beyond
-counts as changed as soon as its change time is another one."""
+"""Bytes to read at commit so that undo can compare contents. Beyond this limit a file counts as
+changed as soon as its change time differs."""
 
 COPIED_WHEN_MOVED = 8 << 20
-"""A moved file up to this size is copied, so that it comes back as it was even if it was edited."""
+"""Moved files up to this size are copied, so that rollback also undoes later edits."""
 
 
 class Changes:
-    """An open transaction. Paths are canonical: links are resolved before.
+    """An open transaction. Paths are canonical: links are already resolved.
 
-    Nothing is written before the first change. Every method makes one change, or raises the
-    system's error and changes nothing.
+    Nothing is written before the first change. Every method makes one change, or raises an OSError
+    and changes nothing.
     """
 
     def __init__(self, tree: Tree, history: History) -> None:
@@ -80,70 +81,70 @@ class Changes:
         self.history = history
         self.store = history.store
         self.journal = history.journal
-        self.rooms = Scratches(tree, self.store)
+        self.scratches = Scratches(tree, self.store)
         self.records: list[Record] = []
         self._marks: dict[int, int] = {}
         self._next_mark = 0
-        self._kept: dict[Parts, Record] = {}
-        """What was first put at a path since the last mark: what was there before is kept."""
+        self._saved: dict[Parts, Record] = {}
+        """The first record of each path since the last savepoint: its original is saved."""
         self._touched: set[Parts] = set()
-        """The directories that were changed since the last mark."""
+        """Directories changed since the last savepoint."""
         self._mounts: dict[Parts, Mount] = {}
-        """Where directories are mounted: one system call for each until the next mark."""
+        """The mount of each directory, cached until the next savepoint."""
         self._written: dict[int, Entry] = {}
-        """The files that were written here, by inode."""
+        """Files written in this transaction, by inode."""
         self._has_programs = False
-        """Whether others change files in this transaction, or did."""
+        """Whether other programs change files in this transaction."""
         self._safe_until = 0
-        """How many of the records keep nothing that only a scratch directory elsewhere has."""
+        """How many records have all their saved files in the store."""
         self.is_stuck = False
-        """Whether the last undo could not be finished: the disk did not let it."""
+        """Whether the last undo failed part-way because of a disk error."""
         self._arrived: dict[int, Parts] = {}
-        """Where files went that have more names in the store, and come from there one by one."""
+        """Paths of files that arrived from the store and have more hard links there."""
 
     # Changing
 
     def write(self, parts: Parts, data: bytes) -> None:
-        """Make the file hold these bytes; mode, owner, attributes and other names of it stay."""
+        """Replace a file's content; mode, owner, attributes and hard links are preserved."""
         with self._made_parent(parts) as above:
             status = status_at(above, parts[-1])
             digest = hashlib.sha256(data).hexdigest()
             if status is not None and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
                 self._edit(above, parts, status, data, digest)
                 return
-            room = self._room(above, parts[:-1])
-            staged, xattrs = self._stage(room, above, parts, status, data)
-            self._put(above, parts, room, staged, status, digest)
+            scratch = self._scratch(above, parts[:-1])
+            staged, xattrs = self._stage(scratch, above, parts, status, data)
+            self._put(above, parts, scratch, staged, status, digest)
             after = self.records[-1].after
             if after is not None:
                 self._written[after.ino] = after._replace(xattrs=xattrs)
 
     def put_file(self, parts: Parts, source: Path) -> None:
-        """Make what is at ``source`` be at the path, with all that it is; it is consumed."""
+        """Move the file at ``source`` to the path, with all its attributes."""
         with self._made_parent(parts) as above:
             staged = self.store.fresh()
             os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
-            room = self._room(above, parts[:-1])
-            if room is not self.rooms.own:
-                self._bring_in(room, parts, staged)
-            self._place(above, parts, room, staged)
+            scratch = self._scratch(above, parts[:-1])
+            if scratch is not self.scratches.own:
+                self._copy_in(scratch, parts, staged)
+            self._place(above, parts, scratch, staged)
 
     def link(self, opened: Path, parts: Parts) -> None:
-        """Make the path one more name of a file; ``opened`` is the path of a descriptor of it."""
+        """Hard-link a file to the path; ``opened`` is the path of a descriptor of it."""
         with self._made_parent(parts) as above:
-            room, staged = self._room(above, parts[:-1]), self.store.fresh()
-            os.link(opened, staged, dst_dir_fd=room.fd)
-            self._place(above, parts, room, staged)
+            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+            os.link(opened, staged, dst_dir_fd=scratch.fd)
+            self._place(above, parts, scratch, staged)
 
     def add_name(self, origin: Parts, parts: Parts) -> None:
-        """Make the path one more name of the file at another; what is there is taken away."""
+        """Hard-link the file at ``origin`` to the path, replacing what is there."""
         with self._made_parent(parts) as above, self.tree.parent(origin) as here:
-            room, staged = self._room(above, parts[:-1]), self.store.fresh()
-            link(here, origin[-1], room.fd, staged)
-            self._place(above, parts, room, staged)
+            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+            link(here, origin[-1], scratch.fd, staged)
+            self._place(above, parts, scratch, staged)
 
     def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
-        """Make a directory, and those it needs; one that is there is fine."""
+        """Create a directory and its missing parents; an existing one is fine."""
         there = len(parts)
         while there and not _is_directory(self.tree.status(parts[:there])):
             there -= 1
@@ -155,22 +156,22 @@ class Changes:
                     os.mkdir(here[-1], mode if depth == len(parts) else 0o777, dir_fd=above)
 
     def remove(self, parts: Parts) -> None:
-        """Take a file, link or whole directory away: one rename, however much is in it."""
+        """Remove a file, link or whole directory with one rename."""
         with self.tree.parent(parts) as above:
             status = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
-            self._take_away(above, parts, status)
+            self._remove(above, parts, status)
 
     def rename(self, origin: Parts, target: Parts) -> None:
-        """Give a file, link or directory another path; what is there is taken away."""
+        """Move a file, link or directory, replacing what is at the target."""
         with self._made_parent(target) as there, self.tree.parent(origin) as here:
             status = os.stat(origin[-1], dir_fd=here, follow_symlinks=False)
             replaced = status_at(there, target[-1])
             if replaced is not None and os.path.samestat(status, replaced):
-                # Two names of one file: the system would leave both.
-                self._take_away(here, origin, status)
+                # Hard links of one file: rename would leave both.
+                self._remove(here, origin, status)
                 return
             if replaced is not None and (_is_directory(status) or _is_directory(replaced)):
-                self._take_away(there, target, replaced)
+                self._remove(there, target, replaced)
                 replaced = None
             try:
                 if self._mount(here, origin[:-1]) != self._mount(there, target[:-1]):
@@ -179,10 +180,10 @@ class Changes:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                # Some cannot be renamed within their filesystem: directories of an overlay's lower
-                # layer, or what belongs to another project or subvolume.
+                # Directories of an overlay's lower layer cannot be renamed, nor can entries of
+                # another project or subvolume.
                 self._place_copy(origin, there, target)
-                self._take_away(here, origin, status)
+                self._remove(here, origin, status)
 
     def _rename(
         self,
@@ -197,31 +198,31 @@ class Changes:
             self._check_no_mount(origin)
         times = self._times(here, origin[:-1]) + self._times(there, target[:-1])
         if replaced is not None:
-            # Always kept anew: undoing the move clears the path.
-            self._kept.pop(target, None)
-            room = self._room(there, target[:-1])
+            # Always saved again: undoing the move clears the path.
+            self._saved.pop(target, None)
+            scratch = self._scratch(there, target[:-1])
             record = Record(
                 op="was",
                 path=target,
                 before=Entry.of(replaced),
                 after=Entry.of(status),
-                room=room.mark,
+                scratch=scratch.mark,
                 times=times,
             )
-            self._keep(room, there, record)
+            self._save(scratch, there, record)
             with self._change(record):
-                self._take_if_not_kept(there, record)
+                self._move_if_not_saved(there, record)
             times = ()
         with self._change(self._moved_record(here, origin, target, status, times)):
             os.rename(origin[-1], target[-1], src_dir_fd=here, dst_dir_fd=there)
         if _is_directory(status):
             self._forget_below(origin)
         else:
-            self._kept.pop(origin, None)
-            self._kept.pop(target, None)
+            self._saved.pop(origin, None)
+            self._saved.pop(target, None)
 
     def copy(self, origin: Parts, target: Parts) -> None:
-        """Put a copy of a file, link or directory at another path; what is there is taken away."""
+        """Copy a file, link or directory, replacing what is at the target."""
         with self._made_parent(target) as there:
             self._place_copy(origin, there, target)
 
@@ -235,7 +236,7 @@ class Changes:
         gid: int | None = None,
         xattrs: Xattrs | None = None,
     ) -> None:
-        """Change what is given of a file's, link's or directory's attributes, and nothing else."""
+        """Change the given attributes of a file, link or directory."""
         entry = capture(self.tree, parts)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
@@ -257,11 +258,11 @@ class Changes:
         times: tuple[tuple[Parts, int], ...] = (),
         twin: Parts | None = None,
     ) -> None:
-        """Note that somebody else changed a path: undoing brings ``before`` back.
+        """Record that another program changed a path; undo restores ``before``.
 
-        Directories come before what is in them. ``source`` has the content of a file, ``times``
-        are directories' times, set last. The ``twin``, another name of the same file, was found
-        later: so it is back before.
+        Directories come before their entries. ``source`` has a file's content; directory ``times``
+        are set last. The ``twin``, another hard link of the file, is recorded later and so
+        restored earlier.
         """
         self._forget_below(parts)
         self._append(
@@ -269,15 +270,15 @@ class Changes:
         )
 
     def forget_from(self, count: int) -> None:
-        """Take the records from one on out of the journal: nothing is to be undone for them."""
+        """Drop all records after the first ``count`` without undoing them."""
         if len(self.records) > count:
             self.journal.cut(self.records[count].offset)
             del self.records[count:]
 
     def expect_external(self, index: tuple[int, int]) -> None:
-        """Note that others change files from here on: whatever happens is the transaction's.
+        """Record that other programs change files from here on, as part of the transaction.
 
-        ``index`` tells which list there is of what was there before.
+        ``index`` identifies the list of what was there before.
         """
         self._append(Record(op="external", data={"index": index}))
         self._has_programs = True
@@ -288,18 +289,18 @@ class Changes:
         """Return a savepoint."""
         self._next_mark += 1
         self._marks[self._next_mark] = len(self.records)
-        # From here on what is there is to be kept anew.
+        # From here on, originals must be saved again.
         self._forget()
         return self._next_mark
 
     def since(self, mark: int | None) -> list[Record]:
-        """Return what was changed since a savepoint; all of it without one."""
+        """Return the records since a savepoint, or all of them."""
         return self.records[0 if mark is None else self._marks[mark] :]
 
     def undo_to(self, mark: int) -> tuple[str, ...]:
-        """Undo what was done since a savepoint; later savepoints are gone.
+        """Roll back to a savepoint; later savepoints expire.
 
-        Returns a sentence for each thing that could not be put back.
+        Returns a sentence for each path that could not be restored.
         """
         if mark not in self._marks:
             raise SnapshotExpired("an older snapshot was restored since this one was taken")
@@ -308,111 +309,112 @@ class Changes:
         return self._undo_from(self._marks[mark])
 
     def roll_back(self) -> tuple[str, ...]:
-        """Undo everything. Returns a sentence for each thing that could not be put back."""
+        """Roll back everything. Returns a sentence for each path that could not be restored."""
         self._marks.clear()
         sentences = self._undo_from(0)
         if self.records:
             self.history.unfinished = self._finish_undoing
         else:
             self._sweep()
-            self.rooms.leave()
+            self.scratches.leave()
         return sentences
 
     def _finish_undoing(self) -> None:
-        """Undo what could not be undone before; raises when it still cannot."""
+        """Retry a rollback that failed part-way."""
         if self.roll_back():
             raise OSError(errno.EIO, "what an earlier call changed could not be undone")
 
-    def keep_anew(self) -> None:
-        """Have every later record say what was there, as if nothing had been kept before."""
-        self._kept.clear()
+    def save_anew(self) -> None:
+        """Have later records save originals again, as after a savepoint."""
+        self._saved.clear()
 
     def undo_since(self, count: int) -> None:
-        """Undo all but the first ``count`` changes: those of an operation that failed."""
+        """Undo a failed operation: all but the first ``count`` records."""
         self._undo_from(count, tolerant=True)
         self._sweep()
 
     def commit(self, call: ToolCall | None = None, undoes: Sequence[str] = ()) -> int | None:
-        """Keep everything; returns the number in the history, or None if nothing was changed."""
+        """Commit; returns the serial in the history, or None if nothing changed."""
         self._marks.clear()
         if not self.records:
-            self.rooms.leave()
+            self.scratches.leave()
             return None
         if self.store.safe:
             self._write_through(self.records)
-        if self._bring_over() and self.store.safe:
+        if self.scratches.made and self._copy_saved() and self.store.safe:
             sync_all(self.store.tx_fd)
         serial = self.history.add(self.records, call, self._left_now(), self.tree, undoes)
         self.records = []
         self._sweep()
-        self.rooms.leave()
+        self.scratches.leave()
         self._forget()
         return serial
 
-    def _bring_over(self) -> bool:
-        """Copy what was replaced on other filesystems to where the history can have it.
-
-        False if nothing was.
-        """
-        copied, own = False, self.rooms.own
-        for name, room in self._kept_elsewhere(self.records):
+    def _copy_saved(self) -> bool:
+        """Copy files saved on other filesystems to the store. Returns whether there were any."""
+        copied, own = False, self.scratches.own
+        for name, scratch in self._saved_elsewhere(self.records):
             if own.status(safe_name(name)) is not None:
                 own.remove(name)
                 os.rename(safe_name(name), name, src_dir_fd=own.fd, dst_dir_fd=own.fd)
-            elif room.status(name) is not None:
-                # What took its place may have come from there, under the same name.
+            elif scratch.status(name) is not None:
+                # Its replacement may have been staged in the store under the same name.
                 own.remove(name)
-                copy_exactly(room.tree, room.at(name), own.tree, (name,))
+                copy_exactly(scratch.tree, scratch.at(name), own.tree, (name,))
                 copied = True
-                self._undo_edits(room, name)
+                self._undo_edits(scratch, name)
         return copied
 
-    def _undo_edits(self, room: Scratch, name: str) -> None:
-        """Give files in a copied directory what they held when it was taken away.
+    def _undo_edits(self, scratch: Scratch, name: str) -> None:
+        """Give files in a copied directory their content from when it was removed.
 
-        They may have been changed since, by another of their names.
+        They may have been edited since through another hard link.
         """
-        kept = next(n for n, record in enumerate(self.records) if record.kept == name)
-        later = [r for r in self.records[kept:] if r.in_place and r.before and r.source]
+        saved = next(n for n, record in enumerate(self.records) if record.saved == name)
+        later = [r for r in self.records[saved:] if r.in_place and r.before and r.source]
         edited = {r.before.ino: r for r in reversed(later) if r.before is not None}
         if not edited:
             return
-        for parts, status in room.tree.walk(room.at(name)):
+        for parts, status in scratch.tree.walk(scratch.at(name)):
             record = edited.get(status.st_ino) if stat.S_ISREG(status.st_mode) else None
             if record is not None and record.before is not None and record.source is not None:
-                place = (name, *parts[len(room.base) + 1 :])
-                fd = open_to_change(self.store.tree, place, record.before.mode)
-                try:
+                place = (name, *parts[len(scratch.base) + 1 :])
+                with (
+                    self.store.tree.parent(place) as above,
+                    Held(open_for_writing(above, place[-1])) as fd,
+                ):
                     os.ftruncate(fd, 0)
                     record.source.fill(self.store.path, record.before.size, fd)
-                finally:
-                    os.close(fd)
                 apply_entry(self.store.tree, place, record.before)
 
-    def keep_safe(self) -> None:
-        """Copy what is kept elsewhere to the store: programs reach what is in the workspace."""
-        self.rooms.make_again()
-        own = self.rooms.own
-        for name, room in self._kept_elsewhere(self.records[self._safe_until :]):
-            if room.status(name) is not None:
+    def copy_to_store(self) -> None:
+        """Copy files saved in the workspace to the store, where programs cannot reach them."""
+        self.scratches.recreate()
+        own = self.scratches.own
+        for name, scratch in self._saved_elsewhere(self.records[self._safe_until :]):
+            if scratch.status(name) is not None:
                 own.remove(safe_name(name))
-                copy_exactly(room.tree, room.at(name), own.tree, (safe_name(name),))
+                copy_exactly(scratch.tree, scratch.at(name), own.tree, (safe_name(name),))
         self._safe_until = len(self.records)
 
-    def _kept_elsewhere(self, records: Sequence[Record]) -> Iterator[tuple[str, Scratch]]:
-        """Yield what records keep outside of the store: its name, and where that is."""
-        kept = {r.kept: r.room for r in records if r.op == "was" and r.room and r.source is None}
-        for name, room in kept.items():
+    def _saved_elsewhere(self, records: Sequence[Record]) -> Iterator[tuple[str, Scratch]]:
+        """Yield the names and scratch directories of files saved outside the store."""
+        saved = {
+            r.saved: r.scratch for r in records if r.op == "was" and r.scratch and r.source is None
+        }
+        for name, scratch in saved.items():
             if name is not None:
-                yield name, self.rooms.of(room)
+                yield name, self.scratches.of(scratch)
 
     def _left_now(self) -> dict[Parts, Entry | None]:
-        """Return what is now at each path that was changed, by whomever."""
+        """Return the present entry at each changed path."""
         found: dict[Parts, os.stat_result | None] = {}
-        for parts in {parts for record in self.records for parts in record.paths}:
-            with contextlib.suppress(OSError):
-                found[parts] = self.tree.status(parts)
-        # What came as a whole is known by all that is in it.
+        for record in self.records:
+            for parts in record.paths:
+                if parts not in found:
+                    with contextlib.suppress(OSError):
+                        found[parts] = self.tree.status(parts)
+        # A directory that arrived as a whole is recorded with everything in it.
         for record in self.records:
             if record.op == "was" and record.is_whole and _is_directory(found.get(record.path)):
                 found.update(self.tree.walk(record.path))
@@ -444,15 +446,15 @@ class Changes:
     def _append(self, record: Record) -> None:
         if not self.records:
             self.history.finish_earlier()
-        if self.store.safe and record.room is not None:
-            with self.tree.directory(record.room) as fd:
+        if self.store.safe and record.scratch is not None:
+            with self.tree.directory(record.scratch) as fd:
                 os.fsync(fd)
         self.journal.append(record)
         self.records.append(record)
 
     @contextlib.contextmanager
     def _change(self, record: Record) -> Generator[None]:
-        """Journal the record, and take it back when the change in the block fails."""
+        """Journal a record; undo it if the change in the block fails."""
         self._append(record)
         try:
             yield
@@ -461,65 +463,54 @@ class Changes:
             raise
 
     def _times(self, above: int, parent: Parts) -> tuple[tuple[Parts, int], ...]:
-        """Return a directory's time if this is the first change in it since the last mark."""
+        """Return a directory's time if this is the first change in it since the last savepoint."""
         if parent in self._touched:
             return ()
         self._touched.add(parent)
         return ((parent, os.fstat(above).st_mtime_ns),)
 
-    def _room(self, above: int, parent: Parts) -> Scratch:
-        """Return the directory on a directory's filesystem from which a rename is enough."""
-        return self.rooms.on(self._mount(above, parent), parent)
+    def _scratch(self, above: int, parent: Parts) -> Scratch:
+        """Return the scratch directory on the same filesystem."""
+        return self.scratches.on(self._mount(above, parent), parent)
 
     def _mount(self, fd: int, parts: Parts) -> Mount:
-        """Return where a directory is mounted."""
+        """Return the mount of a directory."""
         mount = self._mounts.get(parts)
         if mount is None:
             mount = self._mounts[parts] = mount_of(fd)
         return mount
 
     def _check_no_mount(self, parts: Parts) -> None:
-        """Raise if something is mounted in a directory: it would go along with it."""
+        """Raise if something is mounted in a directory: it would move along."""
         mounted = mounted_below(f"{self.tree.path}/{join_path(parts)}")
         if mounted is not None:
             raise FilesystemError(
                 f"{shown(join_path(parts))} cannot be moved or deleted: another filesystem is"
-                f" mounted in it at {shown(mounted)}. Name what is in it"
+                f" mounted in it at {shown(mounted)}. Move or delete its entries instead"
             )
 
-    def _keep(self, room: Scratch, above: int, record: Record) -> None:
-        """Have a record keep what is about to be replaced, under a second name.
-
-        Where the system does not give one, the thing itself is to be taken away.
-        """
-        record.kept = self.store.fresh("k")
-        record.away = not linked(above, record.path[-1], room.fd, record.kept)
+    def _save(self, scratch: Scratch, above: int, record: Record) -> None:
+        """Save the original by a hard link; if the system refuses one, it has to be moved."""
+        record.saved = self.store.fresh("k")
+        record.away = not linked(above, record.path[-1], scratch.fd, record.saved)
 
     def _stage(
-        self, room: Scratch, above: int, parts: Parts, status: os.stat_result | None, data: bytes
+        self, scratch: Scratch, above: int, parts: Parts, status: os.stat_result | None, data: bytes
     ) -> tuple[str, Xattrs]:
-        """Write a new file, with all but the content of the one it replaces; one that replaces
-        nothing takes after its directory, as if it had been made there.
+        """Write a new file with the attributes of the one it replaces, or else of its directory.
 
-        Returns its name in the scratch directory, and its attributes.
+        Returns its name in the scratch directory and its extended attributes.
         """
         staged = self.store.fresh()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        fd = os.open(staged, flags, 0o666, dir_fd=room.fd)
-        try:
+        with new_file(scratch.fd, staged, 0o666) as fd:
             write_all(fd, data)
             if status is not None and stat.S_ISREG(status.st_mode):
-                return staged, self._take_after(fd, above, parts[-1], status)
+                return staged, self._inherit_attributes(fd, above, parts[-1], status)
             inherit(fd, above)
             return staged, xattrs_of(fd)
-        finally:
-            os.close(fd)
 
-    def _take_after(self, fd: int, above: int, name: str, status: os.stat_result) -> Xattrs:
-        """Give a new file the owner, mode and attributes of the one it replaces.
-
-        Returns the attributes.
-        """
+    def _inherit_attributes(self, fd: int, above: int, name: str, status: os.stat_result) -> Xattrs:
+        """Copy owner, mode and extended attributes from the replaced file; returns the latter."""
         made = os.fstat(fd)
         if (made.st_uid, made.st_gid) != (status.st_uid, status.st_gid):
             with contextlib.suppress(PermissionError):
@@ -529,177 +520,169 @@ class Changes:
             os.fchmod(fd, stat.S_IMODE(mode))
         present = xattrs_of(fd)
         with contextlib.suppress(PermissionError):
-            replaced = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
-            try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with Held(os.open(name, flags, dir_fd=above)) as replaced:
                 xattrs = tuple(one for one in xattrs_of(replaced) if one[0] != PRIVILEGES)
-            finally:
-                os.close(replaced)
             if xattrs != present:
                 set_xattrs(fd, xattrs)
                 present = xattrs_of(fd)
         return present
 
-    def _bring_in(self, room: Scratch, parts: Parts, staged: str) -> None:
-        """Copy something from the store to another filesystem; names of one file stay together."""
+    def _copy_in(self, scratch: Scratch, parts: Parts, staged: str) -> None:
+        """Copy a staged file from the store to another filesystem; hard links stay linked."""
         status = os.stat(staged, dir_fd=self.store.tx_fd, follow_symlinks=False)
         known = self._arrived.get(status.st_ino) if status.st_nlink > 1 else None
         there = None if known is None else self.tree.status(known)
         if known is not None and there is not None and matches(Entry.of(status), Entry.of(there)):
             with self.tree.parent(known) as other:
-                link(other, known[-1], room.fd, staged)
+                link(other, known[-1], scratch.fd, staged)
             return
-        copy_exactly(self.store.tree, (staged,), room.tree, room.at(staged))
+        copy_exactly(self.store.tree, (staged,), scratch.tree, scratch.at(staged))
         if not _is_directory(status):
             self._arrived[status.st_ino] = parts
 
-    def _place(self, above: int, parts: Parts, room: Scratch, staged: str) -> None:
-        """Put something staged at a path, whatever is there."""
+    def _place(self, above: int, parts: Parts, scratch: Scratch, staged: str) -> None:
+        """Move a staged file to a path, replacing even a directory."""
         status = status_at(above, parts[-1])
         if status is not None and _is_directory(status):
-            self._take_away(above, parts, status)
+            self._remove(above, parts, status)
             status = None
-        self._put(above, parts, room, staged, status)
+        self._put(above, parts, scratch, staged, status)
 
     def _put(
         self,
         above: int,
         parts: Parts,
-        room: Scratch,
+        scratch: Scratch,
         staged: str,
         status: os.stat_result | None,
         digest: str | None = None,
     ) -> None:
-        """Put something staged at a path, and keep what is there."""
-        found = os.stat(staged, dir_fd=room.fd, follow_symlinks=False)
+        """Move a staged file to a path and save the original."""
+        found = os.stat(staged, dir_fd=scratch.fd, follow_symlinks=False)
         if self.store.safe and stat.S_ISREG(found.st_mode):
-            # Before it is in place: recovery knows what we have put there by what it holds.
-            _sync_in(room.fd, staged)
-        after, first = Entry.of(found)._replace(digest=digest), self._kept.get(parts)
+            # Before the move: recovery identifies our files by content.
+            _sync_in(scratch.fd, staged)
+        after, first = Entry.of(found)._replace(digest=digest), self._saved.get(parts)
         if first is not None:
-            # What was there is kept already: this only says what else is ours.
+            # The original is already saved; this only records what we put there.
             record = Record(
                 op="was",
                 path=parts,
                 before=first.before,
                 after=after,
-                kept=first.kept,
-                room=first.room,
+                saved=first.saved,
+                scratch=first.scratch,
             )
             self._append(record)
             try:
-                room.put(staged, above, parts[-1])
+                scratch.put(staged, above, parts[-1])
             except BaseException:
-                self._take_back(record)  # the one rename was not made: there is nothing to undo
+                self._drop_record(record)  # the rename failed: there is nothing to undo
                 raise
             return
         before = None if status is None else Entry.of(status)
         times = self._times(above, parts[:-1])
-        record = self._kept[parts] = Record(
-            op="was", path=parts, before=before, after=after, room=room.mark, times=times
+        record = self._saved[parts] = Record(
+            op="was", path=parts, before=before, after=after, scratch=scratch.mark, times=times
         )
         try:
-            if status is None or not self._exchanged(above, room, staged, record):
+            if status is None or not self._exchanged(above, scratch, staged, record):
                 if status is not None:
-                    self._keep(room, above, record)
+                    self._save(scratch, above, record)
                 with self._change(record):
-                    self._take_if_not_kept(above, record)
-                    room.put(staged, above, parts[-1])
+                    self._move_if_not_saved(above, record)
+                    scratch.put(staged, above, parts[-1])
         except BaseException:
-            self._kept.pop(parts, None)
+            self._saved.pop(parts, None)
             raise
 
-    def _exchanged(self, above: int, room: Scratch, staged: str, record: Record) -> bool:
-        """Let the new and the old change places; False where that cannot be.
+    def _exchanged(self, above: int, scratch: Scratch, staged: str, record: Record) -> bool:
+        """Swap the new file and the original; False if the filesystem cannot.
 
-        Never is there nothing at the path; and a filesystem that writes a file out to the disk when
-        it replaces another, as many do, does not do so here.
+        The path is never empty, and filesystems that flush a file when it is replaced by a rename
+        do not flush it here.
         """
-        if not self._exchanges(room):
+        if not self._exchanges(scratch):
             return False
-        record.kept = staged
+        record.saved = staged
         self._append(record)
         try:
-            if exchange(room.fd, staged, above, record.path[-1]):
+            if exchange(scratch.fd, staged, above, record.path[-1]):
                 return True
         except BaseException:
-            self._take_back(record)
+            self._drop_record(record)
             raise
-        self._take_back(record)
-        record.kept = None
+        self._drop_record(record)
+        record.saved = None
         return False
 
-    def _exchanges(self, room: Scratch) -> bool:
-        """Tell whether two names can change places here. That is tried once, before any change:
-        what a killed process leaves must not depend on it.
-        """
-        known = self.tree.exchanges.get(room.mount)
+    def _exchanges(self, scratch: Scratch) -> bool:
+        """Tell whether this filesystem can swap two names; tried once, before any change."""
+        known = self.tree.exchanges.get(scratch.mount)
         if known is None:
             names = self.store.fresh(), self.store.fresh()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             for name in names:
-                os.close(os.open(name, flags, 0o600, dir_fd=room.fd))
-            known = exchange(room.fd, names[0], room.fd, names[1])
+                os.close(new_file(scratch.fd, name))
+            known = exchange(scratch.fd, names[0], scratch.fd, names[1])
             for name in names:
-                os.unlink(name, dir_fd=room.fd)
-            self.tree.exchanges[room.mount] = known
+                os.unlink(name, dir_fd=scratch.fd)
+            self.tree.exchanges[scratch.mount] = known
         return known
 
-    def _take_back(self, record: Record) -> None:
-        """Forget the newest record: its change was not made."""
+    def _drop_record(self, record: Record) -> None:
+        """Drop the newest record: its change was not made, or is undone."""
         self.journal.cut(record.offset)
         self.records.pop()
 
-    def _take_if_not_kept(self, above: int, record: Record) -> None:
-        """Take a thing away that could not be given a second name."""
-        if record.kept is not None and record.away:
-            room = self.rooms.of(record.room)
-            os.rename(record.path[-1], record.kept, src_dir_fd=above, dst_dir_fd=room.fd)
+    def _move_if_not_saved(self, above: int, record: Record) -> None:
+        """Move an original that could not be hard-linked."""
+        if record.saved is not None and record.away:
+            scratch = self.scratches.of(record.scratch)
+            os.rename(record.path[-1], record.saved, src_dir_fd=above, dst_dir_fd=scratch.fd)
 
     def _place_copy(self, origin: Parts, there: int, target: Parts) -> None:
-        """Put a copy of something at a path."""
-        room, staged = self._room(there, target[:-1]), self.store.fresh()
-        copy_exactly(self.tree, origin, room.tree, room.at(staged))
-        self._place(there, target, room, staged)
+        """Copy an entry to a path."""
+        scratch, staged = self._scratch(there, target[:-1]), self.store.fresh()
+        copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
+        self._place(there, target, scratch, staged)
 
-    def _take_away(self, above: int, parts: Parts, status: os.stat_result) -> None:
+    def _remove(self, above: int, parts: Parts, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
-            self._take_whole(above, parts, status)
+            self._remove_whole(above, parts, status)
             return
         self._check_no_mount(parts)
         try:
-            self._take_whole(above, parts, status)
+            self._remove_whole(above, parts, status)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            self._take_apart(parts)
+            self._remove_piecewise(parts)
 
-    def _take_whole(
+    def _remove_whole(
         self, above: int, parts: Parts, status: os.stat_result, *, empty: bool = False
     ) -> None:
-        """Take something away; of an empty directory, another one that is just like it is kept."""
-        room, kept = self._room(above, parts[:-1]), self.store.fresh("k")
+        """Remove an entry by renaming it; of an empty directory, save a copy instead."""
+        scratch, saved = self._scratch(above, parts[:-1]), self.store.fresh("k")
         record = Record(
             op="was",
             path=parts,
             before=Entry.of(status),
-            kept=kept,
-            room=room.mark,
+            saved=saved,
+            scratch=scratch.mark,
             times=self._times(above, parts[:-1]),
         )
         if empty:
-            copy_exactly(self.tree, parts, room.tree, room.at(kept))
+            copy_exactly(self.tree, parts, scratch.tree, scratch.at(saved))
         with self._change(record):
             if empty:
                 os.rmdir(parts[-1], dir_fd=above)
             else:
-                os.rename(parts[-1], kept, src_dir_fd=above, dst_dir_fd=room.fd)
+                os.rename(parts[-1], saved, src_dir_fd=above, dst_dir_fd=scratch.fd)
         self._forget_below(parts)
 
-    def _take_apart(self, top: Parts) -> None:
-        """Take a directory away piece by piece that cannot be renamed.
-
-        Such are those of an overlay's lower layer, as in a container's image.
-        """
+    def _remove_piecewise(self, top: Parts) -> None:
+        """Remove a directory entry by entry, such as one of an overlay's lower layer."""
         pending = [(top, False)]
         while pending:
             parts, is_empty = pending.pop()
@@ -707,7 +690,7 @@ class Changes:
                 status = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
                 try:
                     if is_empty or parts != top:
-                        self._take_whole(above, parts, status, empty=is_empty)
+                        self._remove_whole(above, parts, status, empty=is_empty)
                         continue
                 except OSError as error:
                     if error.errno != errno.EXDEV or is_empty or not stat.S_ISDIR(status.st_mode):
@@ -718,46 +701,45 @@ class Changes:
     def _edit(
         self, above: int, parts: Parts, status: os.stat_result, data: bytes, digest: str
     ) -> None:
-        """Change a file in place: it has other names, and they are to see it."""
+        """Change a hard-linked file in place, so that its other names show the change."""
         entry = capture(self.tree, parts) or Entry.of(status)
-        with self._change(self._edit_record(above, parts, entry, digest)):
-            fd = _open_to_edit(above, parts[-1], status)
-            try:
-                _overwrite(fd, data)
-                mode = stat.S_IMODE(status.st_mode)
-                if mode != without_privileges(mode):
-                    with contextlib.suppress(PermissionError):  # then the system has done so
-                        os.fchmod(fd, without_privileges(mode))
-                if self.store.safe:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
+        with (
+            self._change(self._edit_record(above, parts, entry, digest)),
+            Held(open_for_writing(above, parts[-1])) as fd,
+        ):
+            _overwrite(fd, data)
+            mode = stat.S_IMODE(status.st_mode)
+            if mode != without_privileges(mode):
+                with contextlib.suppress(PermissionError):  # then the system has already done it
+                    os.fchmod(fd, without_privileges(mode))
+            if self.store.safe:
+                os.fsync(fd)
 
     def _edit_record(
         self, above: int, parts: Parts, entry: Entry, digest: str | None = None
     ) -> Record:
-        """Keep a file that is about to be changed in place: a name for it, and its content."""
-        room = self._room(above, parts[:-1])
-        kept, copy = self.store.fresh("k"), self.store.fresh("c")
-        self._kept.pop(parts, None)
+        """Save a file that is about to be changed in place: a hard link and a copy."""
+        scratch = self._scratch(above, parts[:-1])
+        saved, copy = self.store.fresh("k"), self.store.fresh("c")
+        self._saved.pop(parts, None)
         self._written.pop(entry.ino, None)
         copy_file(self.tree, parts, self.store.tx_fd, copy, safe=self.store.safe)
-        # Without a name, only the content comes back.
-        is_kept = linked(above, parts[-1], room.fd, kept)
+        # Without a hard link, only the content is restored.
+        is_saved = linked(above, parts[-1], scratch.fd, saved)
         return Record(
             op="was",
             path=parts,
             before=entry,
             after=Entry("file", size=-1, ino=entry.ino, digest=digest),
-            kept=kept if is_kept else None,
+            saved=saved if is_saved else None,
             source=Source(copy),
-            room=room.mark,
+            scratch=scratch.mark,
             times=self._times(above, parts[:-1]),
             others=() if entry.links == 1 else self._other_names(parts, entry),
         )
 
     def _other_names(self, parts: Parts, entry: Entry) -> tuple[Parts, ...]:
-        """Return the other names of a file in the workspace."""
+        """Return the other hard links of a file in the workspace."""
         found = self.tree.walk((), lenient=True)
         same = (other for other, each in found if (each.st_dev, each.st_ino) == entry.file)
         return tuple(
@@ -774,16 +756,16 @@ class Changes:
         status: os.stat_result,
         times: tuple[tuple[Parts, int], ...],
     ) -> Record:
-        """Keep a name for what is about to be moved, and a small file's content."""
+        """Save a hard link to what is about to be moved, and the content of a small file."""
         moved = Entry.of(status)
         record = Record(
             op="moved", path=target, origin=origin, before=moved, after=moved, times=times
         )
         if moved.is_directory:
             return record
-        room, kept = self._room(here, origin[:-1]), self.store.fresh("k")
-        if linked(here, origin[-1], room.fd, kept):  # else it is found again at its new path
-            record.kept, record.room = kept, room.mark
+        scratch, saved = self._scratch(here, origin[:-1]), self.store.fresh("k")
+        if linked(here, origin[-1], scratch.fd, saved):  # else undo finds it at its new path
+            record.saved, record.scratch = saved, scratch.mark
         if moved.kind == "file" and moved.size <= COPIED_WHEN_MOVED:
             with contextlib.suppress(PermissionError):
                 record.before, copy = capture(self.tree, origin) or moved, self.store.fresh("c")
@@ -792,19 +774,19 @@ class Changes:
         return record
 
     def _forget_below(self, parts: Parts) -> None:
-        """Keep anew what is below a directory that is another one now."""
+        """Forget what is known below a replaced directory, so that it is saved again."""
         depth = len(parts)
-        self._kept = {k: first for k, first in self._kept.items() if k[:depth] != parts}
+        self._saved = {k: first for k, first in self._saved.items() if k[:depth] != parts}
         self._touched = {k for k in self._touched if k[:depth] != parts}
         self._mounts = {k: mount for k, mount in self._mounts.items() if k[:depth] != parts}
 
     def _forget(self) -> None:
-        self._kept.clear()
+        self._saved.clear()
         self._touched.clear()
         self._mounts.clear()
 
     def _sweep(self) -> None:
-        """Remove what the scratch directories hold that no record needs."""
+        """Remove files from the scratch directories that no record needs."""
         if self.history.unfinished is not None:
             return  # an earlier transaction may still need it
         used: set[str] = set()
@@ -812,19 +794,19 @@ class Changes:
             used.update(record.names)
             used.update(map(safe_name, record.names))
         found: list[tuple[Scratch, str]] = []
-        with contextlib.suppress(OSError):  # what cannot be listed is swept another time
-            found += [(self.rooms.own, name) for name in os.listdir(self.store.tx)]
-            for room in self.rooms.made:
-                found += [(room, name) for name in room.tree.names(room.base)]
-        for room, name in found:
+        with contextlib.suppress(OSError):  # swept another time
+            found += [(self.scratches.own, name) for name in os.listdir(self.store.tx)]
+            for scratch in self.scratches.made:
+                found += [(scratch, name) for name in scratch.tree.names(scratch.base)]
+        for scratch, name in found:
             for _ in range(2 if name[-1].isdecimal() and name not in used else 0):
-                # A name of the user's file must not stay for one failure.
+                # Retried once: a hard link to a user's file must not stay.
                 with contextlib.suppress(OSError):
-                    room.remove(name)
+                    scratch.remove(name)
                     break
 
     def _write_through(self, records: Sequence[Record]) -> None:
-        """Have the disk hold every change before the record that says so: contents, then names."""
+        """Sync every change to disk, contents before names."""
         paths = {parts for record in records for parts in record.paths}
         found = {parts: self.tree.status_if_reached(parts) for parts in paths}
         whole = any(
@@ -849,10 +831,10 @@ class Changes:
                 _sync_in(above, parts[-1] if parts else ".")
         except OSError as error:
             if error.errno not in (errno.ENOENT, *BARRED):
-                raise  # else it went with the directory it was in
+                raise  # else it went with its directory
 
     def _sync_all(self, directories: AbstractSet[Parts]) -> None:
-        """Have the disk hold all of the filesystems that some directories are on."""
+        """Sync the filesystems of some directories."""
         done: set[Mount] = set()
         for parts in directories | {()}:
             try:
@@ -860,7 +842,7 @@ class Changes:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.EACCES, *BARRED):
                     raise
-                continue  # it is gone, or it is on the same as what is above it
+                continue  # gone, or on the same filesystem as its parent
             with held as fd:
                 mount = mount_of(fd)
                 if mount not in done:
@@ -872,38 +854,38 @@ class Changes:
     def _undo_from(
         self, index: int, restore: Restore | None = None, *, tolerant: bool = False
     ) -> tuple[str, ...]:
-        """Undo all but the first changes; the journal says at every moment what is left to undo."""
+        """Undo all but the first ``index`` records, newest first."""
         if restore is None:
             restore = Restore(
-                self.tree, self.store, self.rooms, self._has_programs, tolerant=tolerant
+                self.tree, self.store, self.scratches, self._has_programs, tolerant=tolerant
             )
         self._forget()
         self._safe_until = min(self._safe_until, index)
         self.is_stuck = True
         try:
-            self.rooms.make_again()
+            self.scratches.recreate()
             while len(self.records) > index:
                 record = self.records[-1]
                 restore.restore(record, over=self._is_over(record))
                 if self.store.safe:
                     self._write_through([record])
-                self._take_back(record)
+                self._drop_record(record)
             self.is_stuck = False
         except OSError as error:
             if restore.recovering:
                 raise
-            # The disk's fault, not the path's: the journal still says what is to be undone.
+            # A disk error: the journal still has what remains to be undone.
             restore.sentences.append(
-                f"{shown(join_path(self.records[-1].path))} and what was changed before it could"
-                f" not be put back ({error.strerror}). That is tried again before the next change,"
-                " and when the directory is opened again"
+                f"{shown(join_path(self.records[-1].path))} and earlier changes could not be"
+                f" restored ({error.strerror}). This is retried before the next change and when the"
+                " directory is next opened"
             )
         for sentence in restore.sentences:
             logger.error("%s", sentence)
         return tuple(restore.sentences)
 
     def _is_over(self, record: Record) -> bool:
-        """Tell whether what was moved took the place of something, which comes back next."""
+        """Tell whether a move replaced something, which is restored next."""
         earlier = self.records[-2] if len(self.records) > 1 else record
         if record.op != "moved" or (earlier.op, earlier.path) != ("was", record.path):
             return False
@@ -914,17 +896,19 @@ class Changes:
         )
 
     def undo_unfinished(self, records: Sequence[Record]) -> tuple[str, ...]:
-        """Undo what a process that is gone has left unfinished."""
+        """Undo the unfinished transaction of a killed process."""
         begun = next((record.data for record in records if record.op == "external"), None)
         self._has_programs = begun is not None
-        restore = Restore(self.tree, self.store, self.rooms, self._has_programs, recovering=True)
+        restore = Restore(
+            self.tree, self.store, self.scratches, self._has_programs, recovering=True
+        )
         for record in records:
             restore.expect(record)
         self.records = list(records)
         if begun is not None:
             from weakincentives.filesystem.scan import find_unfinished
 
-            # After a record that was not written to its end, nothing could be read.
+            # Nothing after an incomplete record would be readable.
             self.journal.cut(records[-1].end)
             generation, size = begun["index"]
             sentence = find_unfinished(self.tree, self.store, self, (generation, size))
@@ -937,20 +921,23 @@ class Changes:
 
 
 def recover(tree: Tree, history: History) -> tuple[str, ...]:
-    """Undo, or finish, what a process that is gone has left; says what could not be put back."""
+    """Undo or finish the transaction of a killed process.
+
+    Returns a sentence for each path that could not be restored.
+    """
     store = history.store
     changes = Changes(tree, history)
-    rooms = changes.rooms
-    if not rooms.recall() and not store.tree.names(()):
+    scratches = changes.scratches
+    if not scratches.recall() and not store.tree.names(()):
         return ()
     records, damage = read_journal(history.journal.path, history.journal.seals)
     if damage == "broken":
-        return _give_up(store, rooms)
+        return _set_all_aside(store, scratches)
     committed = bool(records) and records[-1].op == "commit"
     sentences: tuple[str, ...] = ()
     if not committed:
-        # First of all: what is undone may take away what shows that nothing is missing.
-        sentences = _spare(history, rooms, records, damage)
+        # First: undo may remove the evidence that nothing is missing.
+        sentences = _save_unrecorded(history, scratches, records, damage)
     if damage != "whole":
         history.journal.cut(records[-1].end if records else 0)
     if committed:
@@ -965,129 +952,108 @@ def recover(tree: Tree, history: History) -> tuple[str, ...]:
 
         drop_names(store)
     history.journal.close()
-    rooms.leave()
+    scratches.leave()
     return sentences
 
 
-def _give_up(store: Store, rooms: Scratches) -> tuple[str, ...]:
-    """Set everything aside that a journal which cannot be read was about."""
+def _set_all_aside(store: Store, scratches: Scratches) -> tuple[str, ...]:
+    """Set aside everything that an unreadable journal may refer to."""
     place = store.left(("journal",))
     place.mkdir()
-    for room in (rooms.own, *rooms.made):
-        for name in room.tree.names(room.base):
-            move_out(room.tree, room.at(name), room.fd, place / name)
-    rooms.leave()
+    for scratch in (scratches.own, *scratches.made):
+        for name in scratch.tree.names(scratch.base):
+            move_out(scratch.tree, scratch.at(name), scratch.fd, place / name)
+    scratches.leave()
     sentence = (
-        "The journal of a call that was not finished cannot be read. The directory is left as"
-        f" it is; what that call has replaced is in {place}"
+        "The journal of an unfinished call is unreadable. The directory is unchanged; the files"
+        f" that the call replaced are in {place}"
     )
     logger.error("%s", sentence)
     return (sentence,)
 
 
-def _spare(
-    history: History, rooms: Scratches, records: Sequence[Record], damage: str
+def _save_unrecorded(
+    history: History, scratches: Scratches, records: Sequence[Record], damage: str
 ) -> tuple[str, ...]:
-    """Set aside what a record that is lost may have been about, if it may be the only one.
+    """Set aside saved files that no record names, unless they certainly exist elsewhere.
 
-    A change is made after its record was written: what is kept has its place in the workspace, too.
-    A journal that looks whole, or just not written to its end, may also have lost its last records.
+    Normally they do: a change is made only after its record is written. But even a journal that
+    looks whole may have lost its last records.
     """
     store = history.store
     found = {
-        name: room
-        for room in (rooms.own, *rooms.made)
-        for name in room.tree.names(room.base)
+        name: scratch
+        for scratch in (scratches.own, *scratches.made)
+        for name in scratch.tree.names(scratch.base)
         if name[0] in "kcn" and name[1:].isdecimal()
     }
     known = {name for record in records for name in record.names}
     known |= history.leftovers()
-    statuses = [room.status(name) for name, room in found.items()]
+    statuses = [scratch.status(name) for name, scratch in found.items()]
     ours = Counter((each.st_dev, each.st_ino) for each in statuses if each is not None)
     sentences: list[str] = []
-    for name, room in sorted(found.items()):
-        if name in known or _is_spare(found, ours, name):
+    for name, scratch in sorted(found.items()):
+        if name in known or _is_elsewhere_too(found, ours, name):
             continue
-        if name[0] == "n" and damage == "whole" and _is_new(store, room, name):
-            continue  # it was to be put somewhere, and was not yet
+        if name[0] == "n" and damage == "whole" and _is_new(store, scratch, name):
+            continue  # staged, and not yet moved into place
         place = store.left((name,))
-        move_out(room.tree, room.at(name), room.fd, place)
+        move_out(scratch.tree, scratch.at(name), scratch.fd, place)
         sentence = (
-            "The last change of a call that was not finished cannot be told. What it may have"
-            f" replaced is in {place}"
+            "The last change of an unfinished call is unknown. What it may have replaced is in"
+            f" {place}"
         )
         if damage == "torn" or name[0] == "k":
             sentences.append(sentence)
-        else:  # more likely it was to be put somewhere, or is a copy of what is there
+        else:  # more likely staged, or a copy
             logger.warning("%s", sentence)
     return tuple(sentences)
 
 
-def _is_spare(found: Mapping[str, Scratch], ours: Counter[tuple[int, int]], name: str) -> bool:
-    """Tell whether what was kept is certainly elsewhere as well; ``ours`` counts its names here."""
-    room = found.get(name)
-    if room is None:
+def _is_elsewhere_too(
+    found: Mapping[str, Scratch], ours: Counter[tuple[int, int]], name: str
+) -> bool:
+    """Tell whether a saved file certainly exists elsewhere; ``ours`` counts its names here."""
+    scratch = found.get(name)
+    if scratch is None:
         return False
     if not name.startswith("c"):
-        status = room.status(name)
+        status = scratch.status(name)
         if status is None:
             return False
         if _is_directory(status):
-            return not room.tree.names(room.at(name))  # there is nothing in it to be lost
+            return not scratch.tree.names(scratch.at(name))  # empty: nothing to lose
         return status.st_nlink > ours[status.st_dev, status.st_ino]
-    original = f"k{int(name[1:]) - 1}"  # a copy is made together with a name of what it is of
-    if not _is_spare(found, ours, original):
+    original = f"k{int(name[1:]) - 1}"  # a copy is made together with a hard link
+    if not _is_elsewhere_too(found, ours, original):
         return False
     other = found[original]
-    return other.tree.read(other.at(original))[0] == room.tree.read(room.at(name))[0]
+    return other.tree.read(other.at(original))[0] == scratch.tree.read(scratch.at(name))[0]
 
 
-def _is_new(store: Store, room: Scratch, name: str) -> bool:
-    """Tell whether something was written after the last record, and so is nothing's original."""
-    status, journal = room.status(name), status_at(store.tx_fd, "journal")
+def _is_new(store: Store, scratch: Scratch, name: str) -> bool:
+    """Tell whether a file was written after the last record, and so is not an original."""
+    status, journal = scratch.status(name), status_at(store.tx_fd, "journal")
     last = os.fstat(store.tx_fd) if journal is None else journal
     return status is not None and status.st_mtime_ns >= last.st_mtime_ns
 
 
 def _sync_in(above: int, name: str) -> None:
-    """Have the disk hold a file's content."""
+    """Sync a file."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
-    except PermissionError:  # it cannot even be opened: everything, then
+        with Held(os.open(name, flags, dir_fd=above)) as fd:
+            sync(fd)
+    except PermissionError:  # cannot be opened: sync everything
         sync_all(above)
-        return
-    try:
-        sync(fd)
-    finally:
-        os.close(fd)
 
 
 def _is_directory(status: os.stat_result | None) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _open_to_edit(above: int, name: str, status: os.stat_result) -> int:
-    """Open a file to change it in place, also one of our own that may not be written now."""
-    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        return os.open(name, flags, dir_fd=above)
-    except PermissionError:
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & stat.S_IWUSR:
-            raise
-    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=above)
-    try:
-        os.fchmod(reading, mode | stat.S_IWUSR)
-        try:
-            return os.open(name, flags, dir_fd=above)
-        finally:
-            os.fchmod(reading, mode)
-    finally:
-        os.close(reading)
-
-
 def _overwrite(fd: int, data: bytes) -> None:
-    """Make a file hold these bytes; cut short first, so that recovery can tell what it finds."""
+    """Replace a file's content; truncated first, so that recovery can recognise a prefix."""
     if os.fstat(fd).st_size > len(data):
         os.ftruncate(fd, len(data))
     write_all(fd, data)

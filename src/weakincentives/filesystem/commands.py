@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
@@ -398,35 +398,3 @@ def _checked(result: CommandResult, command: Command) -> CommandResult:
     said = (result.stderr.strip() or result.stdout.strip())[-SAID:]
     message = f"{shown(shlex.join(result.argv))} {how}. Its changes are undone"
     raise CommandFailed(f"{message}:\n{said}" if said else message, result)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineUse:
-    """Which engine undoes the changes of tools with one kind of ``writes``, and why."""
-
-    writes: Literal["api", "command", "external"]
-    engine: Literal["journal", "overlay", "scan"]
-    reason: str
-
-
-class _OnDisk(Protocol):
-    """A filesystem in a directory; its module is built on this one."""
-
-    @property
-    def root(self) -> Path: ...
-    @property
-    def store(self) -> Path: ...
-
-
-def engines(fs: _OnDisk) -> tuple[EngineUse, ...]:
-    """Return the engine for each kind of ``writes`` on this workspace."""
-    way = find_way(fs.root, fs.store)
-    if isinstance(way, str):
-        engine, why = "scan", way
-    else:
-        engine, why = "overlay", "in a user namespace" if way.owner else "mounted by root"
-    return (
-        EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
-        EngineUse(writes="command", engine=engine, reason=why),
-        EngineUse(writes="external", engine="scan", reason="changes are found by comparing files"),
-    )

@@ -1,4 +1,4 @@
-"""What differs between two looks at a directory, file by file, in the format of ``git diff``."""
+"""Differences between two looks at a directory, file by file, in ``git diff`` format."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
 from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 
 _MAX_COMPARED = 1 << 20
-"""Bytes of a file; of a bigger one only the size is told."""
+"""Bytes; of a larger file only the size is shown."""
 _CONTEXT = 3
-"""Lines that stay, before and after those that changed."""
+"""Unchanged lines shown around a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChange:
-    """What happened to one path."""
+    """The change of one path."""
 
     path: str
     origin: str = ""
-    """Where it was before it was moved."""
+    """The previous path of a moved file."""
     added: int = 0
     """Lines."""
     removed: int = 0
     text: str
-    """Its part of a diff, as ``git diff`` writes it; in words where that has no way to say it."""
+    """Its diff in ``git diff`` format, or a description where that format has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What is at a path in one of the looks."""
+    """What is at a path in one look."""
 
     node: Node | None
     data: bytes | None
-    """Of a file its content, of a link its target; None where it cannot be told."""
+    """A file's content or a link's target; None if unknown."""
     is_damaged: bool = False
 
     @property
@@ -56,12 +56,12 @@ class _Side:
         if self.node is None:
             return "nothing"
         if self.is_damaged:
-            return "a file whose kept content is damaged"
+            return "a file whose saved content is damaged"
         return f"a file of {self.node.size} bytes" if self.kind == "file" else f"a {self.kind}"
 
     @property
     def mode(self) -> str:
-        """The mode as git knows it."""
+        """The mode in git's notation."""
         if self.node is None:
             return ""
         if self.node.kind == "link":
@@ -72,20 +72,18 @@ class _Side:
 _NOTHING = _Side(None, None)
 _UNKNOWN = Node("other", 0, 0, 0, 0)
 _NOTHING_BELOW = (errno.ENOTDIR, errno.ELOOP)
-"""What a look fails with where a file, or a link, stands above the path."""
+"""The errors of a look if a file or link is above the path."""
 
 
 def changed_paths(records: Sequence[Record], before: Look, now: Look) -> list[Parts]:
-    """Return every path that some changes have changed, sorted.
+    """Return every path changed by some records, sorted.
 
-    Of a directory that came, went or was moved, all that is in it; of a file with several names
-    that was changed in place, all of them.
+    This includes everything in a directory that was added, removed or moved, and all names of a
+    hard-linked file that was changed in place.
     """
     found = {parts for record in records if record.is_change for parts in record.paths}
     tops = {parts for record in records if record.is_whole for parts in record.paths}
-    edited = [before.node(record.path) for record in records if record.in_place]
-    files = {node.file for node in edited if node is not None and node.links > 1 and node.file}
-    return all_changed(found, tops, files, before, now)
+    return all_changed(found, tops, frozenset(), before, now)
 
 
 def all_changed(
@@ -95,7 +93,7 @@ def all_changed(
     before: Look,
     now: Look,
 ) -> list[Parts]:
-    """Return paths with all that is, or was, below some of them, and all names of some files."""
+    """Return paths with everything below ``tops``, and all names of some files."""
     found = set(paths)
     for look in (before, now):
         found.update(parts for parts, _ in walk(look, tops))
@@ -105,7 +103,7 @@ def all_changed(
 
 
 def file_changes(paths: Iterable[Parts], before: Look, now: Look) -> list[FileChange]:
-    """Return what is not the same in two looks at some paths, in the order of the paths."""
+    """Return the differences of two looks at some paths, in order."""
     sides = {parts: (_side(before, parts), _side(now, parts)) for parts in paths}
     origins = _origins(sides)
     moved = set(origins.values())
@@ -134,11 +132,11 @@ def _side(look: Look, parts: Parts) -> _Side:
     except OSError as error:
         if error.errno in _NOTHING_BELOW:
             return _NOTHING
-        return _Side(_UNKNOWN, None)  # not kept, not to be read, or just gone
+        return _Side(_UNKNOWN, None)  # not saved, unreadable, or just removed
 
 
 def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
-    """Return where files are now that were elsewhere: by path, the path before."""
+    """Return the previous path of each moved file."""
     gone = {
         old.node.file: parts
         for parts, (old, new) in sides.items()
@@ -149,7 +147,7 @@ def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
         for parts, (old, new) in sides.items()
         if old.node is None and new.node is not None and new.node.file is not None
     )
-    # A file of several names can come at several places, and goes from one.
+    # A hard-linked file can appear at several paths; only one is its move.
     return {parts: gone.pop(file) for parts, file in came if file in gone}
 
 
@@ -159,9 +157,9 @@ def _differ(old: _Side, new: _Side) -> bool:
     if old.node is None or new.node is None or old.kind != new.kind:
         return old.kind != new.kind
     if old.kind not in ("file", "link"):
-        return False  # of a directory, what is in it is told
+        return False  # entries of a directory are compared by themselves
     if old.data is None or new.data is None:
-        return old.node[:7] != new.node[:7]  # all that a status says, but for the change time
+        return old.node[:7] != new.node[:7]  # the whole status except the change time
     return old.data != new.data or old.mode != new.mode
 
 
@@ -176,7 +174,7 @@ def _change(
     added = removed = 0
     if not _has_a_diff(old, new):
         lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
-        # For git, a file that becomes a directory goes; what is in the directory is told by itself.
+        # For git, a file that becomes a directory is deleted; its entries are shown separately.
         old, new = (_NOTHING if side.kind == "directory" else side for side in (old, new))
     if _has_a_diff(old, new):
         lines += _header(path, old, new, None if origin is None else join_path(origin))
@@ -201,14 +199,14 @@ def _in_words(old: _Side, new: _Side) -> str:
     if old.kind == "directory" and new.kind is None:
         return "directory deleted"
     if old.node == _UNKNOWN and not old.is_damaged:
-        return f"changed; what it was before is not kept, now {new.words}"
+        return f"changed; the previous version is not saved, now {new.words}"
     if new.node and new.node.kind == "other" and new.node.ino == 0 and not new.is_damaged:
         return f"{'created' if old.node is None else 'changed'}, and changed since by somebody else"
     return f"{old.words} became {new.words}"
 
 
 def _has_a_diff(old: _Side, new: _Side) -> bool:
-    """Whether git has a way to say it: both are files or links of known content, or nothing."""
+    """Whether git can show it: both are files or links of known content, or nothing."""
     kinds = {old.kind, new.kind} - {None}
     known = all(side.kind is None or side.data is not None for side in (old, new))
     return known and len(kinds) == 1 and kinds <= {"file", "link"}
@@ -234,7 +232,7 @@ def _names(origin: str, path: str, old: _Side, new: _Side) -> Iterator[str]:
     before = "/dev/null" if old.node is None else _quoted(f"a/{origin}")
     after = "/dev/null" if new.node is None else _quoted(f"b/{path}")
     for mark, name in (("---", before), ("+++", after)):
-        # A tab ends a name with a space in it; without one, what follows is taken for a time.
+        # A tab ends a name that contains a space, as in git.
         yield f"{mark} {name}" + ("\t\n" if " " in name else "\n")
 
 
@@ -251,12 +249,12 @@ def _hunks(old: _Side, new: _Side, effort: Effort) -> Iterator[str]:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines, each with its end; only ``\\n`` ends one, as for git."""
+    """Return the lines with their ends; only ``\\n`` ends a line, as in git."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _quoted(path: str) -> str:
-    """Return a path as git writes it: in quotes where there is something strange in it."""
+    """Return a path as git writes it, quoted if it has unusual characters."""
     if path.isprintable() and not set(path) & {'"', "\\"}:
         return path
     data = path.encode("utf-8", "surrogateescape")
@@ -271,22 +269,21 @@ _ESCAPES = {
     ord("\t"): "\\t",
 }
 
-# The lines that differ. The standard library's difflib takes minutes for a megabyte that was
-# rewritten. Here lines that are in both texts once are put side by side first, which takes no time
-# worth counting; between those, the shortest way from one text to the other is looked for as long
-# as there is effort left. Where it runs out, a whole block is replaced: longer than it had to be,
-# and as right.
+# The line diff. The standard library's difflib takes minutes for a rewritten megabyte. Here, lines
+# that occur exactly once in both texts are matched first, as in a patience diff. Between them,
+# Myers' algorithm finds the shortest edit within a budget; when that is used up, the whole block is
+# replaced, which is longer but also correct.
 
 
 @dataclass(slots=True)
 class Effort:
-    """How many steps may be made in the search for short diffs; about a second for all of them."""
+    """The budget of search steps, about one second."""
 
     left: int = 500_000
 
 
 class _Matcher(SequenceMatcher[str]):
-    """Groups changes into hunks, given the lines that stay."""
+    """Groups changes into hunks, given the matching lines."""
 
     def __init__(self, blocks: list[Match]) -> None:
         super().__init__()
@@ -298,7 +295,7 @@ class _Matcher(SequenceMatcher[str]):
 
 def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[str]:
     """Yield the lines of a patch's hunks, from one text's lines to the other's."""
-    # Numbers are quicker to compare than lines are.
+    # Numbers compare faster than lines.
     known: dict[str, int] = {}
     old_ids, new_ids = (
         [known.setdefault(line, len(known)) for line in each] for each in (old, new)
@@ -306,7 +303,7 @@ def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[st
     blocks = [*_blocks(_same(old_ids, new_ids, effort)), Match(len(old), len(new), 0)]
     for group in _Matcher(blocks).get_grouped_opcodes(_CONTEXT):
         if {opcode[0] for opcode in group} == {"equal"}:
-            return  # all is the same
+            return  # nothing differs
         (_, start, _, new_start, _), (_, _, end, _, new_end) = group[0], group[-1]
         yield f"@@ -{_range(start, end)} +{_range(new_start, new_end)} @@\n"
         for tag, i, x, j, y in group:
@@ -318,7 +315,7 @@ def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[st
 
 
 def _blocks(same: Iterable[tuple[int, int]]) -> Iterator[Match]:
-    """Yield the runs of lines that stay."""
+    """Yield the runs of matching lines."""
     i = j = size = 0
     for x, y in same:
         if size and (x, y) != (i + size, j + size):
@@ -345,7 +342,7 @@ def _marked(mark: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _same(old: Sequence[int], new: Sequence[int], effort: Effort) -> Iterator[tuple[int, int]]:
-    """Yield the lines that stay, as their places in both texts, in order."""
+    """Yield the matching lines, as positions in both texts, in order."""
     i = j = 0
     for x, y in (*_anchors(old, new), (len(old), len(new))):
         yield from _between(old, new, (i, x), (j, y), effort)
@@ -355,7 +352,7 @@ def _same(old: Sequence[int], new: Sequence[int], effort: Effort) -> Iterator[tu
 
 
 def _anchors(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Return lines that are in both texts once: the most that stand in the same order."""
+    """Return the longest ordered sequence of lines that occur once in both texts."""
     in_old, in_new = Counter(old), Counter(new)
     places = {line: place for place, line in enumerate(new) if in_new[line] == 1}
     pairs = [
@@ -363,7 +360,7 @@ def _anchors(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
         for place, line in enumerate(old)
         if in_old[line] == 1 and line in places
     ]
-    # The longest rising sequence: for each length, the pair that ends one and lies lowest.
+    # Longest increasing subsequence: for each length, the pair with the lowest end.
     lowest: list[int] = []
     chosen: list[int] = []
     before: list[int] = []
@@ -387,7 +384,7 @@ def _between(
     in_new: tuple[int, int],
     effort: Effort,
 ) -> Iterator[tuple[int, int]]:
-    """Yield the lines that stay in two parts: at both ends, then on the shortest way."""
+    """Yield the matching lines of two parts: common ends, then the shortest edit."""
     (i, x), (j, y) = in_old, in_new
     while i < x and j < y and old[i] == new[j]:
         yield i, j
@@ -401,13 +398,13 @@ def _between(
 
 
 _Way = tuple[int, Any]
-"""How far one gets in the old lines, and the ends of the runs that stay, newest first."""
+"""The position reached in the old lines, and the matching runs, newest first."""
 
 
 def _shortest(old: Sequence[int], new: Sequence[int], effort: Effort) -> list[tuple[int, int]]:
-    """Return the lines that stay where the fewest go and come; none where that takes too long.
+    """Return the matching lines of the shortest edit, or none if the budget runs out.
 
-    Myers' greedy search: how far one gets with so many lines that go or come, on each diagonal.
+    Myers' greedy algorithm: the furthest position on each diagonal for a number of edits.
     """
     if not old or not new or not set(old) & set(new):
         return []
@@ -420,9 +417,9 @@ def _shortest(old: Sequence[int], new: Sequence[int], effort: Effort) -> list[tu
             down, right = furthest.get(diagonal + 1), furthest.get(diagonal - 1)
             if right is None or (down is not None and diagonal != edits and right[0] < down[0]):
                 assert down is not None
-                x, runs = down  # a line came
+                x, runs = down  # an added line
             else:
-                x, runs = right[0] + 1, right[1]  # a line went
+                x, runs = right[0] + 1, right[1]  # a removed line
             start = x
             while x < len(old) and 0 <= x - diagonal < len(new) and old[x] == new[x - diagonal]:
                 x += 1

@@ -36,7 +36,7 @@ from weakincentives.filesystem.commands import (
 from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
 from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
-from weakincentives.filesystem.overlay import Overlay, Step
+from weakincentives.filesystem.overlay import Overlay, Step, find_way
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.protocol import (
     BARRED,
@@ -51,7 +51,7 @@ from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import diff_of, go_back, take_back
+from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -294,10 +294,6 @@ class HostFilesystem(Filesystem):
             finally:
                 del self._edit
 
-    def _replay(self, staging: Staging, call: ToolCall | None) -> None:
-        """Make the changes of a private view here, all of them or none."""
-        self._atomically(lambda: staging.replay(self._edit, self._go_to), call)
-
     def _go_to(self, place: Place) -> None:
         """Undo what was committed since a snapshot, as a part of the open transaction."""
         go_back(self._open_changes, self._workspace.history, place.serial)
@@ -536,7 +532,7 @@ class HostFilesystem(Filesystem):
                 return ()
 
             def act() -> tuple[str, ...]:
-                return take_back(self._open_changes, workspace.history, serials, force=force)
+                return undo_calls(self._open_changes, workspace.history, serials, force=force)
 
             return self._atomically(act, call_under_way(), call_ids)
 
@@ -686,7 +682,7 @@ class _ViewInPlace(_View):
     def _atomically(
         self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
     ) -> R:
-        self._changes.keep_anew()
+        self._changes.save_anew()
         result = self._step(do)
         self._undoes += tuple(undoes)
         return result
@@ -694,7 +690,7 @@ class _ViewInPlace(_View):
     def _step(self, do: Callable[[], R]) -> R:
         workspace, changes = self._workspace, self._changes
         if workspace.private:
-            changes.keep_anew()
+            changes.save_anew()
         if workspace.expects_programs:
             workspace.settle(changes)
         index = len(changes.records)
@@ -864,7 +860,7 @@ class _PrivateView(_View):
         if not staging.changed:
             return
         try:
-            parent._replay(staging, self.call)
+            parent._atomically(lambda: staging.replay(parent._edit, parent._go_to), self.call)
         except OSError as error:
             if isinstance(error, WinkError):
                 raise
@@ -893,3 +889,26 @@ class _PrivateView(_View):
 
 def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUse:
+    """Which engine undoes the changes of tools with one kind of ``writes``, and why."""
+
+    writes: Literal["api", "command", "external"]
+    engine: Literal["journal", "overlay", "scan"]
+    reason: str
+
+
+def engines(fs: HostFilesystem) -> tuple[EngineUse, ...]:
+    """Return the engine for each kind of ``writes`` on this workspace."""
+    way = find_way(fs.root, fs.store)
+    if isinstance(way, str):
+        engine, why = "scan", way
+    else:
+        engine, why = "overlay", "in a user namespace" if way.owner else "mounted by root"
+    return (
+        EngineUse(writes="api", engine="journal", reason="every change is journalled first"),
+        EngineUse(writes="command", engine=engine, reason=why),
+        EngineUse(writes="external", engine="scan", reason="changes are found by comparing files"),
+    )

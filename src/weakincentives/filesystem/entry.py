@@ -1,4 +1,4 @@
-"""What is at a path: captured with all that it takes to make it again, and made again."""
+"""The one description of what is at a path: capture, create and apply it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import re
 import stat
 import sys
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.protocol import NodeKind, Parts
 from weakincentives.filesystem.tree import (
     CHUNK,
+    Held,
     Tree,
     chmod_at,
     set_xattrs,
@@ -26,9 +27,8 @@ from weakincentives.filesystem.tree import (
 WORTH_CLONING = 256 << 10
 _FICLONE = 0x40049409
 
-Kind = Literal["file", "directory", "link", "other"]
-_KINDS = frozenset(get_args(Kind))
-_TYPES: dict[int, Kind] = {
+_KINDS = frozenset(get_args(NodeKind))
+_TYPES: dict[int, NodeKind] = {
     stat.S_IFREG: "file",
     stat.S_IFDIR: "directory",
     stat.S_IFLNK: "link",
@@ -37,37 +37,37 @@ _TYPES: dict[int, Kind] = {
 Xattrs = tuple[tuple[str, bytes], ...]
 
 File = tuple[int, int]
-"""Device and inode: what tells a file from all others, under whichever of its names."""
+"""Device and inode: the identity of a file, whatever its name."""
 
 
 class Entry(NamedTuple):
-    """What is at a path, links not followed; as much of it as somebody needs to know."""
+    """A file, directory, symbolic link or other node; unknown fields have their defaults."""
 
-    kind: Kind
+    kind: NodeKind
     mode: int = 0
     """Permission bits only."""
     size: int = 0
-    """-1 for a file of which only the inode is known."""
+    """-1 if only the inode is known."""
     mtime_ns: int = 0
     ino: int = 0
     device: int = 0
     links: int = 1
-    """How many names a file has, wherever they are."""
+    """The number of hard links, inside and outside the workspace."""
     uid: int = 0
     gid: int = 0
     ctime_ns: int = 0
-    """Nobody can set it: while it is the same, so is all else. 0 if it is not known."""
+    """Programs cannot set it: if it is unchanged, so is everything else. 0 if unknown."""
     xattrs: Xattrs = ()
     target: str | None = None
-    """Of a symbolic link: its text."""
+    """The text of a symbolic link."""
     digest: str | None = None
-    """Of a file's content, or of a link's text."""
+    """SHA-256 of a file's content or a link's text."""
     pipe: bool = False
-    """Whether it is a named pipe: of all others, only these can be made again."""
+    """Whether it is a named pipe: the only other kind that can be re-created."""
 
     @classmethod
     def of(cls, status: os.stat_result) -> Entry:
-        """Return the entry that a status describes."""
+        """Return the entry for a stat result."""
         return cls(
             _TYPES.get(stat.S_IFMT(status.st_mode), "other"),
             stat.S_IMODE(status.st_mode),
@@ -84,12 +84,12 @@ class Entry(NamedTuple):
 
     @property
     def file(self) -> File | None:
-        """Which file this is; None for anything else."""
+        """The identity of a file; None for other kinds."""
         return (self.device, self.ino) if self.kind == "file" else None
 
     @property
     def readonly(self) -> bool:
-        """Whether it is a file that may only be read."""
+        """Whether it is a file without write permission for its owner."""
         return self.kind == "file" and not self.mode & stat.S_IWUSR
 
     @property
@@ -97,14 +97,14 @@ class Entry(NamedTuple):
         return self.kind == "directory"
 
     def is_like(self, other: Entry) -> bool:
-        """Tell whether owner, permissions, attributes and content are the same, as far as known."""
+        """Compare owner, permissions, extended attributes and, if known, content."""
         if (self.mode, self.uid, self.gid) != (other.mode, other.uid, other.gid):
             return False
         known = self.digest is not None and other.digest is not None
         return self.xattrs == other.xattrs and (not known or self.digest == other.digest)
 
     def is_at(self, tree: Tree, parts: Parts) -> bool:
-        """Tell whether a file or link is at a path as it was, whatever its times say."""
+        """Tell whether a file or link is unchanged at a path, whatever its modification time."""
         status = tree.status_if_reached(parts)
         if status is None or status.st_ctime_ns == self.ctime_ns:
             return status is not None
@@ -112,7 +112,7 @@ class Entry(NamedTuple):
         return now is not None and None not in (self.digest, now.digest) and self.is_like(now)
 
     def encode(self) -> list[Any]:
-        """Return the entry as JSON takes it."""
+        """Return the entry as JSON values."""
         xattrs = [[name, value.hex()] for name, value in self.xattrs] if self.xattrs else ()
         kind = "fifo" if self.pipe else self.kind
         return [
@@ -122,16 +122,16 @@ class Entry(NamedTuple):
 
     @classmethod
     def decode(cls, values: list[Any]) -> Entry:
-        """Return the entry that :meth:`encode` wrote; raises ValueError for anything else."""
+        """Return the entry that :meth:`encode` wrote; raises ValueError if it is malformed."""
         kind, mode, mtime_ns, uid, gid, xattrs, size, ino, links, target, digest = values[:11]
-        ctime_ns = values[11] if len(values) > 11 else 0  # version 2 of the store has none
+        ctime_ns = values[11] if len(values) > 11 else 0  # absent in store version 2
         numbers = (mode, mtime_ns, uid, gid, size, ino, links, ctime_ns)
         pipe = kind == "fifo"
         kind = "link" if kind == "symlink" else "other" if pipe else kind
         if kind not in _KINDS or not all(type(number) is int for number in numbers):
-            raise ValueError(f"not what is at a path: {values!r}")
+            raise ValueError(f"malformed entry: {values!r}")
         if target is not None and (not isinstance(target, str) or "\0" in target):
-            raise ValueError(f"not the text of a link: {target!r}")
+            raise ValueError(f"invalid link text: {target!r}")
         return cls(
             kind,
             mode,
@@ -150,23 +150,23 @@ class Entry(NamedTuple):
         )
 
 
-def kind_of(mode: int) -> Kind:
+def kind_of(mode: int) -> NodeKind:
     return _TYPES.get(stat.S_IFMT(mode), "other")
 
 
 def matches(known: Entry | None, now: Entry | None) -> bool:
-    """Tell whether something is what it was known to be, or an exact copy of that."""
+    """Compare by size and modification time; directories by inode."""
     if known is None or now is None:
         return known is now
-    if known.is_directory or known.size == -1:
+    if known.kind == "directory" or known.size == -1:
         return known.ino == now.ino
     return known.size == now.size and known.mtime_ns == now.mtime_ns
 
 
 def checked_digest(digest: object) -> str:
-    """Return a digest as :func:`digest_of` gives it; else raises ValueError."""
+    """Return a SHA-256 digest in hex; raises ValueError for anything else."""
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"not a digest: {digest!r}")
+        raise ValueError(f"invalid digest: {digest!r}")
     return digest
 
 
@@ -174,7 +174,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def digest_of(reading: int) -> str:
-    """Return the digest of what is left to read."""
+    """Return the digest of the remaining content of a descriptor."""
     hashed = hashlib.sha256()
     while data := os.read(reading, CHUNK):
         hashed.update(data)
@@ -182,9 +182,9 @@ def digest_of(reading: int) -> str:
 
 
 def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:
-    """Return what is at a path, with its attributes; with its digest if it is to be read.
+    """Return the entry at a path with its extended attributes, or None.
 
-    None for nothing.
+    ``read`` adds the digest of its content.
     """
     status = tree.status(parts)
     if status is None:
@@ -196,18 +196,16 @@ def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         return Entry.of(status)
     try:
-        fd = tree.open_file(parts)
+        opened = Held(tree.open_file(parts))
     except PermissionError:
         return Entry.of(status)
-    try:
+    with opened as fd:
         digest = digest_of(fd) if read and stat.S_ISREG(status.st_mode) else None
         return Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd), digest=digest)
-    finally:
-        os.close(fd)
 
 
 def create(above: int, name: str, entry: Entry) -> bool:
-    """Make a directory, link or pipe at a free name; False for anything else."""
+    """Create a directory, symbolic link or pipe at a free name; False for other kinds."""
     match entry.kind:
         case "directory":
             os.mkdir(name, 0o700, dir_fd=above)
@@ -221,7 +219,7 @@ def create(above: int, name: str, entry: Entry) -> bool:
 
 
 def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
-    """Give what is at a path an entry's owner, permissions, attributes and time."""
+    """Set owner, permissions, extended attributes and modification time at a path."""
     with tree.parent(parts) as above:
         name = parts[-1] if parts else "."
         status, mode = os.stat(name, dir_fd=above, follow_symlinks=False), entry.mode
@@ -230,7 +228,7 @@ def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
                 os.chown(name, entry.uid, entry.gid, dir_fd=above, follow_symlinks=False)
             except PermissionError:
                 if entry.kind == "file":
-                    mode = without_privileges(mode)  # it would act for another one than it did
+                    mode = without_privileges(mode)  # it would run as another owner
         if entry.kind in ("file", "directory"):
             _apply_xattrs(tree, parts, entry)
         if entry.pipe or entry.kind in ("file", "directory"):
@@ -243,22 +241,21 @@ def apply_entry(tree: Tree, parts: Parts, entry: Entry) -> None:
 
 
 def _apply_xattrs(tree: Tree, parts: Parts, entry: Entry) -> None:
-    with contextlib.suppress(PermissionError):
-        fd = tree.open_file(parts) if parts else os.dup(tree.fd)
-        try:
-            if xattrs_of(fd) != entry.xattrs:
-                set_xattrs(fd, entry.xattrs)
-        finally:
-            os.close(fd)
+    with (
+        contextlib.suppress(PermissionError),
+        Held(tree.open_file(parts) if parts else os.dup(tree.fd)) as fd,
+    ):
+        if xattrs_of(fd) != entry.xattrs:
+            set_xattrs(fd, entry.xattrs)
 
 
 # Copies
 
 
 def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> None:
-    """Copy a file, link or whole directory: bytes, modes, times, attributes, hard links within.
+    """Copy a file, link or directory with modes, times, attributes and its inner hard links.
 
-    ``place`` must be free. Sockets and devices are left out: nobody can make them again.
+    ``place`` must be free. Sockets and devices are skipped: they cannot be re-created.
     """
     links: dict[int, Parts] = {}
     directories: list[tuple[Parts, Entry]] = []
@@ -283,18 +280,18 @@ def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> Non
         else:
             apply_entry(target, there, entry)
             links[entry.ino] = there
-    # Last, and inner ones first: what is put into a directory changes its time.
+    # Last, inner directories first: adding an entry changes a directory's time.
     for there, entry in reversed(directories):
         apply_entry(target, there, entry)
 
 
 def link(source: int, name: str, target: int, place: str) -> None:
-    """Give a file, or a link itself, another name."""
+    """Create a hard link to a file or symbolic link."""
     os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
 
 
 def linked(source: int | None, name: str | Path, target: int, place: str) -> bool:
-    """Like :func:`link`; False where the system, or the filesystem, gives no second name."""
+    """Like :func:`link`; False if the system or filesystem does not allow it."""
     try:
         os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
     except OSError as error:
@@ -307,23 +304,21 @@ def linked(source: int | None, name: str | Path, target: int, place: str) -> boo
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV)
 
 
+def new_file(above: int | None, name: str | Path, mode: int = 0o600) -> Held:
+    """Create a file at a free name, open for writing."""
+    return Held(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=above))
+
+
 def copy_file(source: Tree, parts: Parts, above: int, name: str, *, safe: bool = False) -> None:
-    """Copy a file's content to a free name, written through to the disk if it must be safe."""
-    reading = source.open_file(parts)
-    try:
-        writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
-        try:
-            copy_content(reading, writing)
-            if safe:
-                os.fsync(writing)
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
+    """Copy a file's content to a free name; ``safe`` syncs it to disk."""
+    with Held(source.open_file(parts)) as reading, new_file(above, name) as writing:
+        copy_content(reading, writing)
+        if safe:
+            os.fsync(writing)
 
 
 def copy_content(reading: int, writing: int) -> None:
-    """Copy all that is left to read from one descriptor to another; holes stay holes."""
+    """Copy the remaining content of a descriptor; holes stay holes."""
     status = os.fstat(reading)
     if _is_special(status) and not os.lseek(reading, 0, os.SEEK_CUR):
         if _clone(reading, writing):
@@ -333,7 +328,7 @@ def copy_content(reading: int, writing: int) -> None:
             _copy_data(reading, writing, status.st_size)
             return
     if hasattr(os, "copy_file_range"):
-        with contextlib.suppress(OSError):  # not between these two: the plain way says why
+        with contextlib.suppress(OSError):  # unsupported here: fall back to read and write
             while os.copy_file_range(reading, writing, 1 << 30):
                 pass
     while data := os.read(reading, CHUNK):
@@ -341,7 +336,7 @@ def copy_content(reading: int, writing: int) -> None:
 
 
 def _is_special(status: os.stat_result) -> bool:
-    """Tell whether a file may have holes, or is so large that it is worth trying to clone it."""
+    """Tell whether a file may have holes or is large enough to clone."""
     return sys.platform == "linux" and (status.st_size >= WORTH_CLONING or _has_holes(status))
 
 
@@ -350,7 +345,7 @@ def _has_holes(status: os.stat_result) -> bool:
 
 
 def _clone(reading: int, writing: int) -> bool:
-    """Let a file share the blocks of another; False where that cannot be."""
+    """Share the blocks of another file; False if unsupported."""
     import fcntl
 
     try:
@@ -361,7 +356,7 @@ def _clone(reading: int, writing: int) -> bool:
 
 
 def _copy_data(reading: int, writing: int, size: int) -> None:
-    """Copy a file from its beginning, but not its holes."""
+    """Copy a whole file without its holes."""
     os.ftruncate(writing, 0)
     position = 0
     while position < size:
@@ -370,7 +365,7 @@ def _copy_data(reading: int, writing: int, size: int) -> None:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            break  # only a hole is left
+            break  # only a hole remains
         position = os.lseek(reading, begin, os.SEEK_HOLE)
         os.lseek(reading, begin, os.SEEK_SET)
         os.lseek(writing, begin, os.SEEK_SET)

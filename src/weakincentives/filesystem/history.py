@@ -1,4 +1,4 @@
-"""What committed calls changed: for each path what was there before, up to a limit in bytes."""
+"""The history of committed calls: what was at each changed path, up to a size limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import stat
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +30,9 @@ from weakincentives.filesystem.entry import (
     copy_content,
     copy_exactly,
     digest_of,
+    new_file,
 )
-from weakincentives.filesystem.journal import JOURNAL, Journal, Record, read_journal
+from weakincentives.filesystem.journal import JOURNAL, Journal, Record, no_links, read_journal
 from weakincentives.filesystem.protocol import Parts, join_path
 from weakincentives.filesystem.scratch import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
@@ -46,7 +48,7 @@ from weakincentives.filesystem.store import (
     write_note,
     write_whole,
 )
-from weakincentives.filesystem.tree import Tree, remove_tree
+from weakincentives.filesystem.tree import Held, Tree, remove_tree
 from weakincentives.state import Seals
 
 logger = logging.getLogger("weakincentives.filesystem")
@@ -57,37 +59,37 @@ MAX_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """A call that changed files, and was kept."""
+    """A committed call that changed files."""
 
     serial: int
-    """Its place in the history of the workspace; the first is 1."""
+    """Its number in the history of the workspace, from 1."""
     call_id: str
     tool: str
-    """Empty for changes that were made outside of any call."""
+    """Empty for changes outside of any call."""
     time: float
     """Seconds since the epoch."""
     paths: tuple[str, ...]
-    """What it changed, sorted; a directory stands for all that is in it."""
+    """The changed paths, sorted; a directory stands for everything in it."""
     size: int
-    """Bytes that are kept only so that it can be undone."""
+    """Bytes stored so that it can be undone."""
     undoes: tuple[str, ...] = ()
-    """The calls that it took back."""
+    """The calls that it undid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A committed call with its changes, in order; each says what was there before."""
+    """A committed call with its records, in order."""
 
     committed: Committed
     records: tuple[Record, ...]
     after: Mapping[Parts, Entry | None]
-    """What was at each path when it was committed."""
+    """The entry at each path at commit."""
 
 
 class Past:
-    """The committed calls that a store knows, for those who look: it needs no lock.
+    """Read access to the committed calls in a store, without a lock.
 
-    Calls may be committed, and the oldest forgotten, while somebody looks.
+    Calls may be committed or trimmed at any time.
     """
 
     def __init__(self, store: Path, seals: Seals) -> None:
@@ -96,33 +98,33 @@ class Past:
         self._seals = seals
         self._sizes: dict[int, int] | None = None
         self._last = 0
-        self._told: set[int] = set()
+        self._logged: set[int] = set()
 
     @property
     def last(self) -> int:
-        """The newest place; 0 before the first."""
+        """The newest serial; 0 if there is none."""
         self._known()
         return self._last
 
     def serials(self) -> list[int]:
-        """Return the places that are still known, oldest first."""
+        """Return the serials still in the history, oldest first."""
         return sorted(self._known())
 
     def after(self, serial: int) -> list[int]:
-        """Return the places after one, newest first."""
+        """Return the serials after one, newest first."""
         return [known for known in reversed(self.serials()) if known > serial]
 
     def read(self, serial: int) -> Delta:
         """Return what a call changed.
 
         Raises:
-            FileNotFoundError: It was forgotten meanwhile.
-            HistoryDamaged: Its record is not what was written.
+            FileNotFoundError: It has been trimmed.
+            HistoryDamaged: Its record is damaged.
         """
         path = self._file(serial)
         records, damage = read_journal(path, self._seals)
         if not records and not path.exists():
-            raise FileNotFoundError(errno.ENOENT, "it was forgotten", str(path))
+            raise FileNotFoundError(errno.ENOENT, "trimmed from the history", str(path))
         meta = records[-1].data if records else None
         if damage != "whole" or meta is None or meta.get("serial") != serial:
             raise _damaged(path, serial)
@@ -132,19 +134,19 @@ class Past:
             raise _damaged(path, serial) from error
 
     def readable(self, serials: Iterable[int]) -> Iterator[Delta]:
-        """Yield what each of some calls changed, but those forgotten meanwhile, or damaged."""
+        """Yield what some calls changed; skip trimmed and damaged ones."""
         for serial in serials:
             try:
                 yield self.read(serial)
             except FileNotFoundError:
                 continue
             except HistoryDamaged as error:
-                if serial not in self._told:
-                    self._told.add(serial)
+                if serial not in self._logged:
+                    self._logged.add(serial)
                     logger.error("%s", error)
 
     def damaged(self, serials: Iterable[int] | None = None) -> dict[int, HistoryDamaged]:
-        """Return what is wrong with each call that cannot be read; by default of all."""
+        """Return the error of each damaged call, by default of all calls."""
         found: dict[int, HistoryDamaged] = {}
         for serial in self.serials() if serials is None else serials:
             try:
@@ -157,14 +159,14 @@ class Past:
 
     def _delta(self, records: Sequence[Record], meta: Mapping[str, Any]) -> Delta:
         entries = {int(index): Entry.decode(entry) for index, entry in meta["entries"]}
-        # Later records of what is kept already say only what else the call put there.
+        # Later records with the same saved file only say what else the call put there.
         firsts = _firsts(records)
         changes = tuple(
             replace(
                 record, path=path, others=(), before=_in_full(record.before, entries.get(index))
             )
             for index, record in enumerate(records)
-            if record.is_change and firsts.get(record.kept, index) == index
+            if record.is_change and firsts.get(record.saved, index) == index
             for path in (record.path, *record.others)
         )
         committed = Committed(
@@ -179,7 +181,7 @@ class Past:
         return Delta(committed, changes, _after(meta))
 
     def trees(self, serial: int) -> Path:
-        """Return where the directories are that a call took away."""
+        """Return the folder with the directories that a call removed."""
         return self._path / f"{serial:012d}.trees"
 
     def _known(self) -> dict[int, int]:
@@ -188,7 +190,9 @@ class Past:
             with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
                 for each in found:
                     if each.is_symlink():
-                        raise StoreRefused(f"{each.path} is a symbolic link: nobody here made it")
+                        raise StoreRefused(
+                            f"{each.path} is a symbolic link, which wink never creates"
+                        )
                     if named := NAMED.fullmatch(each.name):
                         self._sizes[int(named[1])] = int(named[2])
             self._last = max(self._sizes, default=0)
@@ -199,18 +203,18 @@ class Past:
 
 
 NAMED = re.compile("([0-9]{12,})-([0-9]+)")
-"""How an entry's file is called: its place, and the bytes that it takes."""
+"""The file name of an entry: its serial and its size."""
 
 
 def _damaged(path: Path, serial: int) -> HistoryDamaged:
     return HistoryDamaged(
-        f"The record of the change with number {serial} is damaged ({path}): it can be neither"
-        " shown nor undone. The others are not affected"
+        f"The record of change {serial} is damaged ({path}): it can be neither shown nor undone."
+        " The others are not affected"
     )
 
 
 class History(Past):
-    """The committed calls of a workspace, the oldest forgotten when they take too much space."""
+    """The committed calls of a workspace; the oldest are trimmed to a size limit."""
 
     def __init__(
         self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
@@ -219,19 +223,19 @@ class History(Past):
         self.store = store
         self.journal = Journal(store)
         self.needed: Callable[[], int | None] = lambda: None
-        """Tells the place that everything after is still to be kept, whatever the limit."""
+        """Returns the serial after which nothing may be trimmed, whatever the limit."""
         self.unfinished: Callable[[], object] | None = None
-        """What is still to be done about an earlier transaction before another can begin."""
+        """Finishes an earlier transaction; called before the next one begins."""
         self._limit = limit
         self._clock = clock
         self._total: int | None = None
         self._uses: _Uses | None = None
 
-    def copy_tree(self, delta: Delta, kept: str, tree: Tree, name: str) -> None:
-        """Make a copy of a directory that a call took away."""
+    def copy_tree(self, delta: Delta, saved: str, tree: Tree, name: str) -> None:
+        """Copy a directory that a call removed."""
         trees = Tree(self.trees(delta.committed.serial))
         try:
-            copy_exactly(trees, (kept,), tree, (name,))
+            copy_exactly(trees, (saved,), tree, (name,))
         finally:
             trees.close()
 
@@ -245,17 +249,17 @@ class History(Past):
         tree: Tree,
         undoes: Sequence[str] = (),
     ) -> int | None:
-        """Commit: from here on the changes stay. Returns their place, or None if there are none.
+        """Commit. Returns the serial, or None if nothing is stored.
 
-        ``after`` is what is at the changed paths now. ``tree`` is the workspace, which may have
-        scratch directories with what was replaced. ``undoes`` are the calls that are taken back.
+        ``after`` has the present entries at the changed paths. ``tree`` is the workspace, which may
+        have scratch directories. ``undoes`` are the ids of the undone calls.
         """
-        if not any(record.is_change for record in records):
+        if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
             return None
         if self._limit <= 0 and self.needed() is None:
             self._trim()
-            self.journal.cut(0)  # nobody can ever ask for it: forgetting how to undo is to commit
+            self.journal.cut(0)  # no history: dropping the journal is the commit
             return None
         serial = self.last + 1
         entries, size = self._entries(records, tree)
@@ -275,8 +279,8 @@ class History(Past):
         try:
             finish()
         except OSError as error:
-            # It is committed all the same.
-            logger.warning("The history of %s is kept later: %s", meta["call"], error)
+            # It is committed nevertheless.
+            logger.warning("The history of %s will be saved later: %s", meta["call"], error)
             self.unfinished = finish
             self._last = serial
             return None
@@ -284,27 +288,27 @@ class History(Past):
         return serial
 
     def finish_earlier(self) -> None:
-        """Finish what an earlier transaction could not; raises when it still cannot."""
+        """Finish an earlier transaction, or raise if that still fails."""
         if self.unfinished is not None:
             self.unfinished()
             self.unfinished = None
 
     def finish(self, records: Sequence[Record], entries: Mapping[int, Entry] | None = None) -> None:
-        """Move what a committed transaction kept to its place. Does no harm when done twice."""
+        """Move the saved files of a committed transaction into the history. Idempotent."""
         meta: dict[str, Any] = records[-1].data or {}
         serial, size = int(meta["serial"]), int(meta["size"])
         if entries is None:
             entries = {int(index): Entry.decode(encoded) for index, encoded in meta["entries"]}
         edits = [index for index in sorted(entries) if records[index].in_place]
-        # First what was changed in place: what was taken away may be the same file.
+        # Files changed in place first: a removed file may be the same one.
         for index in [*edits, *(entries.keys() - edits)]:
             record, entry = records[index], entries[index]
-            if entry.is_directory:
-                # What files in it were before they were changed later, by another name.
+            if entry.kind == "directory":
+                # The files in it that were edited later through another hard link.
                 edited = {entries[n].ino: entries[n] for n in reversed(edits) if n > index}
-                self._settle_directory(record.kept or "", serial, edited)
+                self._settle_directory(record.saved or "", serial, edited)
             else:
-                self._settle_file(record.source or Source(record.kept or ""), entry)
+                self._settle_file(record.source or Source(record.saved or ""), entry)
         self.journal.move(f"{self._path}/{serial:012d}-{size}")
         if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size
@@ -314,31 +318,27 @@ class History(Past):
         self._last = max(self._last, serial)
 
     def leftovers(self) -> set[str]:
-        """Return the names that a transaction which is over may have in its directory.
-
-        Only for a store without a journal: the last one was committed, and is in the history.
-        """
+        """Return the names that a finished transaction may have left in its directory."""
         if self.journal.path.exists():
-            # Without a history, a journal is emptied to commit.
+            # Without a history, an empty journal is a commit.
             return set(self.store.tree.names(())) if self._limit <= 0 else set()
         records = [delta.records for delta in self.readable([self.last] if self.last else [])]
         return {name for each in records for record in each for name in record.names}
 
     def _entries(self, records: Sequence[Record], tree: Tree) -> tuple[dict[int, Entry], int]:
-        """Return what the records replaced, in full, and how many bytes that takes anew."""
+        """Return the full entries that the records replaced, and the bytes to be added."""
         entries: dict[int, Entry] = {}
         total = 0
-        found = [
-            (index, record.before, record.source)
-            for index, record in enumerate(records)
-            if record.source is not None and record.after is None and record.before is not None
-        ]
-        taken = replaced(records, self.store.tree, tree)
-        for index, entry, source in [*found, *((i, e, Source(name)) for i, e, name in taken)]:
-            if entry.is_directory:
+        limit = self._limit if self.needed() is None else sys.maxsize
+        found = list(replaced(records, self.store.tree, tree, limit))
+        for index, record in enumerate(records):
+            if record.source is not None and record.after is None and record.before is not None:
+                found.append((index, record.before, record.source))
+        for index, entry, source in found:
+            if entry.kind == "directory":
                 total += sum(each.st_size for _, each in self.store.tree.walk((source.name,)))
-            elif entry.kind == "file" and (entry.size <= self._limit or self.needed() is not None):
-                digest = self._digest(source, entry.size)
+            elif entry.kind == "file" and entry.size <= limit:
+                digest = entry.digest or self._digest(source, entry.size)
                 total += 0 if digest in self.store.objects else entry.size
                 entry = entry._replace(digest=digest)
             entries[index] = entry
@@ -348,14 +348,11 @@ class History(Past):
         own = source.path(self.store.path, size)
         if own is None:
             return hashlib.sha256(source.read(self.store.path, size)).hexdigest()
-        fd = _open_own(own)
-        try:
+        with Held(_open_own(own)) as fd:
             return digest_of(fd)
-        finally:
-            os.close(fd)
 
     def _settle_file(self, source: Source, entry: Entry) -> None:
-        """Make the content that a file had one of the history's."""
+        """Move the previous content of a file to the objects."""
         objects, own = self.store.objects, source.path(self.store.path)
         if entry.digest is None:
             return
@@ -365,9 +362,9 @@ class History(Past):
         try:
             links = os.lstat(own).st_nlink
         except FileNotFoundError:
-            return  # it is there already, from an earlier try
-        # One that is there is replaced, because it may be damaged; but not by a file that was
-        # changed since through another of its names: then a copy has its content.
+            return  # done in an earlier attempt
+        # An existing object is replaced, because it may be damaged; but not by a file that was
+        # changed since through another hard link: then a copy has its content.
         if entry.digest in objects and (
             links > 1 or self._digest(source, entry.size) != entry.digest
         ):
@@ -376,12 +373,9 @@ class History(Past):
             os.chmod(own, 0o600)
             objects.take(own, entry.digest)
             return
-        # It has other names, and may be changed through them.
-        fd = _open_own(own)
-        try:
+        # It may be changed through its other hard links.
+        with Held(_open_own(own)) as fd:
             objects.add(fd, safe=self.store.safe)
-        finally:
-            os.close(fd)
 
     def _settle_directory(self, name: str, serial: int, edited: Mapping[int, Entry]) -> None:
         if self.store.tree.status((name,)) is not None:
@@ -391,7 +385,7 @@ class History(Past):
             os.rename(name, trees / name, src_dir_fd=self.store.tx_fd)
 
     def _part_links(self, name: str, edited: Mapping[int, Entry]) -> None:
-        """Give each file with other names an inode of its own: it would change with them."""
+        """Separate files from their other hard links, through which they could still change."""
         tree = self.store.tree
         linked = [
             (parts, status.st_ino)
@@ -406,37 +400,34 @@ class History(Past):
                 copy_exactly(tree, parts, tree, (staged,))
             with tree.parent(parts) as above:
                 before = os.fstat(above)
-                # Renamed over it: at no moment is the history without the file.
+                # One rename, so that the history always has the file.
                 os.rename(staged, parts[-1], src_dir_fd=tree.fd, dst_dir_fd=above)
                 os.utime(above, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def make_file(self, entry: Entry, tree: Tree, name: str) -> None:
-        """Make a file again, at a free name; raises FileNotFoundError if it was not kept."""
+        """Re-create a file at a free name; raises FileNotFoundError if it was not saved."""
         if entry.digest is None:
-            raise FileNotFoundError(errno.ENOENT, "its content was not kept", name)
-        reading = self.store.objects.open(entry.digest)
-        try:
-            writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=tree.fd)
-            try:
-                copy_content(reading, writing)
-            finally:
-                os.close(writing)
-        finally:
-            os.close(reading)
+            raise FileNotFoundError(errno.ENOENT, "its content was not saved", name)
+        with (
+            Held(self.store.objects.open(entry.digest)) as reading,
+            new_file(tree.fd, name) as writing,
+        ):
+            copy_content(reading, writing)
         apply_entry(tree, (name,), entry)
 
-    # Forgetting
+    # Trimming
 
     def _trim(self) -> None:
-        """Forget the oldest while there is too much: a bounded piece of work at each call.
+        """Remove the oldest entries above the limit, a bounded number at each commit.
 
-        The call is committed already, so nothing that goes wrong here is its failure.
+        The call is already committed, so an error here does not fail it.
         """
         try:
             if self._is_full():
                 self._trim_some()
         except OSError as error:
-            logger.warning("The history could not be trimmed, which is tried again: %s", error)
+            self._uses = None  # count again: an entry may still be there
+            logger.warning("The history could not be trimmed; this will be retried: %s", error)
 
     def _is_full(self) -> bool:
         sizes = self._known()
@@ -452,49 +443,38 @@ class History(Past):
         if not self._uses.count(TRIMMED_AT_ONCE):
             return
         floor = self.needed()
-        oldest = sorted(sizes)[:TRIMMED_AT_ONCE]
-        for serial in oldest:
+        for serial in sorted(sizes)[:TRIMMED_AT_ONCE]:
             if not self._is_full() or (floor is not None and serial > floor):
                 break
-            self._forget(serial, self._uses)
-        self._drop(self._uses.unused())
-
-    def _forget(self, serial: int, uses: _Uses) -> None:
-        uses.forget(serial)
-        self._file(serial).unlink(missing_ok=True)
-        remove_tree(self.trees(serial))
-        size = self._known().pop(serial)
-        self._total = None if self._total is None else self._total - size
-
-    def _drop(self, unused: set[str]) -> None:
-        """Remove contents that nothing in the history refers to any more."""
-        for digest in unused:
-            self.store.objects.remove(digest)
+            # The entry last: after a kill, the next trim finds it again.
+            for digest in self._uses.forget(serial):
+                self.store.objects.remove(digest)
+            self._file(serial).unlink(missing_ok=True)
+            remove_tree(self.trees(serial))
+            size = sizes.pop(serial)
+            self._total = None if self._total is None else self._total - size
 
 
 TRIMMED_AT_ONCE = 64
-"""How many entries one call reads, and how many it forgets, where there are too many."""
+"""How many entries one commit may read, and how many it may remove."""
 
 
 class _Uses:
-    """Which contents the entries of a history refer to, counted a few entries at a time."""
+    """Reference counts of objects, built a few entries at a time."""
 
     def __init__(self, history: Past, serials: Iterable[int]) -> None:
         self._history = history
         self._uncounted = sorted(serials)
         self._counts: Counter[str] = Counter()
         self._damaged: set[int] = set()
-        """What these refer to is not known: while one of them is there, nothing is unused."""
-        self._candidates: set[str] = set()
-        self._folders = [f"{number:02x}" for number in range(256)]
-        """Where contents may be that nothing refers to since a process was killed."""
+        """Unreadable entries: while one is left, no object is known to be unused."""
 
     def expect(self, serial: int) -> None:
-        """Count one more entry, later."""
+        """Add an entry to be counted later."""
         self._uncounted.append(serial)
 
     def count(self, most: int) -> bool:
-        """Count some entries; True when there are none left."""
+        """Count some entries; True when all are counted."""
         for _ in range(min(most, len(self._uncounted))):
             serial = self._uncounted.pop()
             try:
@@ -505,76 +485,73 @@ class _Uses:
                 continue
         return not self._uncounted
 
-    def forget(self, serial: int) -> None:
-        """Note that an entry is about to be forgotten."""
-        if serial in self._damaged:
-            self._damaged.discard(serial)
-            self._folders = [f"{number:02x}" for number in range(256)]
-            return
-        with contextlib.suppress(HistoryDamaged, FileNotFoundError):
+    def forget(self, serial: int) -> set[str]:
+        """Remove an entry from the counts; returns the objects that are now unused."""
+        self._damaged.discard(serial)
+        try:
             digests = self._digests(serial)
-            self._counts.subtract(digests)
-            self._candidates |= digests
-
-    def unused(self) -> set[str]:
-        """Return some contents that no entry refers to."""
-        if self._damaged:
+        except (HistoryDamaged, FileNotFoundError):
             return set()
-        found, self._candidates = self._candidates, set()
-        if self._folders:
-            found.update(self._history.objects.digests(self._folders.pop()))
-        return {digest for digest in found if self._counts[digest] <= 0}
+        self._counts.subtract(digests)
+        return set() if self._damaged else {each for each in digests if self._counts[each] <= 0}
 
     def _digests(self, serial: int) -> set[str]:
         befores = [record.before for record in self._history.read(serial).records]
         return {each.digest for each in befores if each is not None and each.digest is not None}
 
 
-def kept_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:
-    """Return where a transaction has what a record keeps: in its own directory, or in a room."""
-    if record.room is None:
-        return own, (record.kept or "",)
-    return workspace, (*record.room, record.kept or "")
+def saved_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:
+    """Return the tree and path of a saved file."""
+    if record.scratch is None:
+        return own, (record.saved or "",)
+    return workspace, (*record.scratch, record.saved or "")
 
 
 def replaced(
-    records: Sequence[Record], own: Tree, workspace: Tree
-) -> Iterator[tuple[int, Entry, str]]:
-    """Yield what each record replaced, newest first: number, what it was, what has its content."""
-    edited: dict[int, tuple[Entry, str]] = {}
+    records: Sequence[Record], own: Tree, workspace: Tree, hashed: int = -1
+) -> Iterator[tuple[int, Entry, Source]]:
+    """Yield index, entry and content of what each record replaced, newest first.
+
+    Files of up to ``hashed`` bytes get a digest.
+    """
+    edited: dict[int, tuple[Entry, Source]] = {}
     firsts = _firsts(records)
     for index in reversed(range(len(records))):
         record = records[index]
-        if record.in_place and record.before is not None:
-            edited[record.before.ino] = record.before, record.names[-1]
-            yield index, *edited[record.before.ino]
-        elif record.op == "was" and record.kept is not None and firsts[record.kept] == index:
-            entry = capture(*kept_at(record, own, workspace))
+        before = record.before
+        if before is None or record.op != "was":
+            continue
+        if record.source is not None and record.after is not None:
+            edited[before.ino] = before, record.source
+            yield index, *edited[before.ino]
+        elif record.saved is not None and firsts[record.saved] == index:
+            read = before.kind == "file" and before.size <= hashed
+            entry = capture(*saved_at(record, own, workspace), read=read)
             if entry is not None:
-                # It may have been changed since, through another name of the file.
-                taken = edited.get(entry.ino) if entry.kind == "file" else None
-                entry, name = taken or (entry, record.kept)
-                yield index, _in_full(record.before, entry) or entry, name
+                # It may have been changed since through another hard link.
+                known = edited.get(entry.ino) if entry.kind == "file" else None
+                entry, source = known or (entry, Source(record.saved))
+                yield index, entry._replace(ino=before.ino), source
 
 
 def _in_full(before: Entry | None, entry: Entry | None) -> Entry | None:
-    """Return what was replaced, as what is kept of it says; that may be a copy."""
+    """Return the entry of the saved file, which may be a copy, with the original inode."""
     if before is None or entry is None:
         return entry or before
     return entry._replace(ino=before.ino)
 
 
 def _firsts(records: Sequence[Record]) -> dict[str | None, int]:
-    """Return which record was the first to keep something, by its name."""
+    """Return the first record of each saved file, by name."""
     firsts: dict[str | None, int] = {}
     for index, record in enumerate(records):
-        if record.kept is not None:
-            firsts.setdefault(record.kept, index)
+        if record.saved is not None:
+            firsts.setdefault(record.saved, index)
     return firsts
 
 
 def _open_own(path: str) -> int:
-    """Open a file of the transaction's, also one that may not be read."""
+    """Open a saved file, even one without read permission."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -589,7 +566,7 @@ def _after(meta: Mapping[str, Any]) -> dict[Parts, Entry | None]:
             checked_parts(path): None if entry is None else Entry.decode(entry)
             for path, entry in meta["left"]
         }
-    # Version 2 knew inode, size and time; of a directory only the inode; of most files more.
+    # Version 2 had inode, size and time; only the inode of a directory; marks for most files.
     marks = dict(meta.get("marks", ()))
     return {
         checked_parts(path): None if ident is None else _as_marked(ident, marks.get(path))
@@ -615,24 +592,20 @@ def _as_marked(ident: Sequence[int], mark: Sequence[Any] | None) -> Entry:
 def adopt_store(
     root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
 ) -> tuple[str, ...]:
-    """Seal the store of a workspace; returns a sentence for each record that stays damaged.
+    """Seal the store of a workspace; returns a sentence for each damaged record.
 
-    It is for a store that an earlier version wrote, or that was written with a key which is lost:
-    nobody can tell such a one from one that was planted. Names that lead out of the store or the
-    workspace are never taken over. What runs and calls have on record is adopted by
-    ``SavedSession.adopt`` and ``OutcomeLedger.adopt``.
+    For a store that an earlier version wrote, or whose key is lost: wink cannot distinguish it
+    from a planted one. Names that lead out of the store or workspace are never accepted. Sessions
+    and ledgers are adopted by ``SavedSession.adopt`` and ``OutcomeLedger.adopt``.
 
     Raises:
-        StoreRefused: It belongs to another user, or has links in it.
-        WorkspaceLocked: Somebody has the workspace open.
+        StoreRefused: It belongs to another user or contains links.
+        WorkspaceLocked: The workspace is open elsewhere.
     """
     root = Path(os.path.realpath(root))
     path = location_of(root) if store is None else Path(os.path.realpath(store))
-    fd = open_store(path)
-    try:
+    with Held(open_store(path)) as fd:
         lock = take_store_lock(fd, root, 0.0)
-    finally:
-        os.close(fd)
     try:
         return tuple(_adopt(root, path))
     finally:
@@ -646,7 +619,7 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
     journals = [path / "tx" / "journal", *_history(path)]
     lines = {journal: _read(journal) for journal in journals}
     earlier = None if before is None else Seals(f"{JOURNAL} {before}")
-    # Where one seal is good, the others must be: only without the key that made them are all bad.
+    # If one seal is valid, all must be: only with a lost key are all invalid.
     strict = earlier is not None and any(_good(data, earlier) for data in lines.values())
     seals = note.seals(JOURNAL)
     for journal, data in lines.items():
@@ -656,7 +629,7 @@ def _adopt(root: Path, path: Path) -> Iterator[str]:
         if None in texts or (data and not data.endswith(b"\n")):
             copy = left_in(path, (journal.name,))
             write_whole(copy, data)
-            yield f"{journal} is damaged; what it held is in {copy}"
+            yield f"{journal} is damaged; its content is in {copy}"
         if data:
             write_whole(journal, sealed)
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
@@ -677,9 +650,9 @@ def _history(path: Path) -> list[Path]:
 
 
 def _texts(data: bytes, strict: Seals | None) -> Iterator[bytes | None]:
-    """Yield the text of each whole line, None for one that is damaged or has names that are none.
+    """Yield the text of each complete line, or None if it is damaged or invalid.
 
-    A line begins with the checksum of the first version, or with a seal.
+    A line begins with a checksum (version 1) or a seal.
     """
     offset = 0
     for line in data.split(b"\n")[:-1]:
@@ -707,9 +680,6 @@ def _unmarked(line: bytes) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return b""
-    with open(fd, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=no_links) as file:
         return file.read()
+    return b""

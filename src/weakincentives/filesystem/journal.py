@@ -1,10 +1,9 @@
-"""The journal of an open transaction: what was at a path, written down before it is changed.
+"""The undo journal of an open transaction.
 
-A record says what was there before (``was``) or where something was before (``moved``). The
-journal is a stack. A change appends one record that says how to undo it; undoing takes the newest
-record, puts back what it says, and cuts it off. So a process that is killed at any moment, also in
-the middle of undoing, leaves a journal that says exactly what is still to be undone, and undoing
-never needs space.
+Each change first appends a record of what was at the path (``was``) or where it came from
+(``moved``). The journal is a stack: undo restores the newest record, then truncates it. So a
+process killed at any moment, even during undo, leaves a journal of exactly what remains to be
+undone, and undo never needs disk space.
 """
 
 from __future__ import annotations
@@ -25,47 +24,47 @@ from weakincentives.filesystem.tree import write_all
 from weakincentives.state import Seals
 
 JOURNAL = "journal"
-"""What the records of a transaction are sealed as; each is bound to its place in the file."""
+"""The kind under which records are sealed; each seal also covers the record's offset."""
 
 _VERSION = 3
-"""What a record begins with; one of an earlier version begins with a word."""
+"""The first value of a record; records of version 2 begin with a word."""
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: every change needs it
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # built once: this is a hot path
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """One change, and what undoing it takes."""
+    """One change and everything needed to undo it."""
 
     op: str
-    """``was``, ``moved``, ``external`` (others change files from here on) or ``commit``."""
+    """``was``, ``moved``, ``external`` (other programs change files from here on) or ``commit``."""
     path: Parts = ()
     origin: Parts | None = None
-    """Of something moved: where it was."""
+    """The previous path of a moved entry."""
     others: tuple[Parts, ...] = ()
-    """Of a file that is changed in place: its other names in the workspace."""
+    """The other hard links, in the workspace, of a file changed in place."""
     before: Entry | None = None
-    """What was at the path, or was moved; None for nothing."""
+    """The entry before, or the moved entry; None for nothing."""
     after: Entry | None = None
-    """What we put there; None for nothing, or when others did."""
-    kept: str | None = None
-    """The name, in a scratch directory, of what was there: the thing itself, or one more name."""
+    """The entry we put there; None for nothing, or if another program did."""
+    saved: str | None = None
+    """The name of the original in a scratch directory: the file itself, or a hard link to it."""
     source: Source | None = None
-    """The content before of a file that is changed in place, or that others have changed."""
-    room: Parts | None = None
-    """The scratch directory that has ``kept``; None for the transaction's own, in the store."""
+    """The previous content of a file changed in place or by another program."""
+    scratch: Parts | None = None
+    """The scratch directory that holds ``saved``; None for the one in the store."""
     times: tuple[tuple[Parts, int], ...] = ()
-    """Directories that this was the first to change, with their times before."""
+    """Modification times of the directories that this record changes first."""
     away: bool = False
-    """Whether ``kept`` is the thing itself, taken away, and not a second name of it or a copy."""
+    """Whether ``saved`` is the original itself, not a hard link or copy."""
     twin: Parts | None = None
-    """Of what others changed: another name of the same file, which is brought back before."""
+    """For changes by other programs: another hard link, which is restored first."""
     data: dict[str, Any] | None = None
-    """Of a commit: what the history says of it. Of ``external``: which index there is."""
+    """For ``commit`` the history's metadata; for ``external`` the index in use."""
     offset: int = 0
-    """Where in the journal the record begins."""
+    """Start of the record in the journal."""
     end: int = 0
-    """Where in the journal the next one begins."""
+    """End of the record in the journal."""
 
     @property
     def is_change(self) -> bool:
@@ -73,17 +72,17 @@ class Record:
 
     @property
     def in_place(self) -> bool:
-        """Whether a file was changed in place by us: its other names show that."""
+        """Whether we changed a file in place, and so under all its names."""
         return self.op == "was" and self.source is not None and self.after is not None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the change stands for all that is, or was, below the path."""
+        """Whether the change covers everything below the path."""
         if self.op != "was":
             return self.op == "moved"
         if self.source is not None:
             return False
-        return self.kept is not None or (self.after is not None and self.after.ino != 0)
+        return self.saved is not None or (self.after is not None and self.after.ino != 0)
 
     @property
     def paths(self) -> tuple[Parts, ...]:
@@ -91,12 +90,12 @@ class Record:
 
     @property
     def names(self) -> list[str]:
-        """The names in scratch directories of what undoing takes."""
+        """The names in scratch directories that undo needs."""
         source = None if self.source is None else self.source.name
-        return [name for name in (self.kept, source) if name is not None]
+        return [name for name in (self.saved, source) if name is not None]
 
     def encode(self) -> bytes:
-        """Return the record as text of one line, to be sealed."""
+        """Return the record as one line of text."""
         values = [
             _VERSION,
             self.op,
@@ -104,9 +103,9 @@ class Record:
             None if self.origin is None else "/".join(self.origin),
             None if self.before is None else self.before.encode(),
             None if self.after is None else self.after.encode(),
-            self.kept,
+            self.saved,
             self.source,
-            None if self.room is None else "/".join(self.room),
+            None if self.scratch is None else "/".join(self.scratch),
             [["/".join(parts), mtime] for parts, mtime in self.times] if self.times else (),
             self.away,
             None if self.twin is None else "/".join(self.twin),
@@ -117,22 +116,22 @@ class Record:
 
     @classmethod
     def decode(cls, text: bytes) -> Record:
-        """Return the record in a text; raises ValueError for one with a name that is none."""
+        """Return the record in a line; raises ValueError for an invalid name or value."""
         values = json.loads(text)
         if values[0] != _VERSION:
             values = _from_version_2(values)
-        _, op, path, origin, before, after, kept, source, room, times, away, twin, data = values[
-            :13
-        ]
+        _, op, path, origin, before, after, saved, source, scratch, times, away, twin, data = (
+            values[:13]
+        )
         return cls(
             op=op,
             path=checked_parts(path),
             origin=None if origin is None else checked_parts(origin),
             before=None if before is None else Entry.decode(before),
             after=None if after is None else Entry.decode(after),
-            kept=_checked_kept(kept),
+            saved=_checked_saved(saved),
             source=None if source is None else Source.decode(source),
-            room=None if room is None else checked_parts(room),
+            scratch=None if scratch is None else checked_parts(scratch),
             times=tuple((checked_parts(parts), int(mtime)) for parts, mtime in times),
             away=bool(away),
             twin=None if twin is None else checked_parts(twin),
@@ -142,8 +141,8 @@ class Record:
 
 
 def _from_version_2(values: list[Any]) -> list[Any]:
-    """Return the values of a record of an earlier version in the words of this one."""
-    op, path, origin, kept, copy, before, old, new, room, times, away, data = values[:12]
+    """Convert the values of a version 2 record."""
+    op, path, origin, saved, copy, before, old, new, scratch, times, away, data = values[:12]
     twin, source, digest = [*values[12:], None, None, None][:3]
     if op == "external":
         data, old = {"index": old[:2]}, None
@@ -155,12 +154,12 @@ def _from_version_2(values: list[Any]) -> list[Any]:
     source = source if copy is None else (copy, 0, 0)
     words = {"moved over": "moved", "moved": op, "external": op, "commit": op}
     op = words.get(op, "was")
-    changed = [op, path, origin, before, after, kept, source, room, times, away, twin, data]
+    changed = [op, path, origin, before, after, saved, source, scratch, times, away, twin, data]
     return [_VERSION, *changed, ()]
 
 
 def _known(ident: Sequence[int], digest: object = None, *, edited: bool = False) -> list[Any]:
-    """Return what version 2 knew by inode, size and time; -1 for those of a directory."""
+    """Convert inode, size and time of version 2; size and time are -1 for a directory."""
     ino, size, mtime_ns = map(int, ident)
     is_directory = size == -1 and not edited
     checked = None if digest is None else checked_digest(digest)
@@ -168,28 +167,27 @@ def _known(ident: Sequence[int], digest: object = None, *, edited: bool = False)
     return Entry(kind, size=size, mtime_ns=mtime_ns, ino=ino, digest=checked).encode()
 
 
-_KEPT = re.compile("[a-z][0-9]+")
+_SAVED = re.compile("[a-z][0-9]+")
 
 
-def _checked_kept(name: object) -> str | None:
-    """Return a name that ``Store.fresh`` has given."""
-    if name is not None and (not isinstance(name, str) or not _KEPT.fullmatch(name)):
-        raise ValueError(f"not the name of something that was kept: {name!r}")
+def _checked_saved(name: object) -> str | None:
+    """Return a name made by ``Store.fresh``; raises ValueError for any other."""
+    if name is not None and (not isinstance(name, str) or not _SAVED.fullmatch(name)):
+        raise ValueError(f"invalid name in a scratch directory: {name!r}")
     return name
 
 
 def read_journal(
     path: Path, seals: Seals
 ) -> tuple[list[Record], Literal["whole", "short", "torn", "broken"]]:
-    """Return a journal's records up to the first that cannot be read, and what that means.
+    """Return the readable records at the start of a journal, and its condition.
 
-    A short journal ends in a record that was not written to its end. A torn one ends in a record
-    that is damaged. One with more records after that is broken: no process that was killed leaves
-    it so.
+    ``short``: the last record is incomplete. ``torn``: the last record is damaged. ``broken``: a
+    readable record follows a damaged one, which no kill can cause.
     """
     records: list[Record] = []
     offset = 0
-    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=_no_links) as lines:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb", opener=no_links) as lines:
         for line in lines:
             record = _unsealed(line, offset, seals)
             if record is None:
@@ -201,7 +199,7 @@ def read_journal(
 
 
 def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:
-    """Return the record in a line; None for one that is damaged, or whose names are none."""
+    """Return the record in a line, or None if it is damaged or invalid."""
     text = seals.unsealed(line[:-1], offset) if line.endswith(b"\n") else None
     if text is None:
         return None
@@ -214,7 +212,7 @@ def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:
 
 
 def _goes_on(lines: Iterable[bytes], offset: int, seals: Seals) -> bool:
-    """Tell whether a record follows one that cannot be read."""
+    """Tell whether a readable record follows."""
     for line in lines:
         if _unsealed(line, offset, seals) is not None:
             return True
@@ -222,12 +220,13 @@ def _goes_on(lines: Iterable[bytes], offset: int, seals: Seals) -> bool:
     return False
 
 
-def _no_links(path: str, flags: int) -> int:
+def no_links(path: str, flags: int) -> int:
+    """An opener that refuses symbolic links."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class Journal:
-    """The file a transaction is written to; one at a time, opened when first needed."""
+    """The journal file, opened when first needed."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -243,13 +242,13 @@ class Journal:
             self._size = os.fstat(self._fd).st_size
 
     def append(self, record: Record) -> None:
-        """Add a record: all of it, or nothing and an error."""
+        """Append a record, or raise and append nothing."""
         self._open(os.O_CREAT)
         line = self.seals.sealed(record.encode(), self._size) + b"\n"
         record.offset = self._size
         try:
             if self.store.safe:
-                # What the record names must be there when the record is.
+                # Files that the record names must be on disk before it.
                 os.fsync(self.store.tx_fd)
             write_all(self._fd, line)
             if self.store.safe:
@@ -261,7 +260,7 @@ class Journal:
         record.end = self._size
 
     def cut(self, offset: int) -> None:
-        """Forget everything from a record on."""
+        """Truncate the journal at an offset."""
         self._open()
         os.ftruncate(self._fd, offset)
         if self.store.safe:
@@ -269,7 +268,7 @@ class Journal:
         self._size = offset
 
     def move(self, place: str) -> None:
-        """Make the journal a file of its own; the next record begins a new one."""
+        """Move the journal file; the next record starts a new one."""
         self.close()
         try:
             os.rename(self.path, place)

@@ -1,4 +1,4 @@
-"""What a filesystem on disk looks at: the directory itself, or changes laid over it."""
+"""How a filesystem on disk is read: the directory itself, or layers of changes over it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
-from weakincentives.filesystem.entry import Entry, File, Kind, kind_of
-from weakincentives.filesystem.history import Delta, Past, kept_at
+from weakincentives.filesystem.entry import Entry, File, kind_of
+from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.protocol import BARRED, Parts, join_path
+from weakincentives.filesystem.protocol import BARRED, NodeKind, Parts, join_path
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
 
-NodeKind = Kind
 Node = Entry
-"""What is at a path. To look takes no more than a status: there are no attributes in it."""
+"""An entry from a stat call only, without extended attributes."""
 
 
 node_of = Entry.of
@@ -41,7 +40,7 @@ class Disk:
         self.link_target = tree.link_target
 
     def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
+        """Return the entry at a path, or None."""
         status = self.tree.status(parts)
         return None if status is None else node_of(status)
 
@@ -50,24 +49,24 @@ class Disk:
         return self.tree.read(parts)[0]
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
+        """Return the entries of a directory."""
         return [(name, node_of(status)) for name, status in self.tree.scan(parts)]
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are."""
+        """Return names and kinds in a directory."""
         return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
 
 
 Where = tuple[Look, Parts]
-"""Somewhere to look, and at what path there."""
+"""A look and a path in it."""
 
 
 Origin = Where | functools.partial[bytes] | Path | bytes | None
-"""A file's content, a link's text, or where what is in a directory comes from."""
+"""A file's content, a link's text, or the source of a directory's entries."""
 
 
 class Cover(NamedTuple):
-    """What a layer has at a path, whatever is below the layer."""
+    """What a layer has at a path, hiding what is below."""
 
     node: Node | None
     """None for nothing."""
@@ -75,11 +74,11 @@ class Cover(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Where two looks at the same may differ."""
+    """Where two looks may differ."""
 
     paths: set[Parts]
     files: set[File]
-    """Files with several names that may differ under all of them."""
+    """Hard-linked files that may differ under all their names."""
 
 
 _GONE = Cover(None)
@@ -90,10 +89,10 @@ _UNCHANGED: HashTrieSet[Parts] = HashTrieSet()
 
 
 class Layer:
-    """Changes laid over what is below. Never changed itself: every change gives another layer.
+    """Immutable changes over another look: every change returns a new layer.
 
-    What is at a path is found by path. What a file with several names holds is found by file, so
-    that all of them show a change that was made through one.
+    Entries are found by path; the content of a hard-linked file by its identity, so that all its
+    names show a change made through one.
     """
 
     __slots__ = ("_covers", "below", "changed", "files")
@@ -113,7 +112,7 @@ class Layer:
     # Looking
 
     def node(self, parts: Parts) -> Node | None:
-        """Return what is at a path; None for nothing."""
+        """Return the entry at a path, or None."""
         cover, where = self._look_up(parts)
         if cover is not None:
             return cover.node
@@ -142,7 +141,7 @@ class Layer:
         return where[0].link_target(where[1])
 
     def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
-        """Return all that is in a directory."""
+        """Return the entries of a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].nodes(where[1])
         found = [(name, node) for name, node in inner if name not in covers] + [
@@ -151,7 +150,7 @@ class Layer:
         return [(name, self._as_changed(node)) for name, node in found] if self.files else found
 
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
-        """Return the names in a directory with what they are."""
+        """Return names and kinds in a directory."""
         where, covers = self._directory(parts)
         inner = [] if where is None else where[0].kinds(where[1])
         found: list[tuple[str, NodeKind]] = [one for one in inner if one[0] not in covers]
@@ -175,7 +174,7 @@ class Layer:
         return node if cover is None or cover.node is None else cover.node
 
     def _look_up(self, parts: Parts) -> tuple[Cover | None, Where | None]:
-        """Like ``_find``, with what the layer has for the file at the path, whatever its name."""
+        """Like ``_find``, but a changed hard-linked file is found under all its names."""
         cover, where = self._find(parts)
         if not self.files:
             return cover, where
@@ -184,7 +183,7 @@ class Layer:
         return (cover, where) if changed is None else (changed, None)
 
     def _find(self, parts: Parts) -> tuple[Cover | None, Where | None]:
-        """Return what the layer has at a path, or else where to look below it."""
+        """Return what the layer has at a path, or where to look below it."""
         if not self._covers:
             return None, (self.below, parts)
         cover: Cover | None = None
@@ -207,18 +206,15 @@ class Layer:
     # Changing
 
     def put(self, parts: Parts, cover: Cover) -> Layer:
-        """Return a layer that has this at the path, and nothing of its own below it.
-
-        A file with several names is this under all of them.
-        """
+        """Return a layer with this at the path, and for a hard-linked file at all its names."""
         return self._put(parts, cover)._with_file(cover)
 
     def remove(self, parts: Parts) -> Layer:
-        """Return a layer with nothing at the path."""
+        """Return a layer without this path."""
         return self.put(parts, _GONE)
 
     def make_directories(self, parts: Parts, mtime_ns: int) -> Layer:
-        """Return a layer with a directory at the path, and those it needs."""
+        """Return a layer with a directory at the path, and its missing parents."""
         there = len(parts)
         while there and self.node(parts[:there]) is None:
             there -= 1
@@ -228,11 +224,11 @@ class Layer:
         return layer
 
     def rename(self, origin: Parts, target: Parts) -> Layer:
-        """Return a layer with what is at one path at another."""
+        """Return a layer with an entry moved."""
         return self._transfer(origin, target).remove(origin)
 
     def copy(self, origin: Parts, target: Parts, fresh: Iterator[int]) -> Layer:
-        """Return a layer with a copy of what is at one path at another; ``fresh`` are inodes."""
+        """Return a layer with an entry copied; ``fresh`` yields unused inode numbers."""
         layer = self._transfer(origin, target)
         for places in self._links_below(origin):
             ino = next(fresh)
@@ -244,7 +240,7 @@ class Layer:
         return layer
 
     def add_name(self, origin: Parts, target: Parts) -> Layer:
-        """Return a layer with one more name, at a path, of the file at another."""
+        """Return a layer with another hard link to a file."""
         node, source = self._cover_of(origin)
         if node is None:
             return self
@@ -252,7 +248,7 @@ class Layer:
         return self._put(target, cover)._with_file(cover)
 
     def set_mode(self, parts: Parts, mode: int) -> Layer:
-        """Return a layer in which the permission bits are these."""
+        """Return a layer with these permission bits."""
         cover = self._cover_of(parts)
         if cover.node is None or cover.node.mode == mode or not parts:
             return self
@@ -260,7 +256,7 @@ class Layer:
         return self._insert(self._covers, parts, changed)._with_file(changed)
 
     def differing(self, other: Layer) -> Changed:
-        """Return where two layers over the same do not have the same."""
+        """Return where two layers over the same look differ."""
         if self.below is not other.below:
             return Changed({()}, set())
         paths: set[Parts] = set()
@@ -299,7 +295,7 @@ class Layer:
         return Layer(self.below, covers, layer.changed, self.files)
 
     def _links_below(self, parts: Parts) -> Iterable[list[Parts]]:
-        """Return, for each file with several names, those at or below a path."""
+        """Return the names, at or below a path, of each hard-linked file."""
         files: dict[File, list[Parts]] = {}
         for place, node in walk(self, [parts]):
             if node.file is not None and node.links > 1:
@@ -314,7 +310,7 @@ class Layer:
         return _GONE if node is None else Cover(node, where)
 
     def _moved(self, origin: Parts, target: Parts) -> dict[Parts, HashTrieMap[str, Cover]]:
-        """Return what the layer has below one path, as it is below another."""
+        """Return the layer's entries below one path, renamed to another."""
         return {
             (*target, *parts[len(origin) :]): inside
             for parts, inside in self._covers.items()
@@ -330,7 +326,7 @@ class Layer:
 
 
 class Forward:
-    """Looks where another look leads."""
+    """Forwards to another look."""
 
     look: Look
 
@@ -351,39 +347,39 @@ class Forward:
 
 
 class Present(Forward):
-    """Where a view's way down ends: the directory, or what it was before later changes."""
+    """The base of private views: the directory, or its state before later changes."""
 
     def __init__(self, disk: Look) -> None:
         self._disk = disk
         self._look: Look = disk
         self._layer: Layer | None = None
-        """What leads back from the next present to this one; None while this is the present."""
+        """The layer over the next present that gives this state; None while it is current."""
         self._next: Present | None = None
         self._closed: str | None = None
 
     @property
     def look(self) -> Look:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """How things are, or were."""
+        """The current or earlier state."""
         self._check_open()
         return self._look
 
-    def supersede(self, undo: Sequence[Record], taken: Taken) -> Present:
-        """Return the new present; this one shows what was before the changes in ``undo``."""
+    def supersede(self, undo: Sequence[Record], taken: Replaced) -> Present:
+        """Return the new present; this one now shows the state before these records."""
         following = Present(self._disk)
         layer = undone(Layer(following), undo, taken)
         self._next, self._layer, self._look = following, layer, layer
         return following
 
     def resume(self) -> None:
-        """Be the present again: the directory is what it was."""
+        """Become current again, after an undo."""
         self._next, self._layer, self._look = None, None, self._disk
 
     def close(self, reason: str) -> None:
-        """Have nothing to show any more: what was there is gone."""
+        """Refuse further reads: the state is gone."""
         self._closed = reason
 
     def changed(self) -> Changed:
-        """Return what was changed since this was the present."""
+        """Return what has changed since this was current."""
         self._check_open()
         changed = Changed(set(), set())
         present = self
@@ -403,12 +399,12 @@ def _below(where: Where | None, name: str) -> Where | None:
 
 
 def names_of(look: Look, files: AbstractSet[File], tops: Iterable[Parts]) -> set[Parts]:
-    """Return the paths, at or below some, at which any of these files is."""
+    """Return the names of some files at or below some paths."""
     return {parts for parts, node in walk(look, tops) if node.file in files}
 
 
 def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
-    """Yield what is at and below some paths, each once, as far as it can be looked at."""
+    """Yield the readable entries at and below some paths, each once."""
     seen: set[Parts] = set()
     pending: list[tuple[Parts, Node]] = []
     for top in tops:
@@ -428,7 +424,7 @@ def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
 
 
 def content_of(cover: Cover, parts: Parts) -> bytes:
-    """Return the bytes of a regular file at a path."""
+    """Return the content of a regular file."""
     if cover.node is not None:
         _check_file(cover.node, parts)
     match cover.source:
@@ -453,42 +449,42 @@ def _check_file(node: Node, parts: Parts) -> None:
         raise OSError(errno.EINVAL, "Not a regular file", join_path(parts))
 
 
-class Taken(NamedTuple):
-    """Where that is what changes have replaced."""
+class Replaced(NamedTuple):
+    """Where replaced content is."""
 
     objects: Objects
     tree: Tree | None
-    """Has the directories, and what is not committed yet."""
+    """Holds removed directories and uncommitted originals."""
     workspace: Tree | None = None
-    """Has scratch directories with what is not committed yet."""
+    """Holds scratch directories with uncommitted originals."""
     store: Path | None = None
-    """Has the contents of files that were changed in place, in what is not committed yet."""
+    """Holds uncommitted previous contents of files changed in place."""
 
     def at(self, record: Record) -> tuple[Tree, Parts] | None:
-        """Return where what a record has replaced is, if it is not among the objects."""
-        if self.tree is None or record.kept is None:
+        """Return the place of a replaced file that is not among the objects."""
+        if self.tree is None or record.saved is None:
             return None
         if self.workspace is None:
-            return self.tree, (record.kept,)
-        return kept_at(record, self.tree, self.workspace)
+            return self.tree, (record.saved,)
+        return saved_at(record, self.tree, self.workspace)
 
 
-def taken_by(past: Past, delta: Delta) -> Taken:
-    """Return where that is what a committed call has replaced."""
+def replaced_by(past: Past, delta: Delta) -> Replaced:
+    """Return where the content is that a committed call replaced."""
     folder = past.trees(delta.committed.serial)
     tree = Tree(folder) if folder.exists() else None
-    return Taken(past.objects, tree)
+    return Replaced(past.objects, tree)
 
 
-def undone(layer: Layer, records: Sequence[Record], taken: Taken) -> Layer:
-    """Return a layer in which changes have not happened."""
+def undone(layer: Layer, records: Sequence[Record], taken: Replaced) -> Layer:
+    """Return a layer without some changes."""
     for record in reversed(records):
         layer = _undone(layer, record, taken)
     return layer
 
 
-def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
-    """Return a layer in which one change has not happened."""
+def _undone(layer: Layer, record: Record, taken: Replaced) -> Layer:
+    """Return a layer without one change."""
     if record.op == "moved" and record.origin is not None:
         return layer.rename(record.path, record.origin)
     if record.op != "was":
@@ -496,7 +492,7 @@ def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
     before = record.before
     if before is None:
         return layer.remove(record.path)
-    if record.kept is None and before.is_directory and _is_directory(layer, record.path):
+    if record.saved is None and before.is_directory and _is_directory(layer, record.path):
         return layer.set_mode(record.path, before.mode)
     above = layer.node(record.path[:-1])
     device = 0 if above is None else above.device
@@ -507,7 +503,7 @@ def _undone(layer: Layer, record: Record, taken: Taken) -> Layer:
         case "link":
             source = os.fsencode(before.target or "")
         case "directory" if (place := taken.at(record)) is not None:
-            source = (Kept(place[0], layer.below), place[1])
+            source = (Removed(place[0], layer.below), place[1])
         case _:
             pass
     return layer.put(record.path, Cover(before._replace(device=device), source))
@@ -523,20 +519,20 @@ def _is_directory(layer: Layer, parts: Parts) -> bool:
         raise
 
 
-def _content(layer: Layer, record: Record, before: Entry, taken: Taken) -> Origin:
+def _content(layer: Layer, record: Record, before: Entry, taken: Replaced) -> Origin:
     if before.digest is not None:
         return functools.partial(taken.objects.read, before.digest)
     if record.source is not None and taken.store is not None:
         own = record.source.path(taken.store, before.size)
         return record.source.read(taken.store, before.size) if own is None else Path(own)
     place = taken.at(record)
-    return None if place is None else (Kept(place[0], layer.below), place[1])
+    return None if place is None else (Removed(place[0], layer.below), place[1])
 
 
-class Kept(Disk):
-    """Things that were taken away: a file among them may still be changed by another name of it.
+class Removed(Disk):
+    """Removed entries. A file among them may still be changed through another hard link.
 
-    Then what it was before that is known to the changes that came ``later``.
+    Then the ``later`` layers have its previous content.
     """
 
     def __init__(self, tree: Tree, later: Look) -> None:
@@ -560,7 +556,7 @@ class Kept(Disk):
         return node if cover is None or cover.node is None else cover.node
 
     def _changed(self, node: Node) -> Cover | None:
-        """Return what a file was before it was changed for the first time since."""
+        """Return a file as it was before the first later change."""
         look, file = self._later, node.file
         if file is None:
             return None

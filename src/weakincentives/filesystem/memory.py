@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from rpds import HashTrieMap, HashTrieSet
@@ -261,24 +262,32 @@ class MemoryFilesystem(Filesystem):
             raise ValueError("only a view that was forked from this filesystem can be merged")
         base, current = view._base, self._look
         if current.root is not base:
-            root = current.root
-            reads.check(
-                lambda parts: _at(base, parts) is not _at(root, parts), _State(base), current
-            )
+            reads.check(partial(_differs, base, current.root), _State(base), current)
         return reads
 
 
 # The tree. Nothing here recurses: directories may be nested to any depth.
 
 
+def _find(root: _Directory, parts: Parts) -> tuple[_Node | None, int]:
+    """Return the node at a path and how many names lead to it.
+
+    Fewer names than the path has mean a file that blocks the path.
+    """
+    node: _Node = root
+    for depth, name in enumerate(parts):
+        if isinstance(node, _File):
+            return node, depth
+        child = node.children.get(name)
+        if child is None:
+            return None, 0
+        node = child
+    return node, len(parts)
+
+
 def _at(root: _Directory, parts: Parts) -> _Node | None:
-    """Return what is at a path; None for nothing, also behind a file that blocks the path."""
-    node: _Node | None = root
-    for name in parts:
-        node = node.children.get(name) if isinstance(node, _Directory) else None
-        if node is None:
-            return None
-    return node
+    node, depth = _find(root, parts)
+    return node if depth == len(parts) else None
 
 
 def _put(root: _Directory, parts: Parts, node: _Node | None, now: float) -> _Directory:
@@ -344,3 +353,9 @@ def _apply(changes: _State, current: _Directory, now: float) -> _Directory:
         if is_made and not isinstance(_at(merged, parts), _Directory):
             merged = _put(merged, parts, _Directory(_EMPTY, now), now)
     return merged
+
+
+def _differs(base: _Directory, current: _Directory, parts: Parts) -> bool:
+    was, was_depth = _find(base, parts)
+    now, now_depth = _find(current, parts)
+    return was is not now or was_depth != now_depth

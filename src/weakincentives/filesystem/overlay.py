@@ -558,7 +558,7 @@ class _Reader:
             same_time = was is None or own.mtime_ns == was.mtime_ns or parts in self._changed
             if was is None or (own.is_like(was) and same_time):
                 return
-        self._set_attributes(parts, own)
+        self._add(_attributes(parts, own))
 
     def _read_one(self, parts: Parts, merged: bool) -> None:
         tree = self._lower(parts) if merged else None
@@ -594,7 +594,7 @@ class _Reader:
         if tree is None or own.links > 1 or not self._has_same_bytes(parts, own, tree, below):
             self._move(parts, below)
         elif not own.is_like(self._captured(tree, parts) or own):
-            self._set_attributes(parts, own)
+            self._add(_attributes(parts, own))
 
     def _has_same_bytes(
         self, parts: Parts, own: Entry, tree: Tree, below: os.stat_result | None
@@ -646,11 +646,14 @@ class _Reader:
         for ino, handle in self._handles.items():
             was = self._original(handle) if ino not in self._settled else None
             own = None if self._index is None else self._captured(self._index, (handle,))
-            if was is not None and own is not None and self._index is not None:
-                parts = self._name_of(was)
-                if parts is not None:
-                    source = self._index, (handle,)
-                    steps += self._rewritten(parts, own, was, handle, source)
+            if was is None or own is None or self._index is None:
+                continue
+            source = self._index, (handle,)
+            # Its name is looked for everywhere, so only if it has changed.
+            is_changed = self._rewritten((), own, was, handle, source)
+            parts = self._name_of(was) if is_changed else None
+            if parts is not None:
+                steps += self._rewritten(parts, own, was, handle, source)
         return steps
 
     def _rewritten(
@@ -720,9 +723,6 @@ class _Reader:
 
     def _remove(self, parts: Parts) -> None:
         self._add(Step("remove", parts, lambda edit: edit.remove(parts)))
-
-    def _set_attributes(self, parts: Parts, own: Entry) -> None:
-        self._add(_attributes(parts, own))
 
     def _move(self, parts: Parts, below: os.stat_result | None) -> None:
         def put(edit: Edit) -> None:

@@ -1,8 +1,8 @@
-"""What a workspace held before other programs changed it: a row for each path, and the contents.
+"""The workspace as it was before other programs changed it: a row per path, and the contents.
 
-The contents of small files lie one after the other in one file, the pack: to make a file for each
-would take far longer than to read them all. Large files are copied to files of their own, so that
-one of them can be put back without a copy. The rows are in the index, a log of sealed frames.
+Small files are concatenated in one file, the pack: creating a file for each would take far longer
+than reading them. Large files are copied to separate files, so that they can be restored without a
+copy. The rows are in the index, a log of sealed frames.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weakincentives.filesystem.entry import Entry, copy_content, kind_of
+from weakincentives.filesystem.entry import Entry, copy_content, kind_of, new_file
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.tree import read_all, write_all
 from weakincentives.state import Seals
 
 LARGE = 256 << 10
-"""Files from this size on are copied to a file of their own."""
+"""Files from this size on are copied to separate files."""
 
 WASTE = 16 << 20
-"""Bytes in the pack that nothing refers to: from this on, and more than is in use, it is rewritten.
-"""
+"""Unused bytes from which on, if more than are in use, the pack is rewritten."""
 
 _FRAME = struct.Struct(">Q")
 _OWN = re.compile(r"o[0-9]+")
 
 
 Place = tuple[str, int, int]
-"""A :class:`~weakincentives.filesystem.store.Source`, as plain as it is saved."""
+"""A :class:`~weakincentives.filesystem.store.Source` as a plain tuple."""
 
 
 class Row(NamedTuple):
-    """What is known of a path."""
+    """What was at a path."""
 
     st_mode: int
     mtime_ns: int
@@ -49,11 +48,11 @@ class Row(NamedTuple):
     ino: int
     nlink: int
     ctime_ns: int
-    """0 when the times cannot be trusted: then the content is compared."""
+    """0 if times cannot be trusted; then contents are compared."""
     xattrs: tuple[tuple[str, bytes], ...]
     target: str | None
     source: Place | None
-    """Of a file, where its content is; None for one that could not be read."""
+    """Where a file's content is; None if it could not be read."""
 
     @property
     def is_directory(self) -> bool:
@@ -65,7 +64,7 @@ class Row(NamedTuple):
 
     @property
     def entry(self) -> Entry:
-        """All that is needed to make it again, but for the content."""
+        """The entry, without its content."""
         return Entry(
             kind=kind_of(self.st_mode),
             mode=stat.S_IMODE(self.st_mode),
@@ -85,27 +84,27 @@ class Pack:
     """The rows and contents in a directory of the store.
 
     Args:
-        folder: The directory; made if missing.
-        seals: Those of the store, so that no other workspace's index is taken for this one's.
-        safe: Write through to the disk what is saved.
+        folder: The directory; created if missing.
+        seals: The store's, so that another workspace's index is refused.
+        safe: Sync to disk.
     """
 
     def __init__(self, folder: Path, seals: Seals, *, safe: bool = False) -> None:
         self.folder = folder
         self.rows: dict[Parts, Row] = {}
         self.is_damaged = False
-        """Whether the index cannot be read to its end. Then there are no rows."""
+        """Whether the index is damaged; then there are no rows."""
         self._seals = seals
         self._safe = safe
         self._buffer: list[bytes] = []
         self._uses: dict[Place, int] = {}
-        """How many rows refer to each content."""
+        """Reference counts of the contents."""
         self._live = 0
-        """Bytes of the pack that are in use."""
+        """Bytes of the pack in use."""
         self.needed = 0
-        """Bytes that making every small file again would take, with a journal that says so."""
+        """Bytes needed to re-create every small file, including the journal."""
         self._unused: set[str] = set()
-        """Files with a content that no row refers to."""
+        """Content files without references."""
         self._index = self._data = -1
         self._size = 0
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -128,16 +127,13 @@ class Pack:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Which index it is, and how long: one that is shorter has lost something."""
+        """Generation and size of the index; a shorter one has lost rows."""
         return self._generation, os.fstat(self._index).st_size
 
     # Contents
 
     def add(self, reading: int, status: os.stat_result) -> tuple[Place, int]:
-        """Keep a file's content; returns where it is, and its size.
-
-        It lasts when the rows are saved.
-        """
+        """Add a file's content; returns its place and size. Permanent once the rows are saved."""
         if status.st_size >= LARGE:
             return self._add_large(reading)
         data = read_all(reading, status.st_size)
@@ -155,21 +151,18 @@ class Pack:
         self._number += 1
         name = f"o{self._number}"
         path = self.folder / name
-        writing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            copy_content(reading, writing)
-            if self._safe:
-                os.fsync(writing)
-            size = os.fstat(writing).st_size
+            with new_file(None, path) as writing:
+                copy_content(reading, writing)
+                if self._safe:
+                    os.fsync(writing)
+                return (name, 0, 0), os.fstat(writing).st_size
         except BaseException:
-            os.unlink(path)
+            path.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(writing)
-        return (name, 0, 0), size
 
     def flush(self) -> None:
-        """Write the contents that were added."""
+        """Write buffered contents."""
         data = b"".join(self._buffer)
         try:
             if data:
@@ -183,7 +176,7 @@ class Pack:
     # Rows
 
     def save(self, rows: Mapping[Parts, Row | None]) -> None:
-        """Note what is at some paths now, None for nothing, with the contents that were added."""
+        """Save rows, None for nothing at a path, and the added contents."""
         try:
             self.flush()
             if not rows:
@@ -200,7 +193,7 @@ class Pack:
             self._set(parts, row)
 
     def abandon(self) -> None:
-        """Forget the contents that were added since the rows were last saved."""
+        """Discard contents added since the last save."""
         self._size -= sum(map(len, self._buffer))
         self._buffer.clear()
 
@@ -233,7 +226,7 @@ class Pack:
 
     def _write_frame(self, fd: int, rows: Iterable[tuple[Parts, Row | None]]) -> None:
         plain = [("/".join(parts), None if row is None else tuple(row)) for parts, row in rows]
-        # Read back only with its seal intact: nobody else can have made it.
+        # Loaded only with a valid seal, so marshal data is our own.
         frame = self._seals.sealed(marshal.dumps((self._size, plain), 4))
         if self._safe:
             os.fsync(self._data)
@@ -247,7 +240,7 @@ class Pack:
         while len(left) >= _FRAME.size:
             end = _FRAME.size + _FRAME.unpack_from(left)[0]
             if end > len(left):
-                break  # a process was killed while it wrote this: nothing depends on it
+                break  # incomplete after a kill: nothing depends on it
             plain = self._seals.unsealed(bytes(left[_FRAME.size : end]))
             if plain is None:
                 self.is_damaged = True
@@ -268,7 +261,7 @@ class Pack:
     # Space
 
     def tidy(self) -> None:
-        """Forget contents that nothing refers to. Only between transactions."""
+        """Remove unused contents. Only between transactions."""
         for name in self._unused:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / name)
@@ -279,7 +272,7 @@ class Pack:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Copy what is in use to a new pack, with a new index."""
+        """Copy the contents in use to a new pack with a new index."""
         old, old_data = self.rows, self._data_name
         reading = os.dup(self._data)
         moved: dict[Place, Place] = {}
@@ -300,7 +293,7 @@ class Pack:
             os.close(reading)
 
     def reset(self) -> None:
-        """Forget everything: the next look begins anew."""
+        """Start over with an empty index."""
         self.is_damaged = False
         self._forget()
         self._begin_generation()
@@ -324,7 +317,7 @@ class Pack:
         self._index = os.open(self.folder / "new", flags | os.O_APPEND, 0o600)
 
     def _publish(self, rows: Mapping[Parts, Row]) -> None:
-        """Let a complete index take the place of the one before."""
+        """Replace the previous index by a complete new one."""
         self.save(dict(rows))
         os.rename(self.folder / "new", self.folder / f"index-{self._generation}")
         self._remove_older()

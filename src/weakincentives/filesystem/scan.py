@@ -478,7 +478,7 @@ class External:
             manifest.refresh(self._tree)
             manifest.pack.tidy()
             manifest.hold_names(self._tree)
-            changes.keep_safe()
+            changes.copy_to_store()
             self._reserve()
             _settled(self._store).unlink(missing_ok=True)
             _unsettled(self._store).touch()
@@ -503,7 +503,7 @@ class External:
         """Note a change of our own."""
         if self.expected(changes) and not self._is_settled:
             self.manifest.refresh(self._tree)
-            changes.keep_safe()
+            changes.copy_to_store()
             self._found = None
 
     @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Where things wait while a path is changed: a directory from which one rename puts them in place.
+"""Scratch directories: where files are staged and originals saved, one rename from their place.
 
-That is the transaction's own directory in the store. What lies on another filesystem than the
-store, or on another mount of the same, gets a directory at the top of that one, for as long as the
-transaction takes.
+Normally this is the transaction's directory in the store. Each other filesystem or mount in the
+workspace gets a temporary directory at its top for the duration of the transaction.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weakincentives.filesystem.entry import new_file
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.store import Store, checked_parts, write_whole
 from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
 
 TEMPORARY = ".wink-temporary-"
-"""How the names of such directories begin. Nobody else is to be bothered with them."""
+"""Name prefix of scratch directories in the workspace; these are hidden from callers."""
 
 NOTE = "rooms"
-"""The file that they are noted in, and what it is sealed as."""
+"""The file that lists them, and the kind under which it is sealed."""
 
 logger = logging.getLogger("weakincentives.filesystem")
 
 
 @dataclass(slots=True, eq=False)
 class Scratch:
-    """A directory for what was replaced, and for what is about to be put somewhere."""
+    """A directory for staged files and saved originals."""
 
     tree: Tree
     mount: Mount
@@ -39,12 +39,12 @@ class Scratch:
 
     @property
     def mark(self) -> Parts | None:
-        """How a record names it; None for the transaction's own directory."""
+        """Its path in records; None for the directory in the store."""
         return self.base or None
 
     @property
     def fd(self) -> int:
-        """Its descriptor, open until it is closed."""
+        """Its descriptor, opened when first needed."""
         if not self.base:
             return self.tree.fd
         if self._fd < 0:
@@ -57,18 +57,18 @@ class Scratch:
             os.close(fd)
 
     def at(self, name: str) -> Parts:
-        """Return the path of something in it, below its tree."""
+        """Return the path of an entry, relative to its tree."""
         return (*self.base, name)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of something in it; None if it is not there."""
+        """Return the status of an entry, or None."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
-        """Remove something in it; nothing there is fine."""
+        """Remove an entry; a missing one is fine."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except FileNotFoundError:
@@ -77,25 +77,24 @@ class Scratch:
             self.tree.remove_all(self.at(name))
 
     def put(self, name: str, above: int, place: str) -> None:
-        """Move something from here to a name in a directory; a file that is there is replaced."""
+        """Move an entry to a name in a directory, replacing a file there."""
         os.rename(name, place, src_dir_fd=self.fd, dst_dir_fd=above)
 
 
 class Scratches:
-    """The scratch directories of a transaction: one for each filesystem that it changes."""
+    """The scratch directories of a transaction, one for each filesystem it changes."""
 
     def __init__(self, tree: Tree, store: Store) -> None:
         self._tree = tree
         self._store = store
         self.own = Scratch(store.tree, store.tree.mount)
         self.made: list[Scratch] = []
-        """Those outside of the store."""
+        """Those outside the store."""
         self._times: dict[Parts, int | None] = {}
-        """Of each that was made: the time that the directory it is in is to have, if it may have
-        another."""
+        """The time to restore on the parent directory of each, while it may have changed."""
 
     def on(self, mount: Mount, parent: Parts) -> Scratch:
-        """Return the one for what is in a directory; made if it is the first on its mount."""
+        """Return the one for a mount, created if needed."""
         for known in (self.own, *self.made):
             if known.mount == mount:
                 return known
@@ -103,17 +102,17 @@ class Scratches:
         return self.made[-1]
 
     def of(self, mark: Parts | None) -> Scratch:
-        """Return the one that a record names."""
+        """Return the one named in a record."""
         if mark is None:
             return self.own
         known = next((each for each in self.made if each.base == mark), None)
         return known or Scratch(self._tree, self._tree.mount, mark)
 
     def recall(self) -> bool:
-        """Take over those of a process that is gone; False if there are none."""
+        """Take over those of a killed process; False if there are none."""
         noted = self._noted()
         for base, time in noted.items():
-            # It was killed while it made or removed this one.
+            # It may have been killed while creating or removing this one.
             self._settle(base, time)
             with contextlib.suppress(OSError), self._tree.directory(base) as fd:
                 self._store.avoid(os.listdir(fd))
@@ -124,21 +123,21 @@ class Scratches:
         return bool(noted)
 
     def _noted(self) -> Mapping[Parts, int | None]:
-        """Return what a process which is gone has noted; nothing if that is damaged."""
+        """Return the list left by a killed process; empty if it is damaged."""
         note = self._store.path / NOTE
         try:
             data = self._store.seals(NOTE).unsealed(note.read_bytes())
             noted = {checked_parts(path): time for path, time in json.loads(data or b"")}
             if not all(base and base[-1].startswith(TEMPORARY) for base in noted):
-                raise ValueError("not the name of a scratch directory")
+                raise ValueError("invalid name of a scratch directory")
         except FileNotFoundError:
             return {}
         except ValueError:
             place = self._store.left(("rooms",))
             os.rename(note, place)
             logger.error(
-                "What says where a killed call kept what it replaced is damaged, and is now %s."
-                " Look for directories called %s... in the workspace",
+                "The list of a killed call's scratch directories is damaged; it is now %s."
+                " Look for directories named %s... in the workspace",
                 place,
                 TEMPORARY,
             )
@@ -146,7 +145,7 @@ class Scratches:
         return noted
 
     def leave(self) -> None:
-        """Remove those that were made. One that cannot be removed is tried again later."""
+        """Remove those outside the store; a failure is retried later."""
         if not self._times:
             return
         while self.made:
@@ -164,7 +163,7 @@ class Scratches:
         self._write_note()
 
     def _make(self, mount: Mount, parent: Parts) -> Scratch:
-        """Make one as far up as possible: no change of a call can move or remove it there."""
+        """Create one as far up as possible, where no change of a call can move or remove it."""
         tops = (parent[:depth] for depth in range(len(parent) + 1))
         same = [top for top in tops if self._is_on(mount, top)]
         for top in same:
@@ -186,8 +185,8 @@ class Scratches:
         with held as fd:
             return mount_of(fd) == mount
 
-    def make_again(self) -> None:
-        """Make those again that a program has removed, which saw them in the workspace."""
+    def recreate(self) -> None:
+        """Re-create those that a program has removed from the workspace."""
         for each in self.made:
             status = self._tree.status_if_reached(each.base)
             if (
@@ -201,7 +200,7 @@ class Scratches:
 
     def _make_directory(self, made: Scratch) -> None:
         base, top = made.base, made.base[:-1]
-        # Noted first: whoever comes after a kill knows what to remove, and which time to set.
+        # Listed first: recovery then knows what to remove and which time to set.
         time = self._times[base] = self._time_of(top)
         self._write_note()
         try:
@@ -212,18 +211,15 @@ class Scratches:
             self._write_note()
             raise
         self._settle(base, time)
-        # Git overlooks it, and what is made in it takes nothing after what is above it.
+        # Hidden from git, and without inherited access control lists.
         without_default_acl(made.fd)
-        file = os.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=made.fd)
-        try:
+        with new_file(made.fd, ".gitignore") as file:
             write_all(file, b"*\n")
-        finally:
-            os.close(file)
         self._times[base] = None
         self._write_note()
 
     def _settle(self, base: Parts, time: int | None) -> None:
-        """Set the time of the directory that one is, or was, in."""
+        """Restore the time of the parent directory."""
         if time is not None:
             set_time(self._tree, base[:-1], time)
 
@@ -241,7 +237,7 @@ class Scratches:
 
 
 def set_time(tree: Tree, parts: Parts, mtime_ns: int) -> None:
-    """Set a directory's time of change; one that is gone is fine."""
+    """Set a directory's modification time; a missing directory is fine."""
     with contextlib.suppress(FileNotFoundError), tree.directory(parts) as fd:
         status = os.fstat(fd)
         if status.st_mtime_ns != mtime_ns:

@@ -1,4 +1,4 @@
-"""The directory beside a workspace: its lock, the open transaction, old contents and history."""
+"""The store beside a workspace: lock, open transaction, saved contents and history."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
-from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of
+from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of, new_file
 from weakincentives.filesystem.protocol import Parts
 from weakincentives.filesystem.tree import (
     CHUNK,
+    Held,
     Mount,
     Tree,
     mount_of,
@@ -36,56 +37,55 @@ from weakincentives.state import Seals, state_path
 logger = logging.getLogger("weakincentives.filesystem")
 
 DAMAGED = errno.EBADMSG
-"""What reading a content that was kept fails with if it is not what it was."""
+"""The errno for saved content that is damaged."""
 
 
-# What comes out of a record is checked before it is used as a name: a seal says who wrote it, not
-# that it makes sense.
+# Names in records are checked before use: a seal proves who wrote a record, not that it is valid.
 
 
 def checked_name(name: object) -> str:
-    """Return a name that is just that, and leads nowhere; else raises ValueError."""
+    """Return a plain file name; raises ValueError for anything else."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"not a name: {name!r}")
+        raise ValueError(f"invalid name: {name!r}")
     return name
 
 
 def checked_parts(path: object) -> Parts:
-    """Return the names of a relative path; raises ValueError for one that leads elsewhere."""
+    """Return the parts of a relative path; raises ValueError if it leads elsewhere."""
     if not isinstance(path, str):
-        raise ValueError(f"not a path: {path!r}")
+        raise ValueError(f"invalid path: {path!r}")
     return tuple(map(checked_name, path.split("/"))) if path else ()
 
 
 class Source(NamedTuple):
-    """Where the store has the content of a file that was changed in place, or by a program."""
+    """Where the store has the previous content of a file changed in place or by a program."""
 
     name: str
-    """A copy in the transaction's directory, a file of its own in that of the scan, or a pack."""
+    """A copy in the transaction's directory, a file in the scan's directory, or a pack."""
     offset: int = 0
     check: int = 0
-    """The checksum of one that is in a pack with others."""
+    """The checksum of content in a pack."""
 
     @classmethod
     def decode(cls, values: Any) -> Source:
-        """Return where a content is; raises ValueError for a name that the store does not give."""
+        """Return a decoded source; raises ValueError for an invalid name."""
         name, offset, check = values
         if not isinstance(name, str) or not _SOURCE.fullmatch(name):
-            raise ValueError(f"not the name of a file with contents: {name!r}")
+            raise ValueError(f"invalid content file: {name!r}")
         return cls(name, int(offset), int(check))
 
     def path(self, store: Path, size: int | None = None) -> str | None:
-        """Return the file that holds just this content; None for one that is with others.
+        """Return the file with just this content; None if it is in a pack.
 
         Raises:
-            ContentDamaged: It is shorter or longer than it should be.
+            ContentDamaged: It has the wrong size.
         """
         if self.name.startswith("pack-"):
             return None
         if not self.name.startswith("o"):
             return f"{store}/tx/{self.name}"
         path = f"{store}/scan/{self.name}"
-        # No checksum: to read a large file for one would take as long as to copy it.
+        # No checksum: reading a large file would take as long as copying it.
         if size is not None and os.lstat(path).st_size != size:
             raise _content_damaged(path)
         return path
@@ -95,19 +95,16 @@ class Source(NamedTuple):
         return b"".join(self._chunks(store, size))
 
     def fill(self, store: Path, size: int, writing: int) -> None:
-        """Write the content to a descriptor that nothing was written to, holes as holes."""
+        """Write the content to an empty file; holes stay holes."""
         own = self.path(store, size)
         if own is None:
             write_all(writing, self.read(store, size))
             return
-        reading = os.open(own, os.O_RDONLY | _NOFOLLOW)
-        try:
+        with Held(os.open(own, os.O_RDONLY | _NOFOLLOW)) as reading:
             copy_content(reading, writing)
-        finally:
-            os.close(reading)
 
     def is_in(self, store: Path, size: int, reading: int) -> bool:
-        """Tell whether what a descriptor has to read is this content."""
+        """Tell whether the remaining content of a descriptor is this."""
         for data in self._chunks(store, size):
             if read_exactly(reading, len(data)) != data:
                 return False
@@ -116,8 +113,7 @@ class Source(NamedTuple):
     def _chunks(self, store: Path, size: int) -> Iterator[bytes]:
         own = self.path(store)
         path = own or f"{store}/scan/{self.name}"
-        fd = os.open(path, os.O_RDONLY | _NOFOLLOW)
-        try:
+        with Held(os.open(path, os.O_RDONLY | _NOFOLLOW)) as fd:
             if own is None:
                 data = os.pread(fd, size, self.offset)
                 if len(data) != size or zlib.crc32(data) != self.check:
@@ -126,15 +122,13 @@ class Source(NamedTuple):
                 return
             while data := os.read(fd, CHUNK):
                 yield data
-        finally:
-            os.close(fd)
 
 
 _SOURCE = re.compile("[co][0-9]+|pack-[0-9]+")
 
 
 def read_exactly(reading: int, size: int) -> bytes:
-    """Return the next bytes, fewer only at the end."""
+    """Return the next ``size`` bytes, fewer only at the end."""
     data = os.read(reading, size)
     while len(data) < size and (more := os.read(reading, size - len(data))):
         data += more
@@ -142,21 +136,17 @@ def read_exactly(reading: int, size: int) -> bytes:
 
 
 def _content_damaged(path: str) -> ContentDamaged:
-    return ContentDamaged(DAMAGED, "what was kept of it is damaged", path)
+    return ContentDamaged(DAMAGED, "its saved content is damaged", path)
 
 
 class Objects:
-    """Contents by what they are: the same bytes are kept once.
+    """Content-addressed files: the same bytes are stored once.
 
-    What is read is compared with its name first, so a content is what it was, or none at all.
+    Content is verified against its digest before it is returned.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-
-    def path(self, digest: str) -> Path:
-        """Return where a content is, or would be."""
-        return Path(self._place(digest))
 
     def _place(self, digest: str) -> str:
         return f"{self._path}/{digest[:2]}/{digest[2:]}"
@@ -165,11 +155,11 @@ class Objects:
         return os.path.exists(self._place(digest))
 
     def open(self, digest: str) -> int:
-        """Return a descriptor to read a content from; raises ContentDamaged for another one."""
-        fd = os.open(self.path(checked_digest(digest)), os.O_RDONLY | _NOFOLLOW)
+        """Return a descriptor for reading; raises ContentDamaged if the digest does not match."""
+        fd = os.open(self._place(checked_digest(digest)), os.O_RDONLY | _NOFOLLOW)
         try:
             if digest_of(fd) != digest:
-                raise ContentDamaged(DAMAGED, "its kept content is damaged", str(self.path(digest)))
+                raise ContentDamaged(DAMAGED, "its saved content is damaged", self._place(digest))
             os.lseek(fd, 0, os.SEEK_SET)
         except BaseException:
             os.close(fd)
@@ -177,15 +167,12 @@ class Objects:
         return fd
 
     def read(self, digest: str) -> bytes:
-        """Return a content; raises ContentDamaged if it is not what it was."""
-        fd = self.open(digest)
-        try:
+        """Return the content; raises ContentDamaged if the digest does not match."""
+        with Held(self.open(digest)) as fd:
             return read_all(fd, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
 
     def add(self, content: bytes | int, *, safe: bool = False) -> str:
-        """Keep bytes, or what is left to read from a descriptor; returns the digest."""
+        """Store bytes or the remaining content of a descriptor; returns the digest."""
         if isinstance(content, bytes):
             digest = hashlib.sha256(content).hexdigest()
             if digest in self:
@@ -194,23 +181,21 @@ class Objects:
         staged = self._path / f"new-{os.urandom(8).hex()}"
         hashed = hashlib.sha256()
         chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
-        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            for data in chunks:
-                hashed.update(data)
-                write_all(fd, data)
-            if safe:
-                os.fsync(fd)
+            with new_file(None, staged) as fd:
+                for data in chunks:
+                    hashed.update(data)
+                    write_all(fd, data)
+                if safe:
+                    os.fsync(fd)
         except BaseException:
-            os.unlink(staged)
+            staged.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
         self.take(staged, hashed.hexdigest())
         return hashed.hexdigest()
 
     def take(self, source: str | Path, digest: str) -> None:
-        """Make a file that nobody else has a name for the object with this digest."""
+        """Move a file without other hard links to the object with this digest."""
         place = self._place(digest)
         try:
             os.rename(source, place)
@@ -219,18 +204,12 @@ class Objects:
             os.rename(source, place)
 
     def remove(self, digest: str) -> None:
-        """Forget a content; one that is not there is fine."""
-        self.path(digest).unlink(missing_ok=True)
-
-    def digests(self, folder: str) -> Iterable[str]:
-        """Yield every digest that is kept and begins with the two letters of a folder."""
+        """Remove an object; a missing one is fine."""
         with contextlib.suppress(FileNotFoundError):
-            for rest in os.listdir(self._path / folder):
-                with contextlib.suppress(ValueError):
-                    yield checked_digest(folder + rest)
+            os.unlink(self._place(digest))
 
     def tidy(self) -> None:
-        """Remove what a killed process has left unfinished; refuse links that nobody here made."""
+        """Remove leftovers of killed processes; refuse symbolic links."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
             for each in found:
                 if each.is_symlink():
@@ -246,42 +225,37 @@ def _read_chunks(reading: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Which workspace a store is for; its seal says that this user wrote it."""
+    """Which workspace a store is for, sealed by this user."""
 
     id: str
-    """Made once for each store: what is sealed for one is nothing to another."""
+    """Unique to each store: seals of one store are invalid in another."""
     path: str
     ino: int
     version: int = 3
-    """Of what is in the store. Version 1 had no seals; 2 had other words in its records, which are
-    still read."""
+    """The store format. Version 1 had no seals; records of version 2 can still be read."""
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record in the store."""
+        """Return the seals for one kind of record."""
         return Seals(f"{kind} {self.id}")
 
     def encode(self) -> bytes:
-        """Return the note as it is written."""
+        """Return the sealed note."""
         return Seals(_NOTE).sealed(json.dumps(asdict(self)).encode())
 
     @classmethod
     def read(cls, store: Path) -> Note | None:
-        """Return the note of a store; None if there is no store, or it holds nothing yet.
+        """Return the note of a store; None if there is no store or it is empty.
 
         Raises:
-            StoreRefused: It is not certain that this user wrote the store.
+            StoreRefused: The store is not provably written by this user.
         """
-        with contextlib.suppress(FileNotFoundError):
-            fd = open_store(store)
-            try:
-                return cls.read_from(fd, store)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(FileNotFoundError), Held(open_store(store)) as fd:
+            return cls.read_from(fd, store)
         return None
 
     @classmethod
     def read_from(cls, fd: int, store: Path) -> Note | None:
-        """Like :meth:`read`, of a store that is open."""
+        """Like :meth:`read`, for an open store."""
         try:
             reading = os.open("root", os.O_RDONLY | _NOFOLLOW, dir_fd=fd)
         except FileNotFoundError:
@@ -294,19 +268,21 @@ class Note:
             raise _unsealed(store)
         values = json.loads(data)
         if values["version"] not in _READABLE:
-            raise _refused(store, f"has version {values['version']}, and this is {_READABLE[-1]}")
+            raise _refused(
+                store, f"has version {values['version']}; this wink reads up to {_READABLE[-1]}"
+            )
         return cls(**values)
 
 
 _READABLE = (2, 3)
 _NOTE = "store"
 _BEFORE_THE_NOTE = frozenset({"lock", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"})
-"""What there may be before the note: a process was killed, or it has seals of its own."""
+"""Files that may exist without a note: leftovers of a kill, or files with their own seals."""
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC if os.name == "posix" else 0
 
 
 def open_store(path: Path) -> int:
-    """Return a descriptor of a store that only this user can have filled; else StoreRefused."""
+    """Open a store that only this user can have written; raises StoreRefused otherwise."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NOFOLLOW)
     except OSError as error:
@@ -336,36 +312,35 @@ def _check_inside(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISDIR(status.st_mode) and (
         not stat.S_ISREG(status.st_mode) or status.st_nlink > 1
     ):
-        raise _refused(path, "is not a file that only the store has a name for")
+        raise _refused(path, "is hard-linked elsewhere or not a regular file")
 
 
 def _refused(path: Path, reason: str) -> StoreRefused:
     return StoreRefused(
         f"{path} {reason}, so nothing in the store is used. Delete the store if you do not know"
-        " where it comes from, or name another place for it with store="
+        " where it comes from, or choose another place with store="
     )
 
 
 def _unsealed(path: Path) -> StoreRefused:
     return StoreRefused(
         f"The store {path} does not carry your seal: an earlier version of wink wrote it, somebody"
-        " else planted it, it is damaged, or XDG_STATE_HOME was different then. If it is yours,"
-        " adopt it with `wink doctor --adopt-store`; else delete it. Until then nothing in it is"
-        " used"
+        " else planted it, it is damaged, or XDG_STATE_HOME has changed. If it is yours, adopt it"
+        " with `wink doctor --adopt-store`; otherwise delete it. Until then nothing in it is used"
     )
 
 
 class Store:
-    """What is kept beside a workspace, for the one process that has its lock.
+    """The store of a workspace, for the one process that holds its lock.
 
     Args:
         root: The workspace.
-        path: Where to keep it; beside the workspace by default.
+        path: The location; beside the workspace by default.
         wait: Seconds to wait for another process that has the workspace open.
-        safe: Write through to the disk, so that nothing is lost with the power.
+        safe: Sync to disk, to survive a power loss.
 
     Raises:
-        StoreRefused: It is not certain that this user wrote what is there.
+        StoreRefused: The store is not provably written by this user.
     """
 
     def __init__(
@@ -377,12 +352,9 @@ class Store:
         if self.path == self.root or self.root in self.path.parents:
             raise ValueError(f"the store {self.path} must not be inside the workspace {self.root}")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = open_store(self.path)
-        try:
-            Note.read_from(fd, self.path)  # before anything is written into it
+        with Held(open_store(self.path)) as fd:
+            Note.read_from(fd, self.path)  # before anything is written
             self._lock_fd = take_store_lock(fd, self.root, wait)
-        finally:
-            os.close(fd)
         self.pid = os.getpid()
         try:
             self._note = self._claim()
@@ -394,6 +366,7 @@ class Store:
             self.objects = Objects(self.path / "objects")
             self._tidy()
             self.tree = Tree(self.tx)
+            self.tx_fd = self.tree.fd
         except BaseException:
             self._unlock()
             raise
@@ -401,47 +374,38 @@ class Store:
         self.avoid(self.tree.names(()))
 
     def seals(self, kind: str) -> Seals:
-        """Return the seals for one kind of record in this store."""
+        """Return the seals for one kind of record."""
         return self._note.seals(kind)
 
-    @property
-    def tx_fd(self) -> int:
-        """The directory of the open transaction."""
-        return self.tree.fd
-
     def fresh(self, mark: str = "n") -> str:
-        """Return a name that nothing in the transaction's directory has."""
+        """Return an unused name for the scratch directories."""
         self._count += 1
         return f"{mark}{self._count}"
 
     def avoid(self, names: Iterable[str]) -> None:
-        """Give no name that a killed process has given: these are what it has left."""
+        """Skip names that a killed process has used."""
         self._count = max([self._count, *(_number(name) for name in names)])
 
     def left(self, parts: Parts) -> Path:
-        """Return a free path in ``left``, for something that belongs at ``parts``."""
+        """Return a free path in ``left`` for the entry at ``parts``."""
         return left_in(self.path, parts)
 
     @contextlib.contextmanager
     def running(self) -> Generator[int]:
-        """Give a descriptor: while a program that was started with it lives, others can tell."""
+        """Yield a descriptor to pass to programs: others can tell while one of them is running."""
         import fcntl
 
-        fd = self._open_running()
-        try:
+        with Held(self._open_running()) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH)
             yield fd
-        finally:
-            os.close(fd)
 
     def wait_for_programs(self, seconds: float) -> bool:
-        """Wait for the programs that a process which is gone has started; False if they live on."""
+        """Wait for programs of a killed process; False if some are still running."""
         import fcntl
 
         until = SYSTEM_CLOCK.monotonic() + seconds
         pause = threading.Event()
-        fd = self._open_running()
-        try:
+        with Held(self._open_running()) as fd:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -449,15 +413,13 @@ class Store:
                 if SYSTEM_CLOCK.monotonic() >= until:
                     return False
                 pause.wait(0.005)
-        finally:
-            os.close(fd)
 
     def _open_running(self) -> int:
-        # To be locked, not written: commands have it, too.
+        # Opened for locking only: commands inherit it.
         return os.open(self.path / "running", os.O_RDONLY | os.O_CREAT, 0o600)
 
     def close(self) -> None:
-        """Let others have the workspace."""
+        """Release the workspace."""
         if self.pid == os.getpid():
             self._unlock()
         self.tree.close()
@@ -468,13 +430,13 @@ class Store:
             locks.close(fd)
 
     def _claim(self) -> Note:
-        """Note which workspace this is for, or refuse one that belongs to another."""
+        """Note which workspace this is for; refuse the store of another."""
         known = Note.read(self.path)
         path, ino = str(self.root), os.stat(self.root).st_ino
         if known is not None and path != known.path and ino != known.ino:
             raise ValueError(
                 f"the store {self.path} belongs to the workspace {known.path}, not to"
-                f" {self.root}. Give this workspace a store of its own"
+                f" {self.root}. Use a separate store for each workspace"
             )
         mine = Note(id=os.urandom(8).hex() if known is None else known.id, path=path, ino=ino)
         if mine != known:
@@ -482,7 +444,7 @@ class Store:
         return mine
 
     def _tidy(self) -> None:
-        """Remove what killed processes have left half made."""
+        """Remove unfinished files of killed processes."""
         self.objects.tidy()
         own = Tree(self.path)
         try:
@@ -494,31 +456,28 @@ class Store:
 
 
 def write_note(store: Path, note: Note) -> None:
-    """Put the note into a store, in one step."""
+    """Write the note of a store atomically."""
     write_whole(store / "root", note.encode())
 
 
 def write_whole(path: Path, data: bytes, *, safe: bool = True) -> None:
-    """Make a file hold this, and be on the disk if safe: all of it, or as it was."""
+    """Replace a file atomically; ``safe`` syncs it to disk."""
     staged = path.with_name(f"{path.name}.new")
     staged.unlink(missing_ok=True)
-    fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o600)
-    try:
+    with new_file(None, staged) as fd:
         write_all(fd, data)
         if safe:
             os.fsync(fd)
-    finally:
-        os.close(fd)
     os.rename(staged, path)
 
 
 def _number(name: str) -> int:
-    """Return the number in a name that :meth:`Store.fresh` gave; 0 for any other."""
+    """Return the number in a name from :meth:`Store.fresh`; 0 for any other name."""
     return int(name[1:]) if name[1:].isdecimal() else 0
 
 
 def left_in(store: Path, parts: Parts) -> Path:
-    """Return a free path in a store's ``left``, for something that belongs at ``parts``."""
+    """Return a free path in a store's ``left`` for the entry at ``parts``."""
     folder = store / "left"
     folder.mkdir(mode=0o700, exist_ok=True)
     name = parts[-1].encode(errors="surrogateescape")[:120].decode(errors="replace")
@@ -526,9 +485,9 @@ def left_in(store: Path, parts: Parts) -> Path:
 
 
 def location_of(root: Path) -> Path:
-    """Return where to keep a workspace's things: beside it, if files can be renamed to there.
+    """Return the default store of a workspace: beside it, if files can be renamed to there.
 
-    A store that is beside it already stays in use: it may have what repairs the workspace.
+    An existing store beside it stays in use: it may be needed for recovery.
     """
     root = Path(os.path.realpath(root))
     parent = root.parent
@@ -543,12 +502,9 @@ def location_of(root: Path) -> Path:
 
 
 def _mount_at(directory: Path) -> Mount:
-    flags = getattr(os, "O_PATH", os.O_RDONLY)  # it need not be readable
-    fd = os.open(directory, flags | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    flags = getattr(os, "O_PATH", os.O_RDONLY)  # works without read permission
+    with Held(os.open(directory, flags | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         return mount_of(fd)
-    finally:
-        os.close(fd)
 
 
 def _may_write(directory: Path) -> bool:
@@ -557,7 +513,7 @@ def _may_write(directory: Path) -> bool:
 
 
 def take_store_lock(store: int, root: Path, wait: float) -> int:
-    """Take the lock, or raise with the name of who has it."""
+    """Take the lock, or raise with the process that holds it."""
     begun = SYSTEM_CLOCK.monotonic()
     pause = threading.Event()
     fd = os.open("lock", os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600, dir_fd=store)
@@ -577,11 +533,11 @@ def take_store_lock(store: int, root: Path, wait: float) -> int:
 
 
 _FOR_CHILDREN = 10.0
-"""Seconds that the children of a killed owner get to close the lock, as they do once they run."""
+"""Seconds to wait for children of a killed owner, which close the lock once they run."""
 
 
 def _is_gone(pid: int | None) -> bool:
-    """Tell whether an owner has ended: then only a child that it was just starting has its lock."""
+    """Tell whether an owner has ended: then only a child it was starting holds the lock."""
     if pid is None:
         return False
     try:
@@ -589,9 +545,9 @@ def _is_gone(pid: int | None) -> bool:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except ProcessLookupError:
         return True
-    except OSError:  # it is another user's, or there is no such file on this system
+    except OSError:  # another user's process, or no /proc
         return False
-    return status.rpartition(b") ")[2][:1] in b"ZX"  # nobody has waited for it yet
+    return status.rpartition(b") ")[2][:1] in b"ZX"  # a zombie
 
 
 def _locked(fd: int, root: Path) -> WorkspaceLocked:
@@ -603,7 +559,7 @@ def _locked(fd: int, root: Path) -> WorkspaceLocked:
 
 
 def lock_owner(fd: int) -> int | None:
-    """Return the process that has noted itself in a lock file; None if that cannot be read."""
+    """Return the process id in a lock file; None if unreadable."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(os.pread(fd, 1000, 0))["pid"])
     return None

@@ -1,4 +1,4 @@
-"""What committed calls did to a directory, and undoing them without touching later edits."""
+"""Show what committed calls changed, and undo them without touching later edits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weakincentives.filesystem.diffs import FileChange, changed_paths, file_chan
 from weakincentives.filesystem.entry import Entry, apply_entry, capture, create, matches
 from weakincentives.filesystem.history import Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
-from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, taken_by, undone, walk
+from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
 from weakincentives.filesystem.protocol import Parts, join_path, shown
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.filesystem.tree import Tree
@@ -28,7 +28,7 @@ from weakincentives.state import Seals
 
 
 class CallChanges(NamedTuple):
-    """A committed call, and what it did to each path."""
+    """A committed call and its changes, file by file."""
 
     call: Committed
     files: tuple[FileChange, ...]
@@ -37,8 +37,8 @@ class CallChanges(NamedTuple):
 class WorkspaceHistory:
     """The committed calls of a directory that can be undone.
 
-    It takes no lock and changes nothing, so it works while an agent does. Calls that are forgotten
-    while it looks are left out.
+    It takes no lock and changes nothing, so it can be used while an agent runs. Calls that are
+    trimmed meanwhile are skipped.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class WorkspaceHistory:
         return tuple(delta.committed for delta in past.readable(past.serials()))
 
     def damaged(self) -> tuple[str, ...]:
-        """Return a sentence for each call whose record is damaged; the other methods pass it by."""
+        """Return a sentence for each damaged call; the other methods skip these."""
         return tuple(str(error) for error in self._past.damaged().values())
 
     def changes(self) -> Iterator[CallChanges]:
-        """Yield what each call changed, newest first. What somebody has changed since is no part
-        of it: where a file is not as the call left it, that is said instead of a diff.
+        """Yield what each call changed, newest first.
+
+        Later changes by others are never shown: such a file is named instead of diffed.
         """
         for delta, before, after in _backwards(self._past, self._disk):
             left = _Left(after)
@@ -69,13 +70,14 @@ class WorkspaceHistory:
             yield CallChanges(delta.committed, tuple(file_changes(paths, before, left)))
 
     def diff(self, calls: Iterable[Committed], *, reverse: bool = False) -> tuple[FileChange, ...]:
-        """Return what some calls changed together, in the order of the paths; or its reverse."""
+        """Return what some calls changed together, ordered by path; or the reverse."""
         serials = {call.serial for call in calls}
         return _changes_of(self._past, serials, self._disk, reverse=reverse)
 
     def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
-        """Return the paths that are not as some calls left them, each with the ids of the other
-        calls that have changed it since. Where there are none, somebody else has.
+        """Return the paths that differ from how some calls left them.
+
+        Each has the ids of the other calls that changed it since; none means somebody else did.
         """
         serials = {call.serial for call in calls}
         conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
@@ -83,16 +85,14 @@ class WorkspaceHistory:
 
 
 def diff_of(past: Past, serials: Iterable[int], disk: Look) -> str:
-    """Return what some calls changed together, as a diff that ``git apply`` takes."""
+    """Return what some calls changed together, as a patch for ``git apply``."""
     return "".join(change.text for change in _changes_of(past, set(serials), disk))
 
 
 def _changes_of(
     past: Past, serials: set[int], disk: Look, *, reverse: bool = False
 ) -> tuple[FileChange, ...]:
-    """Return what is different between before the first and after the last of some calls, at the
-    paths that they changed.
-    """
+    """Compare before the first and after the last of some calls, at the paths they changed."""
     paths: set[Parts] = set()
     newest = _Left(disk)
     for delta, before, after in _backwards(past, disk):
@@ -110,16 +110,16 @@ def _changes_of(
 
 
 class _Left(Forward):
-    """How calls left the paths that they changed: nothing shows of what others did there since."""
+    """The changed paths as calls left them, without later changes by others."""
 
     def __init__(self, look: Look) -> None:
         self.look = look
         self._after: dict[Parts, Entry | None] = {}
         self._known: dict[Parts, bool] = {}
-        """Directories that came as a whole: whether all that is in them is known."""
+        """Directories that arrived as a whole: whether all their entries are known."""
 
     def include(self, delta: Delta) -> None:
-        """Know how one more call, earlier than those before, left things."""
+        """Add an earlier call."""
         self._after = {**delta.after, **self._after}
         for record in delta.records:
             if record.op == "moved":
@@ -149,25 +149,25 @@ class _Left(Forward):
     def _check(self, parts: Parts, data: bytes) -> None:
         left = self._after.get(parts)
         if left is not None and left.digest not in (None, hashlib.sha256(data).hexdigest()):
-            raise OSError(errno.ESTALE, "somebody has changed it since")
+            raise OSError(errno.ESTALE, "changed since")
 
 
 def _backwards(past: Past, disk: Look) -> Iterator[tuple[Delta, Look, Look]]:
-    """Yield each call with how things were before and after it, newest first."""
+    """Yield each call with the state before and after it, newest first."""
     after = Layer(disk)
     with contextlib.ExitStack() as opened:
         for delta in past.readable(past.after(0)):
             try:
                 before = _before(past, delta, after, opened)
             except OSError:
-                return  # somebody else has changed the directory too much to tell what was there
+                return  # later changes hide what was there
             yield delta, before, after
             after = before
 
 
 def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack) -> Layer:
-    """Return how things were before a call."""
-    taken = taken_by(past, delta)
+    """Return the state before a call."""
+    taken = replaced_by(past, delta)
     if taken.tree is not None:
         opened.callback(taken.tree.close)
     return undone(after, delta.records, taken)
@@ -177,24 +177,22 @@ def _before(past: Past, delta: Delta, after: Layer, opened: contextlib.ExitStack
 
 
 class _Conflict(NamedTuple):
-    """A path that is not as a call left it."""
+    """A path that differs from how a call left it."""
 
     parts: Parts
     calls: tuple[str, ...]
-    """The other calls that have changed it since; with none of them, somebody else was the last."""
+    """The other calls that changed it since; none if somebody else changed it last."""
     top: Parts | None = None
-    """The directory that it is in, if the call put that there as a whole."""
+    """The directory above it that the call put there as a whole."""
 
 
 def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conflict]]:
-    """Return, for each of some calls, what is not as it left it, given that the later ones of them
-    are undone. Nothing is changed, so it can be asked at any time.
-    """
+    """Return the conflicts of each call, given that the later ones of these are undone first."""
     found: dict[int, list[_Conflict]] = {}
     deltas = list(past.readable(past.after(min(wanted) - 1)))
     others: list[Delta] = []
     undoing: set[Parts] = set()
-    again = _made_again(deltas, wanted)
+    again = _recreated(deltas, wanted)
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
         for delta in deltas:
@@ -211,11 +209,11 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
                 _Conflict(parts, _changed_by(others, parts, disk), top)
                 for parts, top in checked.items()
                 if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
-                # Where a later one changed it, that one is undone first: the history has it.
+                # A path that a later call changed is checked against the history only.
                 or not (_is_within(parts, undoing) or _is_unchanged(parts, delta, layer, disk))
             ]
             undoing |= paths
-            with contextlib.suppress(OSError):  # what is in the way of that was found above
+            with contextlib.suppress(OSError):  # the conflict is already found
                 layer = _before(past, delta, layer, opened)
     return found
 
@@ -226,7 +224,7 @@ def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
 
 
 def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
-    """Return the calls, newest first, that changed a path; none if it is not as they left it."""
+    """Return the calls that changed a path, newest first; none if it has changed since."""
     left = [each for each in others if parts in each.after]
     if left and not _is_as_left(parts, left[0].after[parts], disk):
         return ()
@@ -240,23 +238,23 @@ def _is_as_left(
     again: Mapping[Parts, int] = MappingProxyType({}),
     top: Parts | None = None,
 ) -> bool:
-    """Tell whether a look has at a path what a call left there."""
+    """Tell whether a path has what a call left there, by kind, size, time and known content."""
     try:
         now = look.node(parts)
     except OSError:
-        return False  # something else is in the way
-    if left is None or now is None or not left.is_directory or not now.is_directory:
-        if not matches(left, now):
-            return False
-        # Of a file with several names nobody can tell: another may have been used to change it.
-        is_known = left is not None and left.ctime_ns != 0 and now is not None and now.links == 1
-        return not is_known or now.digest is None or left.is_like(now)
-    # Which directory it is says nothing where what it holds is looked at, too.
-    return top is not None or now.ino in (left.ino, again.get(parts))
+        return False  # something else blocks the path
+    if left is None or now is None:
+        return left is now
+    if left.is_directory and now.is_directory:
+        # Inside a directory that arrived as a whole, entries are compared one by one.
+        return top is not None or now.ino in (left.ino, again.get(parts))
+    # A hard-linked file may have been changed through another name: size and time decide.
+    is_known = left.ctime_ns != 0 and now.links == 1 and now.digest is not None
+    return matches(left, now) and (not is_known or left.is_like(now))
 
 
 def _is_unchanged(parts: Parts, delta: Delta, layer: Layer, disk: Disk) -> bool:
-    """Tell whether the content and attributes of what is on the disk are as a call left them."""
+    """Tell whether content and attributes on disk are as a call left them."""
     left, now = delta.after.get(parts), layer.node(parts)
     if left is None or left.kind not in ("file", "link") or not left.ctime_ns:
         return True
@@ -268,11 +266,10 @@ def _is_within(parts: Parts, others: Set[Parts]) -> bool:
     return bool(others) and any(parts[:depth] in others for depth in range(len(parts) + 1))
 
 
-def _made_again(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
-    """Return the directories that undoing later calls has made again: their inodes, by path.
+def _recreated(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
+    """Return the inodes of directories that undoing later calls has re-created, by path.
 
-    Each is what was there before those calls, though it is another one. Where a call that was not
-    undone has been at work since, nobody can tell.
+    Paths that another call has changed since are excluded.
     """
     undone: set[str] = set()
     found: dict[Parts, int] = {}
@@ -291,7 +288,7 @@ def _made_again(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
 
 
 def _put_directories(delta: Delta) -> Iterator[Parts]:
-    """Yield the directories that a call has put somewhere as a whole."""
+    """Yield the directories that a call put somewhere as a whole."""
     for record in delta.records:
         left = delta.after.get(record.path)
         if record.op == "was" and record.is_whole and left is not None and left.is_directory:
@@ -310,9 +307,9 @@ def _touches(call: Committed, parts: Parts) -> bool:
 
 
 def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
-    """Undo all that was committed after a place, as changes of an open transaction.
+    """Undo everything committed after a serial, within an open transaction.
 
-    Returns a sentence for each thing that was left alone.
+    Returns a sentence for each path that was left alone.
     """
     later = history.after(serial)
     if not later:
@@ -326,13 +323,13 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
     return tuple(undo.sentences)
 
 
-def take_back(
+def undo_calls(
     changes: Changes, history: History, serials: Sequence[int], *, force: bool
 ) -> tuple[str, ...]:
-    """Undo just these committed calls, as changes of an open transaction.
+    """Undo just these committed calls, within an open transaction.
 
-    Raises UndoRefused where something is not as they left it, unless forced: then it is replaced,
-    and so kept in the history. Returns a sentence for each thing that is not as it was before them.
+    Raises UndoRefused on a conflict, unless forced: then later changes are replaced, and saved in
+    the history. Returns a sentence for each path that could not be restored.
     """
     conflicts = (
         {} if force else _named(_conflicts(history, set(serials), Disk(changes.tree)).values())
@@ -344,25 +341,25 @@ def take_back(
     for serial in newest_first:
         undo.call(history.read(serial))
     if newest_first == history.after(newest_first[-1] - 1):
-        undo.set_times()  # else what stays has changed directories since
+        undo.set_times()  # else later calls have changed directories since
     return tuple(undo.sentences)
 
 
 class _Undo:
-    """Undoing committed calls, newest first."""
+    """Undoes committed calls, newest first."""
 
     def __init__(self, changes: Changes, history: History, *, force: bool = False) -> None:
         self.changes = changes
         self.history = history
         self.force = force
-        """Whether what cannot be put back is told, and the rest is undone."""
+        """Whether to report what cannot be restored and undo the rest."""
         self.sentences: list[str] = []
         self._left: set[Parts] = set()
-        """What is left alone, with all that is below it."""
+        """Paths left alone, with everything below them."""
         self._times: dict[Parts, int] = {}
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
-        """Undo one committed call, but for what is not as it left it."""
+        """Undo one committed call except for its conflicts."""
         self._leave(delta, conflicts)
         for record in reversed(delta.records):
             if any(_is_within(parts, self._left) for parts in record.paths):
@@ -374,20 +371,20 @@ class _Undo:
                     raise
                 self._left.add(record.path)
                 self.sentences.append(
-                    f"{shown(join_path(record.path))} could not be put back as it was:"
+                    f"{shown(join_path(record.path))} could not be restored:"
                     f" {error.strerror or error}"
                 )
 
     def _leave(self, delta: Delta, conflicts: Sequence[_Conflict]) -> None:
-        """Leave alone what is not as a call left it, and say so."""
+        """Leave conflicts alone and report them."""
         changed = {each.parts for each in conflicts if each.top is None}
         for record in reversed(delta.records):
             for parts in record.paths:
                 if parts in changed and not _is_within(parts, self._left):
                     self._left.add(parts)
                     self.sentences.append(
-                        f"{shown(join_path(parts))} was changed by someone else since, and is left"
-                        f" as it is{self._kept_aside(parts, record, delta)}"
+                        f"{shown(join_path(parts))} was changed by someone else since and is left"
+                        f" unchanged{self._set_aside(parts, record, delta)}"
                     )
         inside: dict[Parts, list[Parts]] = {}
         for each in conflicts:
@@ -397,11 +394,11 @@ class _Undo:
             self._left.add(top)
             names = ", ".join(shown(join_path(each)) for each in sorted(parts)[:3])
             self.sentences.append(
-                f"{shown(join_path(top))} is left as it is: someone else has changed {names} in it"
+                f"{shown(join_path(top))} is left unchanged: someone else changed {names} in it"
             )
 
-    def _kept_aside(self, parts: Parts, record: Record, delta: Delta) -> str:
-        """Keep what would have been put back where it can be found, and say where."""
+    def _set_aside(self, parts: Parts, record: Record, delta: Delta) -> str:
+        """Set aside the version that would have been restored; returns where, for the message."""
         if record.before is None or parts != record.path:
             return ""
         place = self.changes.store.left(parts)
@@ -412,7 +409,7 @@ class _Undo:
             return ""
         finally:
             folder.close()
-        return f"; what was there before is in {place}"
+        return f"; the previous version is in {place}"
 
     def _undo(self, record: Record, delta: Delta) -> None:
         if record.op == "moved" and record.origin is not None:
@@ -423,26 +420,26 @@ class _Undo:
         self._times.update(record.times)
 
     def _follow(self, path: Parts, origin: Parts) -> None:
-        """Know directories by the names they have now that one was moved back."""
+        """Update known paths after a move back."""
         depth = len(path)
         for known in [known for known in self._times if known[:depth] == path]:
             self._times[(*origin, *known[depth:])] = self._times.pop(known)
 
     def _forget(self, parts: Parts) -> None:
-        """Forget what was made at a path, or below it, and goes now."""
+        """Forget directory times at and below a path that is replaced."""
         depth = len(parts)
         self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
 
     def _holds_more(self, parts: Parts) -> bool:
-        """Leave a directory alone that is not empty now that what the call put there is gone."""
+        """Leave a directory alone that still holds other entries; False if it is empty."""
         names = sorted(self.changes.tree.names(parts))
         if names:
             self._left.add(parts)
             held = ", ".join(shown(join_path((*parts, name))) for name in names[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             self.sentences.append(
-                f"{shown(join_path(parts))} holds something that is not from these calls,"
-                f" and is left as it is: {held}{more}"
+                f"{shown(join_path(parts))} holds something that is not from these calls"
+                f" and is left in place: {held}{more}"
             )
         return bool(names)
 
@@ -450,14 +447,15 @@ class _Undo:
         before, parts = record.before, record.path
         status = self.changes.tree.status(parts)
         is_directory = status is not None and stat.S_ISDIR(status.st_mode)
-        if before is not None and before.is_directory and record.kept is None:
+        if before is not None and before.is_directory and record.saved is None:
             if status is not None and not is_directory:
                 self._remove(parts)
             if not is_directory:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
+            self._times[parts] = before.mtime_ns
         elif is_directory and not record.is_whole and self._holds_more(parts):
-            return  # it is told path by path: what is in it is somebody else's by now
+            return  # its remaining entries are someone else's
         elif before is None:
             if status is not None:
                 self._remove(parts)
@@ -465,10 +463,10 @@ class _Undo:
             self._set_attributes(parts, before)
         elif record.source is not None and _is_linked(status) and before.digest is not None:
             self._write_in_place(parts, before, before.digest)
-        elif not self._make_again(record, before, delta):
+        elif not self._recreate(record, before, delta):
             self._left.add(parts)
             self.sentences.append(
-                f"{shown(join_path(parts))} could not be put back: its content was not kept"
+                f"{shown(join_path(parts))} could not be restored: its content was not saved"
             )
 
     def _looks_like(self, parts: Parts, before: Entry) -> bool:
@@ -480,15 +478,15 @@ class _Undo:
         )
 
     def _write_in_place(self, parts: Parts, before: Entry, digest: str) -> None:
-        """Give a file with several names its content back, for all of them."""
+        """Restore the content of a hard-linked file in place, for all its names."""
         now = capture(self.changes.tree, parts, read=True)
         if now is not None and now.digest != digest:
             self.changes.write(parts, self.changes.store.objects.read(digest))
         if now is None or not now.is_like(before) or now.mtime_ns != before.mtime_ns:
             self._set_attributes(parts, before)
 
-    def _make_again(self, record: Record, before: Entry, delta: Delta) -> bool:
-        """Put back what a call has replaced; False if it was not kept."""
+    def _recreate(self, record: Record, before: Entry, delta: Delta) -> bool:
+        """Re-create what a call replaced; False if it was not saved."""
         parts, store = record.path, self.changes.store
         staged = store.tx / store.fresh()
         try:
@@ -497,7 +495,9 @@ class _Undo:
             return False
         self._forget(parts)
         above = self.changes.tree.status(parts[:-1])
-        if above is not None:  # another name of a file may be in a directory that did not change
+        if (
+            above is not None
+        ):  # another hard link may be in a directory that the call did not change
             self._times.setdefault(parts[:-1], above.st_mtime_ns)
         self.changes.put_file(parts, staged)
         return True
@@ -507,16 +507,16 @@ class _Undo:
         try:
             self.changes.remove(parts)
         except PermissionError:
-            # The call closed the directory to writing; that is undone next.
+            # The call removed write permission from the directory; that is undone next.
             self.changes.set_attributes(parts[:-1], mode=0o700)
             self.changes.remove(parts)
 
     def _make(self, record: Record, before: Entry, tree: Tree, name: str, delta: Delta) -> None:
-        """Make again what a call has replaced, at a free name."""
+        """Re-create what a call replaced, at a free name."""
         if before.kind == "file":
             self.history.make_file(before, tree, name)
-        elif before.is_directory and record.kept is not None:
-            self.history.copy_tree(delta, record.kept, tree, name)
+        elif before.is_directory and record.saved is not None:
+            self.history.copy_tree(delta, record.saved, tree, name)
         elif create(tree.fd, name, before):
             apply_entry(tree, (name,), before)
         else:
@@ -534,9 +534,9 @@ class _Undo:
             )
 
     def set_times(self) -> None:
-        """Give directories the times they had, now that nothing changes in them any more."""
+        """Restore directory times, after all other changes."""
         for parts, mtime in self._times.items():
-            with contextlib.suppress(OSError):  # not there, or not a directory any more
+            with contextlib.suppress(OSError):  # gone, or no longer a directory
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):
                     self.changes.set_attributes(parts, mtime_ns=mtime)

@@ -1,4 +1,4 @@
-"""A directory that is open to change: its lock, store and history, and the views of it."""
+"""An open directory with its store, history and views."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weakincentives.filesystem.layers import (
     Layer,
     Look,
     Present,
-    Taken,
-    taken_by,
+    Replaced,
+    replaced_by,
     undone,
 )
 from weakincentives.filesystem.protocol import Parts
@@ -41,7 +41,7 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Place:
-    """A snapshot of the workspace itself: a place in the sequence of commits."""
+    """A snapshot of the workspace: a position in the sequence of commits."""
 
     serial: int
     workspace: Workspace
@@ -49,7 +49,7 @@ class Place:
 
 
 class Workspace:
-    """What a filesystem and all its views have in common."""
+    """The state shared by a filesystem and all its views."""
 
     def __init__(
         self, root: Path, store: Store, *, limit: int, clock: Clock, unprotected: Sequence[str]
@@ -70,44 +70,44 @@ class Workspace:
         self.gate = Gate()
         self.history = History(self.store, limit=limit, clock=clock)
         self.places: weakref.WeakSet[Place] = weakref.WeakSet()
-        # Not a method of this object: it would keep a forgotten workspace, and its lock, alive.
+        # Not a bound method: it would keep an unused workspace and its lock alive.
         self.history.needed = functools.partial(_oldest, self.places)
         self.private: weakref.WeakSet[object] = weakref.WeakSet()
-        """The private views that may still be read."""
+        """Open private views."""
         self.in_place: Changes | None = None
-        """The one transaction that works in place."""
+        """The transaction that works in place."""
         self.in_place_thread = 0
         self.expects_programs = False
-        """Whether other programs change files in the transaction that works in place."""
+        """Whether other programs change files in that transaction."""
         self.disk: Look = Disk(self.tree)
         if self.reserved.hidden:
             self.disk = functools.reduce(Layer.remove, self.reserved.hidden, Layer(self.disk))
         self.present = Present(self.disk)
         self.links: dict[Sequence[str], frozenset[Parts]] = {}
-        """What links at protected paths lead to, by the patterns."""
+        """Targets of links at protected paths, by patterns."""
         self._stages: list[tuple[int, Present]] = []
-        """What was the present in the call that works in place, by how many changes it had made."""
+        """The presents of the in-place call, with the number of its records at that time."""
         self.recovered = recover(self.tree, self.history)
 
     # Commits, and what was before them
 
     def place(self) -> Place:
-        """Return the present place in the sequence of commits."""
+        """Return the current position in the sequence of commits."""
         place = Place(self.history.last, self)
         self.places.add(place)
         return place
 
     def at(self, place: Place) -> Look:
-        """Return how things were at a place."""
+        """Return the state at a position."""
         look: Look = self.present
         for serial in self.history.after(place.serial):
             delta = self.history.read(serial)
-            look = undone(Layer(look), delta.records, taken_by(self.history, delta))
+            look = undone(Layer(look), delta.records, replaced_by(self.history, delta))
         return look
 
     @contextlib.contextmanager
     def transaction(self, call: ToolCall | None, undoes: Sequence[str] = ()) -> Generator[Changes]:
-        """Commit the changes that are made in the block, or undo them if it raises."""
+        """Commit the changes made in the block, or roll back if it raises."""
         self.commands.wait()
         changes = Changes(self.tree, self.history)
         try:
@@ -119,11 +119,11 @@ class Workspace:
         self._committed(serial)
 
     def _committed(self, serial: int | None) -> None:
-        """Let the private views go on seeing what was there when they were forked."""
+        """Let private views continue to see the state at their fork."""
         if serial is None or not self.private:
             return
         delta = self.history.read(serial)
-        self.present = self.present.supersede(delta.records, taken_by(self.history, delta))
+        self.present = self.present.supersede(delta.records, replaced_by(self.history, delta))
 
     # The transaction that works in place
 
@@ -132,19 +132,19 @@ class Workspace:
         """Wait until no call works in place."""
         if self.in_place is not None and self.in_place_thread == threading.get_ident():
             raise FilesystemError(
-                "A call works on this directory in place. Make the change through its view"
+                "A call is working in place on this directory. Make the change through its view"
             )
         with self.gate:
             if self.in_place is not None:
                 raise FilesystemError(
-                    "A call works on this directory in place. Try again when it has ended"
+                    "A call is working in place on this directory. Try again when it has ended"
                 )
             yield
 
     def begin_in_place(self) -> Changes:
-        """Open the one transaction that works in place."""
+        """Begin the transaction that works in place."""
         if self.in_place is not None:
-            raise RuntimeError("another call works on this directory in place: hold its gate")
+            raise RuntimeError("another call is working in place on this directory: hold its gate")
         self.commands.wait()
         self.in_place = Changes(self.tree, self.history)
         self.in_place_thread = threading.get_ident()
@@ -162,13 +162,13 @@ class Workspace:
             self.external.settle(changes)
 
     def changed(self, changes: Changes, index: int) -> None:
-        """Take note of changes that we have made in place: all records from one on."""
+        """Note our own changes in place: all records from ``index`` on."""
         if self.expects_programs:
             self.external.refresh(changes)
         self.note_changes(changes, index)
 
     def note_changes(self, changes: Changes, index: int) -> None:
-        """Like ``_committed``, for changes that are not committed yet."""
+        """Like ``_committed``, for uncommitted changes."""
         if self.private and len(changes.records) > index:
             records, taken = self._undoable(changes.records[index:])
             self._begin_stage(changes, self.present.supersede(records, taken))
@@ -183,10 +183,10 @@ class Workspace:
         self._committed(serial)
 
     def roll_back(self, changes: Changes) -> tuple[str, ...]:
-        """Undo the transaction that works in place, and close it.
+        """Roll back the transaction that works in place, and close it.
 
-        Returns a sentence for each thing that could not be put back. What the disk does not let us
-        look for now is looked for, and undone, before the next change.
+        Returns a sentence for each path that could not be restored. A failure of the disk is
+        retried before the next change.
         """
         try:
             with self.undoing(changes):
@@ -194,9 +194,9 @@ class Workspace:
         except OSError as error:
             self.history.unfinished = functools.partial(self._roll_back_later, changes)
             told = (
-                "What other programs changed could not be looked for, and nothing is put back yet"
-                f" ({error.strerror}). That is tried again before the next change, and when the"
-                " directory is opened again",
+                "Changes by other programs could not be determined, and nothing is restored yet"
+                f" ({error.strerror}). This is retried before the next change and when the"
+                " directory is next opened",
             )
             logger.error("%s", told[0])
             self._end_in_place(undone=False)
@@ -213,7 +213,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def undoing(self, changes: Changes) -> Generator[None]:
-        """Undo changes in the block; views of what is undone have nothing to show afterwards."""
+        """Undo changes in the block; views of undone states are closed afterwards."""
         with self.external.undoing(changes):
             yield
         self._go_back_to(len(changes.records), "what this view was forked from was undone")
@@ -228,38 +228,36 @@ class Workspace:
         self._stages = []
 
     def check_found(self, records: list[Record]) -> None:
-        """Raise if other programs have made changes that no call may make."""
+        """Raise if other programs changed protected paths."""
         try:
             self.reserved.check_changed(*self.changed_by(records))
         except ProtectedPath as error:
-            raise ProtectedPath(f"{error}. All that was changed is undone") from error
+            raise ProtectedPath(f"{error}. Everything is rolled back") from error
 
     def changed_by(self, records: list[Record]) -> tuple[list[Parts], Look, Look]:
-        """Return every path that uncommitted changes have changed, sorted; and how to look at it
-        as it was before them, and as it is now.
-        """
+        """Return all paths changed by uncommitted records, sorted, and looks before and now."""
         if not records:
             return [], self.disk, self.disk
         records, taken = self._undoable(records)
         before = undone(Layer(self.disk), records, taken)
         return changed_paths(records, before, self.disk), before, self.disk
 
-    def _undoable(self, records: list[Record]) -> tuple[list[Record], Taken]:
-        """Return uncommitted changes with what each replaced, and where that is."""
-        for number, entry, name in replaced(records, self.store.tree, self.tree):
-            record = records[number]
-            room = record.room if name == record.kept else None
-            records[number] = replace(record, before=entry, kept=name, room=room)
+    def _undoable(self, records: list[Record]) -> tuple[list[Record], Replaced]:
+        """Return uncommitted records with what each replaced, and where that is."""
+        for index, entry, source in replaced(records, self.store.tree, self.tree):
+            record, name = records[index], source.name
+            scratch = record.scratch if name == record.saved else None
+            records[index] = replace(record, before=entry, saved=name, scratch=scratch)
         own = self.store
-        return records, Taken(own.objects, own.tree, self.tree, store=own.path)
+        return records, Replaced(own.objects, own.tree, self.tree, store=own.path)
 
-    # Private views beside the transaction that works in place, and of it
+    # Private views during the transaction that works in place
 
     def forked(self) -> Present:
-        """Return what a view is forked from: it ends with the call that works in place, if any."""
+        """Return the base for a new private view; it ends with the in-place call, if any."""
         changes = self.in_place
         if changes is not None and self._stages[-1][0] != len(changes.records):
-            # Nobody has looked at what was there between.
+            # No view has seen the states in between.
             self._begin_stage(changes, Present(self.disk))
         return self.present
 
@@ -268,7 +266,7 @@ class Workspace:
         self._stages.append((len(changes.records), present))
 
     def _go_back_to(self, count: int, reason: str) -> None:
-        """Have what was the present after so many changes be the present again."""
+        """Return to the present after so many records."""
         while self._stages and self._stages[-1][0] > count:
             self._stages.pop()[1].close(reason)
         if self._stages:
@@ -277,7 +275,7 @@ class Workspace:
 
 
 def _oldest(places: weakref.WeakSet[Place]) -> int | None:
-    """Return the oldest place that a snapshot or a view may still ask for."""
+    """Return the oldest serial that a snapshot or view still needs."""
     return min((place.serial for place in places if not place.expired), default=None)
 
 
