@@ -222,10 +222,10 @@ class SandboxWatch:
         return reason
 
     def _look(self, running: Running) -> str | None:
-        limits, layer = self._limits, running.layer
-        if any(self._used(self._bytes, _free, limits.disk, layer, _written, most_of_it=True)):
+        limits = self._limits
+        if any(self._used(self._bytes, _free, limits.disk, running, _written, most_of_it=True)):
             return f"it wrote more than {binary_size(limits.disk)} to the disk"
-        if any(self._used(self._files, _free_files, limits.files, layer, _made)):
+        if any(self._used(self._files, _free_files, limits.files, running, _made)):
             return f"it created or changed more than {limits.files:,} files"
         if not self._processes or running.ended:
             return None
@@ -241,7 +241,7 @@ class SandboxWatch:
         known: dict[Path, int | None],
         free_at: Callable[[Path], int | None],
         limit: int,
-        layer: Path | None,
+        running: Running,
         in_layer: Callable[[Path], Iterator[int]],
         most_of_it: bool = False,
     ) -> Iterator[bool]:
@@ -249,11 +249,14 @@ class SandboxWatch:
 
         Usually the free space shows that it has not. Other programs use the disk as well, so
         otherwise the command's own layer is counted. Deleted files that are still open cannot be
-        counted: with ``most_of_it``, half of the free space is too much in any case.
+        counted: with ``most_of_it``, half of the free space is too much in any case. After the
+        command the layer is always counted: another program may have freed space at the same time.
         """
+        layer = running.layer
+        is_final = running.ended and layer is not None
         for place, before in known.items():
             free = free_at(place)
-            if free is None or before is None:  # this filesystem does not report it
+            if is_final or free is None or before is None:  # this filesystem does not report it
                 yield layer is not None and _exceeds(in_layer(layer), limit)
                 continue
             # Other programs may free space: that must not hide what the command writes.
