@@ -25,7 +25,7 @@ from weakincentives.errors import (
     DeadlineExceededError,
     MalformedResponse,
     OutputParseError,
-    PromptEvaluationError,
+    PromptError,
     ProviderError,
     ProviderRejected,
     ProviderThrottled,
@@ -136,7 +136,7 @@ class _Trial:
         self.session = Session(clock=self.clock)
         self.files = MemoryFilesystem({"a.txt": "old"}, clock=self.clock)
         self.response: PromptResponse[Any] | None = None
-        self.error: PromptEvaluationError | None = None
+        self.error: PromptError | None = None
         """What ended the last run, where it failed."""
         self._turns: Sequence[Played] = ()
         self._requests: Callable[[], Sequence[Asked]] | None = None
@@ -184,7 +184,7 @@ class _Trial:
 
     def fails(
         self,
-        kind: type[PromptEvaluationError],
+        kind: type[PromptError],
         prompt: Prompt[Any],
         *turns: Played,
         **options: Any,
