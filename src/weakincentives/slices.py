@@ -191,10 +191,11 @@ class _Encoded(Sequence[T]):
 
     def _decoded(self) -> tuple[T, ...]:
         items = self._items  # before the check: another thread may decode them, then drop them
-        if self._values is None:
-            self._values = self._decode(items)
+        values = self._values
+        if values is None:
+            values = self._values = self._decode(items)
             self._items = ()
-        return self._values
+        return values
 
     def __getitem__(self, place: Any) -> Any:
         return self._decoded()[place]

@@ -227,12 +227,12 @@ class Tool(TypedConstructor, Generic[P, R]):
 
         self._set("preconditions", tuple(self.preconditions))
         self._set("effects", tuple(self.effects))
-        retries = () if self.retry is None else (self.retry,)
-        for name, kind, given in (
+        declared: tuple[tuple[str, type, tuple[object, ...]], ...] = (
             ("preconditions", Precondition, self.preconditions),
             ("effects", Effect, self.effects),
-            ("retry", RetryPolicy, retries),
-        ):
+            ("retry", RetryPolicy, () if self.retry is None else (self.retry,)),
+        )
+        for name, kind, given in declared:
             for each in given:
                 if not isinstance(each, kind):
                     raise self._wrong(f"{name} must be a {kind.__name__}, got {each!r}")
