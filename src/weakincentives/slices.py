@@ -198,7 +198,8 @@ class _Encoded(Sequence[T]):
         return values
 
     def __getitem__(self, place: Any) -> Any:
-        return self._decoded()[place]
+        values: tuple[Any, ...] = self._decoded()
+        return values[place]
 
     def __iter__(self) -> Iterator[T]:
         return iter(self._decoded())

@@ -227,11 +227,11 @@ class Tool(TypedConstructor, Generic[P, R]):
 
         self._set("preconditions", tuple(self.preconditions))
         self._set("effects", tuple(self.effects))
-        declared: tuple[tuple[str, type, tuple[object, ...]], ...] = (
+        declared: list[tuple[str, type, Sequence[object]]] = [
             ("preconditions", Precondition, self.preconditions),
             ("effects", Effect, self.effects),
             ("retry", RetryPolicy, () if self.retry is None else (self.retry,)),
-        )
+        ]
         for name, kind, given in declared:
             for each in given:
                 if not isinstance(each, kind):

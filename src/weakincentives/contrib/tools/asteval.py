@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools._asteval_child import Channel
+from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox import byte_code
 from weakincentives.contrib.tools.sandbox.seccomp import computing_program, seccomp_number
 from weakincentives.errors import FilesystemError, MissingExtra
@@ -90,9 +91,9 @@ class AstevalConfig:
     """``"none"`` relies on limits and the interpreter's own rules, which have known holes."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(
+            self, "timeout", "memory_bytes", "output_limit", "file_bytes", "file_operations"
+        )
         if self.isolation not in ("seccomp", "none"):
             raise ValueError(f"isolation must be 'seccomp' or 'none', got {self.isolation!r}")
 
@@ -187,9 +188,10 @@ def _malformed() -> _Stopped:
     return _Stopped("The script broke the interpreter and was stopped", code="SCRIPT_ENDED")
 
 
-def _refusal(reason: str, remedy: str = "AstevalConfig(isolation='none') allows it") -> _Stopped:
+def _refusal(reason: str) -> _Stopped:
     return _Stopped(
-        f"Python cannot be evaluated here: {reason}, so scripts cannot be confined. {remedy}",
+        f"Python cannot be evaluated here: {reason}, so scripts cannot be confined. "
+        "AstevalConfig(isolation='none') allows it on POSIX systems",
         code="NO_ISOLATION",
         recoverable=False,
     )
@@ -241,7 +243,7 @@ def _options(code: str, config: AstevalConfig, path: list[str]) -> dict[str, obj
             raise _refusal(f"the system calls of {os.uname().machine} are not known")
         seccomp = seccomp_number(), rules.hex()
     if os.name != "posix":
-        raise _refusal("there are no limits on processes", "Use a POSIX system")
+        raise _refusal("there are no limits on processes")
     return {
         "memory": config.memory_bytes,
         # Wall time stops a script first, unless our process has ended.

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Unpack, cas
 from pydantic import Field
 
 from weakincentives.call import call_under_way
-from weakincentives.contrib.tools.file_values import counted, size_of
+from weakincentives.contrib.tools.file_values import check_positive, counted, size_of
 from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_ignore_file
+from weakincentives.contrib.tools.suite import suite_tool
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
 from weakincentives.filesystem.protocol import shown
 from weakincentives.prompt.section import Section, SectionOptions, SectionVisibility
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import ToolContext
 from weakincentives.slices import Slice
 from weakincentives.tool_result import ToolResult
 
@@ -58,9 +59,7 @@ class DigestConfig:
     """Lines shown of each part."""
 
     def __post_init__(self) -> None:
-        for name in ("max_files", "max_file_bytes", "big_file_bytes", "lines"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "max_files", "max_file_bytes", "big_file_bytes", "lines")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,10 @@ class WorkspaceDigestSection(Section[None]):
         options.setdefault("title", "Workspace")
         options.setdefault("summary", "What the workspace holds.")
         options.setdefault("visibility", SectionVisibility.SUMMARY)
-        options["tools"] = (self._update_tool(), *options.get("tools", ()))
+        options["tools"] = (
+            suite_tool(self._update_digest, reach="reversible"),
+            *options.get("tools", ()),
+        )
         super().__init__(**options)
 
     def digest(self, session: Session | None = None) -> WorkspaceDigest:
@@ -210,25 +212,20 @@ class WorkspaceDigestSection(Section[None]):
         changed = (path for path, was in note.rests_on if self._survey.fingerprint(fs, path) != was)
         return replace(note, outdated=tuple(changed))
 
-    def _update_tool(self) -> Tool[UpdateDigestParams, DigestNote]:
-        def update(params: UpdateDigestParams, *, context: ToolContext) -> ToolResult[DigestNote]:
-            fs = context.filesystem
-            empty = self._survey.digest(fs)
-            paths = [fs.normalize(path) for path in params.rests_on]
-            rests_on = tuple((path, self._survey.fingerprint(fs, path)) for path in paths)
-            missing = [path for path, fingerprint in rests_on if not fingerprint]
-            if missing:
-                raise ToolValidationError(f"No such file or directory: {', '.join(missing)}")
-            note = DigestNote(params.topic, params.text, rests_on)
-            context.session[WorkspaceDigest].update(lambda digests: _noted(digests, note, empty))
-            return ToolResult.ok(note, "Note saved" if params.text else "Note removed")
-
-        return Tool[UpdateDigestParams, DigestNote](
-            name="update_digest",
-            description="Note a finding about the workspace, for later and for others.",
-            handler=update,
-            reach="reversible",
-        )
+    def _update_digest(
+        self, params: UpdateDigestParams, *, context: ToolContext
+    ) -> ToolResult[DigestNote]:
+        """Note a finding about the workspace, for later and for others."""
+        fs = context.filesystem
+        empty = self._survey.digest(fs)
+        paths = [fs.normalize(path) for path in params.rests_on]
+        rests_on = tuple((path, self._survey.fingerprint(fs, path)) for path in paths)
+        missing = [path for path, fingerprint in rests_on if not fingerprint]
+        if missing:
+            raise ToolValidationError(f"No such file or directory: {', '.join(missing)}")
+        note = DigestNote(params.topic, params.text, rests_on)
+        context.session[WorkspaceDigest].update(lambda digests: _noted(digests, note, empty))
+        return ToolResult.ok(note, "Note saved" if params.text else "Note removed")
 
 
 @dataclass(frozen=True, slots=True)

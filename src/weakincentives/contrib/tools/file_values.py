@@ -34,9 +34,15 @@ class FileLimits:
     """Directories that are searched only when the path or the pattern names them."""
 
     def __post_init__(self) -> None:
-        for name in ("max_lines", "max_chars", "max_line_chars", "max_file_bytes", "max_entries"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_positive(
+            self, "max_lines", "max_chars", "max_line_chars", "max_file_bytes", "max_entries"
+        )
+
+
+def check_positive(config: object, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
 
 
 # Parameters

@@ -71,9 +71,6 @@ Reason = Literal[
     "ignored by .gitignore",
     "too large",
     "over the limit of the mount",
-    "a broken link, or a link out of the mount",
-    "a link to a directory",
-    "a name that is not UTF-8",
     "not a regular file",
     "not readable",
 ]
@@ -104,9 +101,8 @@ class HostMount:
     def __post_init__(self) -> None:
         PathPatterns(self.include)  # refuses a string
         PathPatterns(self.exclude)
-        for name in ("max_file_bytes", "max_bytes", "max_files"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if min(self.max_file_bytes, self.max_bytes, self.max_files) < 0:
+            raise ValueError("max_file_bytes, max_bytes and max_files must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,37 +215,22 @@ class _Walk:
 
     def _read(self, parts: Parts, status: os.stat_result) -> tuple[bytes, os.stat_result] | Reason:
         """Return a file's bytes and status, or why it is left out."""
+        mount = self.mount
         try:
-            split_path(join_path(parts))
-        except FilesystemError:
-            return "a name that is not UTF-8"
-        if stat.S_ISLNK(status.st_mode):
-            try:
-                parts = self.tree.resolve(parts)
+            split_path(join_path(parts))  # raises for a name that is not UTF-8
+            if stat.S_ISLNK(status.st_mode):
+                parts = self.tree.resolve(parts)  # raises for a broken link, or one that leads out
                 status = self.tree.status(parts) or status
-            except (FilesystemError, OSError):
-                pass  # it stays a link
-        refusal = self._refusal(status)
-        if refusal is not None:
-            return refusal
-        try:
+            if not stat.S_ISREG(status.st_mode):
+                return "not a regular file"
+            if status.st_size > mount.max_file_bytes:
+                return "too large"
+            is_full = self._count >= mount.max_files
+            if is_full or self._bytes + status.st_size > mount.max_bytes:
+                return "over the limit of the mount"
             return self.tree.read(parts)
-        except OSError:
+        except (FilesystemError, OSError):
             return "not readable"
-
-    def _refusal(self, status: os.stat_result) -> Reason | None:
-        if stat.S_ISLNK(status.st_mode):
-            return "a broken link, or a link out of the mount"
-        if stat.S_ISDIR(status.st_mode):
-            return "a link to a directory"
-        if not stat.S_ISREG(status.st_mode):
-            return "not a regular file"
-        if status.st_size > self.mount.max_file_bytes:
-            return "too large"
-        is_full = self._count >= self.mount.max_files
-        if is_full or self._bytes + status.st_size > self.mount.max_bytes:
-            return "over the limit of the mount"
-        return None
 
     def _shown(self, parts: Parts) -> str:
         return join_path((*self.place, *parts))

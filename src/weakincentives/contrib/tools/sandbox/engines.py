@@ -537,7 +537,7 @@ class Unconfined(Engine):
     name = "none"
 
     def __init__(self) -> None:
-        pass
+        pass  # it needs no files
 
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem.commands import Running
 from weakincentives.filesystem.tree import files_below
@@ -25,6 +26,8 @@ REST = 5
 WRAPPERS = 16
 
 GIB = 1 << 30
+
+_CONTROLLERS = {"memory", "pids"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +53,7 @@ class SandboxLimits:
     """Of each process."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, *self.__slots__)
 
     def rlimits(self, *, memory: bool) -> dict[str, tuple[int, int]]:
         """Return the soft and hard limits of each process, by the kernel's name in lower case."""
@@ -87,19 +88,29 @@ def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
     Raises SandboxUnavailable where no cgroup can be made.
     """
     name = new_name()
-    places = {controller: place for place, controller in _controllers()}
-    if not {"memory", "pids"} <= places.keys():
-        raise _no_cgroup("the system has no cgroups that limit memory and processes")
-    memory, pids = places["memory"] / name, places["pids"] / name
-    folders = sorted({memory, pids})  # two hierarchies, or a single one
+    settings = {
+        "pids.max": limits.processes,
+        "memory.max": limits.memory,
+        "memory.swap.max": 0,
+        # The same in the first version of cgroups; the second file includes swap.
+        "memory.limit_in_bytes": limits.memory,
+        "memory.memsw.limit_in_bytes": limits.memory,
+    }
+    # Two hierarchies, or a single one.
+    folders = sorted({place / name for place, what in _controllers() if what in _CONTROLLERS})
+    limited: set[str] = set()
     try:
         try:
             for folder in folders:
                 folder.mkdir()
-            _write(pids / "pids.max", limits.processes)
-            _limit_memory(memory, limits.memory)
+                for file, value in settings.items():
+                    if (folder / file).exists():
+                        (folder / file).write_text(f"{value}\n")
+                        limited.add(file.partition(".")[0])
         except OSError as error:
             raise _no_cgroup(f"no cgroup can be made: {error.strerror}") from error
+        if limited != _CONTROLLERS:
+            raise _no_cgroup("the system has no cgroups that limit memory and processes")
         yield tuple(str(folder / "cgroup.procs") for folder in folders)
     finally:
         remove_cgroups(name)
@@ -114,28 +125,13 @@ def new_name() -> str:
     return f"wink-{os.urandom(8).hex()}"
 
 
-def _limit_memory(folder: Path, limit: int) -> None:
-    if (folder / "memory.max").exists():
-        _write(folder / "memory.max", limit)
-        swap, most = folder / "memory.swap.max", 0
-    else:
-        _write(folder / "memory.limit_in_bytes", limit)
-        swap, most = folder / "memory.memsw.limit_in_bytes", limit  # of memory and swap together
-    if swap.exists():
-        _write(swap, most)
-
-
-def _write(path: Path, value: int) -> None:
-    path.write_text(f"{value}\n")
-
-
 def _controllers() -> Iterator[tuple[Path, str]]:
     """Yield the directory of each controller's hierarchy, and its name."""
     for place, options in cgroup_mounts():
         unified = place / "cgroup.controllers"
         if unified.exists():
             given = place / "cgroup.subtree_control"
-            missing = {"memory", "pids"} & set(unified.read_text().split())
+            missing = _CONTROLLERS & set(unified.read_text().split())
             missing -= set(given.read_text().split())
             with contextlib.suppress(OSError):  # the controllers stay unavailable
                 if missing:

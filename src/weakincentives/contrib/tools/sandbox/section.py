@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 from pydantic import Field
 
 from weakincentives.contrib.tools.asteval import Evaluation
-from weakincentives.contrib.tools.files import FileLimits, file_tools
+from weakincentives.contrib.tools.file_values import FileLimits, check_positive
+from weakincentives.contrib.tools.files import file_tools
 from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
 from weakincentives.contrib.tools.sandbox.engines import (
     WORKSPACE,
@@ -71,13 +72,12 @@ class PodmanSandboxConfig(WorkspaceConfig):
 
     def __post_init__(self) -> None:
         WorkspaceConfig.__post_init__(self)
+        check_positive(self, "output_limit")
         if not 0 < self.timeout <= self.max_timeout:
             raise ValueError(
                 f"timeout must be positive and not above max_timeout, got {self.timeout} and "
                 f"{self.max_timeout}"
             )
-        if self.output_limit < 1:
-            raise ValueError(f"output_limit must be positive, got {self.output_limit}")
 
 
 # Parameters and results
