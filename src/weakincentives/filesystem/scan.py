@@ -125,11 +125,7 @@ class Manifest:
             try:
                 with contextlib.closing(self._differing(tree)) as differing:
                     for spot in differing:
-                        row = self._row_at(tree, spot, saved)
-                        # Times that are too new say nothing.
-                        if row is not None and row.ctime_ns > since:
-                            row = row._replace(ctime_ns=0)
-                        now[spot.parts] = row
+                        now[spot.parts] = self._row_at(tree, spot, saved, since)
                 rows = self.pack.rows
                 was = {parts: rows[parts] for parts in now if parts in rows}
                 self.pack.save(now)
@@ -317,38 +313,55 @@ class Manifest:
     # Comparing what is there
 
     def _row_at(
-        self, tree: Tree, spot: _Spot, saved: dict[int, tuple[Place, int]] | None = None
+        self,
+        tree: Tree,
+        spot: _Spot,
+        saved: dict[int, tuple[Place, int]] | None = None,
+        since: int = 0,
     ) -> Row | None:
         """Return what is at a path now; None when nothing is.
 
-        The content is the known one, if that is what the file holds. Else it is added to the pack,
-        and to ``saved`` by inode; without ``saved``, the row only says that it has changed.
+        Times after ``since``, or of a file that changes while it is read, say nothing.
         """
         fd = self._open(tree, spot)
         if fd is None:
-            return _status_row(tree, spot.parts)
+            row = _status_row(tree, spot.parts)
+            return row if row is None or row.ctime_ns <= since else row._replace(ctime_ns=0)
         try:
             status = os.fstat(fd)
-            row = _row(status, xattrs_of(fd))
-            if not row.is_file:
-                return row
-            known = None if spot.is_new else self.pack.rows.get(spot.parts)
-            source, size = _CHANGED, row.size
-            if known is not None and self._holds(fd, known):
-                source, size = known.source, known.size
-            elif saved is not None:
-                os.lseek(fd, 0, os.SEEK_SET)
-                if status.st_nlink == 1:
-                    source, size = self.pack.add(fd, status)
-                else:
-                    if status.st_ino not in saved:  # else it was read by another of its names
-                        saved[status.st_ino] = self.pack.add(fd, status)
-                    source, size = saved[status.st_ino]
-            if size != row.size:  # it changes while it is read: its times say nothing
-                row = row._replace(size=size, ctime_ns=0)
-            return row._replace(source=source)
+            source, size = None, status.st_size
+            if stat.S_ISREG(status.st_mode):
+                source, size = self._content(spot, status, fd, saved)
+            trusted = status.st_ctime_ns <= since and size == status.st_size
+            ctime_ns = status.st_ctime_ns if trusted else 0
+            return _row(status, xattrs_of(fd), None, source, size, ctime_ns)
         finally:
             os.close(fd)
+
+    def _content(
+        self,
+        spot: _Spot,
+        status: os.stat_result,
+        fd: int,
+        saved: dict[int, tuple[Place, int]] | None,
+    ) -> tuple[Place, int]:
+        """Return where a file's content is, and its size: the known ones, if they still hold.
+
+        Else it is added to the pack, and to ``saved`` by inode; without ``saved``, the answer only
+        says that it has changed.
+        """
+        known = None if spot.is_new else self.pack.rows.get(spot.parts)
+        if known is not None and known.source is not None and self._holds(fd, known):
+            return known.source, known.size
+        if saved is None:
+            return _CHANGED, status.st_size
+        if known is not None:
+            os.lseek(fd, 0, os.SEEK_SET)
+        if status.st_nlink == 1:
+            return self.pack.add(fd, status)
+        if status.st_ino not in saved:  # else it was read by another of its names
+            saved[status.st_ino] = self.pack.add(fd, status)
+        return saved[status.st_ino]
 
     def _holds(self, fd: int, known: Row) -> bool:
         """Tell whether an open file has the known content."""
@@ -648,34 +661,40 @@ def _found(parts: Parts, row: Row | None) -> Found:
 
 
 def _row(
-    status: os.stat_result, xattrs: tuple[tuple[str, bytes], ...] = (), target: str | None = None
+    status: os.stat_result,
+    xattrs: tuple[tuple[str, bytes], ...],
+    target: str | None,
+    source: Place | None,
+    size: int,
+    ctime_ns: int,
 ) -> Row:
     return Row(
         status.st_mode,
         status.st_mtime_ns,
         status.st_uid,
         status.st_gid,
-        status.st_size,
+        size,
         status.st_ino,
         status.st_nlink,
-        status.st_ctime_ns,
+        ctime_ns,
         xattrs,
         target,
-        None,
+        source,
     )
 
 
 def _status_row(tree: Tree, parts: Parts) -> Row | None:
     """Return what the status says of a path that is not opened; None for nothing."""
     status = tree.status_if_reached(parts)
-    if status is None or not stat.S_ISLNK(status.st_mode):
-        return None if status is None else _row(status)
+    if status is None:
+        return None
     try:
-        return _row(status, target=tree.link_target(parts))
+        target = tree.link_target(parts) if stat.S_ISLNK(status.st_mode) else None
     except OSError as error:
         if error.errno in _GONE:
             return None
         raise
+    return _row(status, (), target, None, status.st_size, status.st_ctime_ns)
 
 
 def _is_ours(parts: Parts) -> bool:
