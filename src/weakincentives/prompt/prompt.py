@@ -464,6 +464,7 @@ class _Cache:
     ) -> tuple[tuple[Tool[Any, Any], ...], Mapping[str, Offer]]:
         """Return the tools of all open sections, and those that open the others."""
         # With the tools they have now: a section of a server's tools may get others.
+        places: list[tuple[_Node | None, tuple[Tool[Any, Any], ...]]]
         places = [(each.node, each.node.section.tools) for each in shown if each.is_open]
         if len(places) < len(shown):
             places.append((None, disclosure_tools()))

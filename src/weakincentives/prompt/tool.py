@@ -233,7 +233,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             ("effects", Effect, self.effects),
             ("retry", RetryPolicy, retries),
         ):
-            for each in given:
+            for each in cast("tuple[object, ...]", given):
                 if not isinstance(each, kind):
                     raise self._wrong(f"{name} must be a {kind.__name__}, got {each!r}")
         if self.reach == "irreversible" and self.retry is not None and self.retry.max_retries:
