@@ -198,7 +198,7 @@ def test_the_error_says_where_the_json_is_missing_or_broken(text: str, reason: s
     ],
 )
 def test_a_part_of_a_broken_answer_is_never_taken_for_the_answer(text: str):
-    assert "cannot be read" in problems_of(text, Tree)[""]
+    assert "is invalid" in problems_of(text, Tree)[""]
 
 
 @pytest.mark.parametrize("piece", ["[", "[0,", '{"a', '{"a":', '["[\\",', "```\n", "[[],", '"\\"'])
@@ -211,7 +211,7 @@ def test_hopeless_text_is_refused_in_no_time(piece: str):
 
 
 def test_a_number_too_long_to_read_is_a_problem_of_the_answer():
-    assert "cannot be read" in problems_of('{"lines": [%s]}' % ("1" * 5000), Finding)[""]
+    assert "is invalid" in problems_of('{"lines": [%s]}' % ("1" * 5000), Finding)[""]
 
 
 @pytest.mark.parametrize("text", ['{"title": "\ud800"}', '{"title": "\\ud800"}'])
@@ -246,9 +246,9 @@ def test_the_schema_is_the_callers_to_change():
 
 @pytest.mark.parametrize("output_type", [None, int, str, Finding | None])
 def test_what_cannot_be_an_object_is_refused_as_output_type(output_type: Any):
-    with pytest.raises(TypeError, match="take a dataclass or a list of them"):
+    with pytest.raises(TypeError, match="use a dataclass or a list of them"):
         output_schema(output_type)
-    with pytest.raises(TypeError, match="take a dataclass or a list of them"):
+    with pytest.raises(TypeError, match="use a dataclass or a list of them"):
         parse_structured_output("{}", output_type)
 
 

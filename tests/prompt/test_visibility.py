@@ -143,7 +143,7 @@ def test_visibility_that_is_none_is_named_with_the_path():
 
 def test_what_may_be_summarized_needs_a_summary():
     for visibility in (SUMMARY, lambda session: FULL):
-        with pytest.raises(PromptValidationError, match=r"'archive': .*needs a summary"):
+        with pytest.raises(PromptValidationError, match=r"'archive': .*needs summary="):
             archive(summary="", visibility=visibility)
 
 
@@ -264,7 +264,7 @@ def test_reading_leaves_alone_what_was_not_asked_for():
 
     assert "Sorted by year." in prompt.section_text("archive")
     assert prompt.section_text("archive/index") == "### 2.1. Index\n\nSorted by year."
-    with pytest.raises(PromptRenderError, match="no section 'attic'"):
+    with pytest.raises(PromptRenderError, match="section 'attic' does not exist"):
         prompt.section_text("attic")
 
 
