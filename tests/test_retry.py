@@ -278,7 +278,7 @@ def test_policies_and_backoffs_are_frozen_values(backoff, retries):
 
     assert policy == copy.deepcopy(policy) == pickle.loads(pickle.dumps(policy))
     assert hash(policy) == hash(copy.deepcopy(policy))
-    assert RetryPolicy(retries + 1, backoff) != policy
+    assert dataclasses.replace(policy, max_retries=retries + 1) != policy
     assert policy != backoff
     assert repr(policy).startswith(f"RetryPolicy(max_retries={retries}, backoff={backoff!r}")
     for change in (

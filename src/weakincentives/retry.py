@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import FrozenInstanceError
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import FrozenInstanceError, dataclass
 from typing import TYPE_CHECKING, cast
 
 from weakincentives.errors import ToolTimeout, WorkspaceLocked
@@ -68,7 +68,7 @@ def _seconds(name: str, value: object) -> float:
     return _number(name, total_seconds() if callable(total_seconds) else value)
 
 
-def _codes(name: str, given: Iterable[str]) -> frozenset[str]:
+def _codes(name: str, given: Collection[str]) -> frozenset[str]:
     codes: frozenset[object] = frozenset([] if isinstance(given, str) else given)
     if isinstance(given, str) or not all(isinstance(code, str) for code in codes):
         raise ValueError(f"{name} takes several error codes, as in {{{TIMEOUT!r}}}; got {given!r}")
@@ -206,43 +206,33 @@ class JitteredBackoff(Backoff):
         return base + (random() * 2 - 1) * (base * self.jitter)
 
 
-_AT_ONCE = NoBackoff()
-
-
 # Whether to retry
 
 
-class RetryPolicy(_Value):
+@dataclass(frozen=True)
+class RetryPolicy:
     """How often a failed call is retried, and the wait before each retry."""
 
-    max_retries: int
-    backoff: Backoff
-    retryable_errors: frozenset[str] | None
+    max_retries: int = 0
+    backoff: Backoff = NoBackoff()
+    retryable_errors: Collection[str] | None = None
     """Error codes worth a retry; None means every recoverable one."""
-    non_retryable_errors: frozenset[str]
-    should_retry: Callable[[ToolError, int], bool] | None
+    non_retryable_errors: Collection[str] = frozenset()
+    should_retry: Callable[[ToolError, int], bool] | None = None
     """Asked first, with the error and how many retries there were; may only say no."""
 
-    def __init__(
-        self,
-        max_retries: int = 0,
-        backoff: Backoff = _AT_ONCE,
-        retryable_errors: Iterable[str] | None = None,
-        non_retryable_errors: Iterable[str] = (),
-        should_retry: Callable[[ToolError, int], bool] | None = None,
-    ) -> None:
-        if type(max_retries) is not int or max_retries < 0:
-            raise ValueError(f"max_retries must be a whole number from 0 up, got {max_retries!r}")
-        if should_retry is not None and not callable(should_retry):
-            raise ValueError(f"should_retry must be a function, got {should_retry!r}")
-        retryable = retryable_errors
-        super().__init__(
-            max_retries=max_retries,
-            backoff=_backoff("backoff", backoff),
-            retryable_errors=None if retryable is None else _codes("retryable_errors", retryable),
-            non_retryable_errors=_codes("non_retryable_errors", non_retryable_errors),
-            should_retry=should_retry,
-        )
+    def __post_init__(self) -> None:
+        if type(self.max_retries) is not int or self.max_retries < 0:
+            raise ValueError(
+                f"max_retries must be a whole number from 0 up, got {self.max_retries!r}"
+            )
+        if self.should_retry is not None and not callable(self.should_retry):
+            raise ValueError(f"should_retry must be a function, got {self.should_retry!r}")
+        _backoff("backoff", self.backoff)
+        for name in ("retryable_errors", "non_retryable_errors"):
+            codes = getattr(self, name)
+            if codes is not None:
+                object.__setattr__(self, name, _codes(name, codes))
 
     def retries(self, error: ToolError, attempt: int) -> bool:
         """Tell whether a call is retried.

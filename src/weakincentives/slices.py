@@ -58,6 +58,8 @@ class Slice(Generic[T]):
     def of(items: Iterable[V]) -> Slice[V]:
         """Return a slice of these values, oldest first."""
         values = tuple(items)
+        if len(values) <= _CHUNK:  # most are short, and reducers make one for every event
+            return Slice(None, values, len(values))
         return _sliced(values, tuple, lambda chunk: chunk)
 
     @staticmethod
