@@ -209,12 +209,15 @@ class JitteredBackoff(Backoff):
 # Whether to retry
 
 
+_AT_ONCE = NoBackoff()
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """How often a failed call is retried, and the wait before each retry."""
 
     max_retries: int = 0
-    backoff: Backoff = NoBackoff()
+    backoff: Backoff = _AT_ONCE
     retryable_errors: Collection[str] | None = None
     """Error codes worth a retry; None means every recoverable one."""
     non_retryable_errors: Collection[str] = frozenset()
