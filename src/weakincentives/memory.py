@@ -449,16 +449,15 @@ class MemoryManager(_Entries):
         revision = self._store.revision()
         if revision == self._revision:
             return
-        before, rows = self._own(_LONG_TERM), self._store.load()
-        foreign: dict[str, _Entry | None] = {}
-        added = 0
-        for key, text in rows.items():
-            known = before.get(key)
-            added += known is None
-            if known is None or known.text != text:
-                foreign[key] = _Entry(text)
-        if len(before) + added > len(rows):
-            foreign.update((key, None) for key in before if key not in rows)
+        before = self._own(_LONG_TERM)
+        rows = None if self._revision is None else self._store.changed_since(self._revision)
+        if rows is None:
+            rows = {**dict.fromkeys(before), **self._store.load()}
+        foreign = {
+            key: None if text is None else _Entry(text)
+            for key, text in rows.items()
+            if text != ((known := before.get(key)) and known.text)
+        }
         self._change_maps(lambda maps: maps.insert(_LONG_TERM, _changed(before, foreign)))
         self._foreign.rows, self._foreign.next = foreign, _Foreign()
         self._foreign, self._revision = self._foreign.next, revision

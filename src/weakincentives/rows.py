@@ -25,6 +25,14 @@ CREATE TABLE memory (
 CREATE TABLE memory_state (revision INTEGER NOT NULL, indexed INTEGER NOT NULL);
 INSERT INTO memory_state VALUES (0, 0);
 """
+# Added to the files of earlier versions, which do not write it: gaps are expected.
+_CHANGES = """
+CREATE TABLE IF NOT EXISTS memory_changes (
+    revision INTEGER NOT NULL, key TEXT NOT NULL, PRIMARY KEY (revision, key)
+) WITHOUT ROWID
+"""
+_KNOWN_REVISIONS = 1000
+"""How many of the last revisions name the keys that they changed."""
 
 
 class RowStore:
@@ -48,6 +56,21 @@ class RowStore:
         """Return every text by its key."""
         return dict(self._rows("SELECT key, value FROM memory"))
 
+    def changed_since(self, revision: int) -> dict[str, str | None] | None:
+        """Return the text of each key changed since, None if deleted. None if that is unknown."""
+        newer = "FROM memory_changes WHERE revision > ?"
+        known = self._rows(
+            f"SELECT (SELECT revision FROM memory_state) - ? = count(DISTINCT revision) {newer}",
+            revision,
+            revision,
+        )
+        if not known[0][0]:
+            return None
+        keys = f"(SELECT DISTINCT key {newer})"
+        return dict(
+            self._rows(f"SELECT key, value FROM {keys} LEFT JOIN memory USING (key)", revision)
+        )
+
     def search(self, words: Sequence[str]) -> list[str]:
         """Return the keys of the rows whose folded text contains every word."""
         conditions = " AND ".join(["instr(folded, ?)"] * len(words))
@@ -67,7 +90,11 @@ class RowStore:
                         (key, *row),
                     )
             run("UPDATE memory_state SET revision = revision + 1")
-            return self.revision()
+            revision = self.revision()
+            run("DELETE FROM memory_changes WHERE revision <= ?", (revision - _KNOWN_REVISIONS,))
+            for key in rows:
+                run("INSERT INTO memory_changes VALUES (?, ?)", (revision, key))
+            return revision
 
     @contextmanager
     def transaction(self) -> Generator[None]:
@@ -95,7 +122,7 @@ class RowStore:
             self._finalizer()
             self._connection = None
 
-    def _rows(self, query: str, *values: str) -> list[Any]:
+    def _rows(self, query: str, *values: str | int) -> list[Any]:
         with self._lock:
             return self._connected().execute(query, values).fetchall()
 
@@ -137,6 +164,7 @@ class RowStore:
                 f"{self.path} is not a memory that this version can read: it belongs to "
                 "another program, or to a newer version. Choose another path"
             )
+        connection.execute(_CHANGES)
 
 
 def _close(connection: Connection, pid: int) -> None:

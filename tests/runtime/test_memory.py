@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -297,6 +299,29 @@ def test_a_search_finds_what_another_process_has_written(tmp_path):
     assert [key for _, key in found(ours, "needle")] == ["three", "two"]
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+def test_changes_of_another_process_are_seen_also_if_an_earlier_version_made_them(
+    tmp_path, are_known
+):
+    """Earlier versions do not list the keys that they changed, and neither do very old changes."""
+    path = tmp_path / "memory.db"
+    with sqlite3.connect(path) as file, closing(file):
+        ours, theirs = MemoryManager(path), MemoryManager(path)
+        for key in ("stays", "changes", "goes"):
+            ours.write("long-term", key, "old")
+        theirs.write("long-term", "changes", "new")
+        theirs.delete("long-term", "goes")
+        theirs.write("long-term", "comes", "new")
+        if not are_known:
+            file.execute("DELETE FROM memory_changes WHERE revision = 5")
+            file.commit()
+
+        seen = {key: ours.read("long-term", key) for key in ("stays", "changes", "goes", "comes")}
+        assert seen == {"stays": "old", "changes": "new", "goes": None, "comes": "new"}
+        ours.close()
+        theirs.close()
 
 
 # Views
