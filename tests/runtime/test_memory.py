@@ -307,7 +307,7 @@ def test_changes_of_another_process_are_seen_also_if_an_earlier_version_made_the
 ):
     """Earlier versions do not list the keys that they changed, and neither do very old changes."""
     path = tmp_path / "memory.db"
-    with sqlite3.connect(path) as file, closing(file):
+    with closing(sqlite3.connect(path)) as file:
         ours, theirs = MemoryManager(path), MemoryManager(path)
         for key in ("stays", "changes", "goes"):
             ours.write("long-term", key, "old")
