@@ -122,7 +122,7 @@ def overridable_descriptions(row: Row) -> None:
             (tool,) = Prompt(template, overrides=overrides).render().tools
             assert tool.description == "better"
         else:
-            with pytest.raises(PromptOverrideError, match="cannot be overridden"):
+            with pytest.raises(PromptOverrideError, match="no tool 't' that can be overridden"):
                 Prompt(template, overrides=overrides).render()
 
 
