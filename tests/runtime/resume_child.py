@@ -106,7 +106,7 @@ else:
     bus = Dispatcher()
     bus.subscribe(ToolInvoked, ended)
     saved = SavedSession.open(WHERE / "run.jsonl", dispatcher=bus)
-    saved.take_back_unrecorded(files, ledger=ledger)
+    saved.undo_unrecorded(files, ledger=ledger)
 with prompt.resources, saved:
     answer = ScriptedAdapter([turn] * 4).evaluate(prompt, saved.session, resume=WHAT == "resume")
     records = saved.session[ToolInvoked].all()

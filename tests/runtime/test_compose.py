@@ -607,7 +607,7 @@ def meeting(name: str, barrier: threading.Barrier) -> Tool[Any, Any]:
     )
 
 
-def test_members_that_may_run_beside_each_other_do():
+def test_members_that_may_run_concurrently_each_other_do():
     barrier = threading.Barrier(3)
     composed = parallel([meeting(n, barrier) for n in "abc"])
     session = bare(composed)
@@ -670,8 +670,8 @@ def test_a_composed_tool_runs_beside_others_only_if_all_its_members_may():
     world = World([sequence([free], name="all"), sequence([free, alone], name="some")])
     offers = world.prompt.rendered.offers
 
-    assert offers["all"].may_run_beside
-    assert not offers["some"].may_run_beside
+    assert offers["all"].may_run_concurrently
+    assert not offers["some"].may_run_concurrently
 
 
 def test_composed_tools_run_beside_each_other_and_stay_transactions():

@@ -410,7 +410,7 @@ def _run_with_effects(where: Path, *, resume: bool = False) -> str:
         saved = SavedSession.open(path) if resume else SavedSession.create(path, Session())
         with prompt.resources, saved:
             if resume:
-                saved.take_back_unrecorded(files)
+                saved.undo_unrecorded(files)
             adapter = ScriptedAdapter([turn] * 4)
             return adapter.evaluate(prompt, saved.session, resume=resume).text or ""
 

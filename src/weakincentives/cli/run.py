@@ -332,7 +332,7 @@ class AgentRun:
         from weakincentives.runtime import Session
 
         if saved is not None:
-            saved.take_back_unrecorded(files)
+            saved.undo_unrecorded(files)
         with (
             open_workbench(
                 self.settings,

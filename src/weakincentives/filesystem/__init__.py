@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.history import Committed as Committed
     from weakincentives.filesystem.history import adopt_store as adopt_store
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
-    from weakincentives.filesystem.protocol import FileStat as FileStat
-    from weakincentives.filesystem.protocol import GrepMatch as GrepMatch
+    from weakincentives.filesystem.paths import FileStat as FileStat
+    from weakincentives.filesystem.paths import GrepMatch as GrepMatch
     from weakincentives.filesystem.undo import CallChanges as CallChanges
     from weakincentives.filesystem.undo import WorkspaceHistory as WorkspaceHistory

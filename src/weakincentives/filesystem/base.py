@@ -24,13 +24,7 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
-from weakincentives.filesystem.patterns import (
-    GlobPattern,
-    check_limit,
-    compile_regex,
-    matching_lines,
-)
-from weakincentives.filesystem.protocol import (
+from weakincentives.filesystem.paths import (
     BARRED,
     FileStat,
     GrepMatch,
@@ -47,6 +41,12 @@ from weakincentives.filesystem.protocol import (
     resolve,
     shown,
     split_path,
+)
+from weakincentives.filesystem.patterns import (
+    GlobPattern,
+    check_limit,
+    compile_regex,
+    matching_lines,
 )
 from weakincentives.participant import Participant
 

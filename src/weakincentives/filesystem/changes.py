@@ -29,7 +29,7 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
-from weakincentives.filesystem.protocol import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.restore import (
     Restore,
     move_out,

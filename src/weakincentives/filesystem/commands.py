@@ -21,7 +21,7 @@ from typing import Any, Literal
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
 from weakincentives.filesystem.overlay import Overlay, Process, Way, find_way
-from weakincentives.filesystem.protocol import shown
+from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import remove_tree
 from weakincentives.locks import undisturbed

@@ -16,7 +16,7 @@ from typing import Any
 from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
-from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
+from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 
 _MAX_COMPARED = 1 << 20
 """Bytes; of a larger file only the size is shown."""

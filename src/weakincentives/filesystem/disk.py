@@ -37,8 +37,7 @@ from weakincentives.filesystem.diffs import FileChange, all_changed, file_change
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
 from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
 from weakincentives.filesystem.overlay import Overlay, Step, find_way
-from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.protocol import (
+from weakincentives.filesystem.paths import (
     BARRED,
     DEFAULT_ROOT,
     FileStat,
@@ -47,6 +46,7 @@ from weakincentives.filesystem.protocol import (
     shown,
     split_root,
 )
+from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import Store

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from weakincentives.filesystem.protocol import NodeKind, Parts
+from weakincentives.filesystem.paths import NodeKind, Parts
 from weakincentives.filesystem.tree import (
     CHUNK,
     Held,

@@ -33,7 +33,7 @@ from weakincentives.filesystem.entry import (
     new_file,
 )
 from weakincentives.filesystem.journal import JOURNAL, Journal, Record, no_links, read_journal
-from weakincentives.filesystem.protocol import Parts, join_path
+from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.scratch import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
     Note,

@@ -8,7 +8,7 @@ import os
 import struct
 import sys
 
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 
 IN_MODIFY, IN_ATTRIB, IN_CLOSE_WRITE = 0x2, 0x4, 0x8
 IN_MOVED_FROM, IN_MOVED_TO, IN_CREATE, IN_DELETE = 0x40, 0x80, 0x100, 0x200

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weakincentives.filesystem.entry import Entry, checked_digest
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
 from weakincentives.state import Seals

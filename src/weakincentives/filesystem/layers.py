@@ -18,7 +18,7 @@ from weakincentives.filesystem import base
 from weakincentives.filesystem.entry import Entry, File, kind_of
 from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.protocol import BARRED, NodeKind, Parts, join_path
+from weakincentives.filesystem.paths import BARRED, NodeKind, Parts, join_path
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
 

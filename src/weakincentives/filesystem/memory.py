@@ -18,7 +18,7 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.filesystem.base import Filesystem, Reads, reading
-from weakincentives.filesystem.protocol import (
+from weakincentives.filesystem.paths import (
     DEFAULT_ROOT,
     FileStat,
     NodeKind,

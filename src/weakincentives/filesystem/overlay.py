@@ -28,7 +28,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.entry import Entry, capture
 from weakincentives.filesystem.layers import Look, Node
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (

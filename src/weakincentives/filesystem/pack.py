@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weakincentives.filesystem.entry import Entry, copy_content, kind_of, new_file
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.tree import read_all, write_all
 from weakincentives.state import Seals
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.protocol import Parts, shown, split_path
+from weakincentives.filesystem.paths import Parts, shown, split_path
 
 _ANY_DEPTH = "**"
 

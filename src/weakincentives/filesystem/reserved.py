@@ -16,8 +16,8 @@ from pathlib import Path
 
 from weakincentives.errors import ProtectedPath
 from weakincentives.filesystem.layers import Disk, Look, Node
+from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.protocol import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import our_code, our_environment, our_secrets
 

@@ -27,7 +27,7 @@ from weakincentives.filesystem.entry import (
     new_file,
 )
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.protocol import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.scratch import Scratch, Scratches, set_time
 from weakincentives.filesystem.store import DAMAGED, Source, Store, read_exactly
 from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of

@@ -21,7 +21,7 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.pack import Pack, Place, Row
-from weakincentives.filesystem.protocol import BARRED, Parts
+from weakincentives.filesystem.paths import BARRED, Parts
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Source, Store
 from weakincentives.filesystem.tree import Tree, xattrs_of

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weakincentives.filesystem.entry import new_file
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Store, checked_parts, write_whole
 from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
 

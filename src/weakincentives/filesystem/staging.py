@@ -22,7 +22,7 @@ from weakincentives.filesystem.layers import (
     names_of,
     node_of,
 )
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import without_privileges

@@ -21,7 +21,7 @@ from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
 from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of, new_file
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.tree import (
     CHUNK,
     Held,

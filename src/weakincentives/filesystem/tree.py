@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.filesystem.protocol import BARRED, Parts, join_path, resolve
+from weakincentives.filesystem.paths import BARRED, Parts, join_path, resolve
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from weakincentives.filesystem.entry import Entry, apply_entry, capture, create,
 from weakincentives.filesystem.history import Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
 from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
-from weakincentives.filesystem.protocol import Parts, join_path, shown
+from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals

@@ -29,7 +29,7 @@ from weakincentives.filesystem.layers import (
     replaced_by,
     undone,
 )
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External
 from weakincentives.filesystem.store import Store

@@ -19,8 +19,8 @@ from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
+from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.protocol import shown
 from weakincentives.prompt.signatures import is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 

@@ -66,7 +66,7 @@ class Offer:
     counters: tuple[AttachedPolicy, ...] = ()
     """The policies that have ``on_start``: notified right before a call runs."""
     needs_loop: bool = False
-    may_run_beside: bool = False
+    may_run_concurrently: bool = False
     """Whether a call may run concurrently with others of its turn."""
     rules: tuple[AttachedPolicy, ...] = ()
     """All policies, also those that do not apply to this tool: members of a composed tool inherit
@@ -84,15 +84,15 @@ class Offer:
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
         members = getattr(tool.handler, "composed_of", ())
-        may_run_beside = (
+        may_run_concurrently = (
             tool.reach in ("read", "reversible")
             and (tool.is_async if tool.concurrent is None else tool.concurrent)
             and tool.writes == "api"  # a scan cannot attribute changes to a call
             and tool.handler is not None
             and not any(policy.asks_a_person for policy in policies)
-            and all(cls.of(member, rules).may_run_beside for member in members)
+            and all(cls.of(member, rules).may_run_concurrently for member in members)
         )
-        return cls(tool, policies, listeners, counters, needs_loop, may_run_beside, rules)
+        return cls(tool, policies, listeners, counters, needs_loop, may_run_concurrently, rules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.events import SUSPENDED, ToolInvoked
-from weakincentives.filesystem.protocol import shown
+from weakincentives.filesystem.paths import shown
 from weakincentives.logs import get_logger
 from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool, ToolContext

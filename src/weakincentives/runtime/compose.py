@@ -306,6 +306,13 @@ class ToolComposer:
 _NOT_MATCHED = ToolError("BRANCH_NOT_MATCHED", "The branch's condition does not hold")
 
 
+@dataclass(frozen=True, slots=True)
+class _BranchOutput:
+    """The value of a branch's record in sessions that earlier versions saved."""
+
+    results: tuple[AnyResult, ...]
+
+
 def _attempt(composed: str, number: int, branch: ConditionalBranch) -> AnyTool:
     """Return a tool that runs a branch and fails if it does not match."""
     first, *others = branch.tools
@@ -420,7 +427,7 @@ Work = Callable[[Any, _Run], Coroutine[Any, Any, AnyResult]]
 def _handler_of(work: Work, members: Sequence[AnyTool]) -> Any:
     """Return a handler; an async one if any member may have to be waited for."""
     offers = [Offer.of(tool) for tool in members]
-    some_run_together = sum(offer.may_run_beside for offer in offers) > 1
+    some_run_together = sum(offer.may_run_concurrently for offer in offers) > 1
     if any(offer.needs_loop for offer in offers) or some_run_together:
 
         async def on_loop(params: Any, *, context: ToolContext) -> AnyResult:
@@ -555,7 +562,7 @@ def _batches(by_key: Mapping[str, AnyTool], size: int | None) -> list[list[str]]
     batches: list[list[str]] = []
     joins = False
     for key, tool in by_key.items():
-        may_join = Offer.of(tool).may_run_beside
+        may_join = Offer.of(tool).may_run_concurrently
         if may_join and joins and (size is None or len(batches[-1]) < size):
             batches[-1].append(key)
         else:

@@ -207,7 +207,7 @@ class SavedSession:
             for slice_type in gone:
                 del self._saved[slice_type]
 
-    def take_back_unrecorded(
+    def undo_unrecorded(
         self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
     ) -> tuple[str, ...]:
         """Repair what a kill left between a call's commit and its record; returns undone calls.

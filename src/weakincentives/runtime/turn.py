@@ -38,7 +38,12 @@ def groups(
     together: Group = []
     for each in (*enumerate(calls), None):
         offer = None if each is None else offers.get(each[1].name)
-        if each is not None and offer is not None and offer.may_run_beside and max_concurrency > 1:
+        if (
+            each is not None
+            and offer is not None
+            and offer.may_run_concurrently
+            and max_concurrency > 1
+        ):
             together.append(each)
             continue
         # Asked late: a call before them in the turn may have built such a resource.

@@ -442,13 +442,17 @@ def current_name(name: str) -> str:
 
 
 _MOVED = {
+    "weakincentives.contrib.tools.browser": "weakincentives.contrib.tools.web",
     "weakincentives.contrib.tools.digest_facts": "weakincentives.contrib.tools.digest",
     "weakincentives.contrib.tools.podman": "weakincentives.contrib.tools.sandbox.section",
     "weakincentives.contrib.tools.vfs_mounts": "weakincentives.contrib.tools.mounts",
     "weakincentives.contrib.tools.vfs_values": "weakincentives.contrib.tools.file_values",
+    "weakincentives.filesystem.protocol": "weakincentives.filesystem.paths",
     "weakincentives.prompt.tool_result": "weakincentives.tool_result",
     "weakincentives.prompt.visibility": "weakincentives.prompt.section",
     "weakincentives.runtime.events": "weakincentives.events",
+    "weakincentives.runtime.memory": "weakincentives.memory",
+    "weakincentives.runtime.session": "weakincentives.session",
 }
 """Removed modules, with the module that has their classes now."""
 

@@ -619,7 +619,7 @@ def test_a_directory_with_something_in_it_is_deleted_only_when_that_is_asked_for
 # All of them
 
 
-def test_every_tool_says_how_far_it_reaches_and_may_run_beside_others():
+def test_every_tool_says_how_far_it_reaches_and_may_run_concurrently_others():
     reaches = {tool.name: tool.reach for tool in file_tools()}
 
     assert reaches == {

@@ -26,7 +26,7 @@ from weakincentives.contrib.tools.mounts import IgnoreRules, is_ignored, parse_i
 from weakincentives.contrib.tools.suite import suite_tool
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import FileStat, Filesystem
-from weakincentives.filesystem.protocol import shown
+from weakincentives.filesystem.paths import shown
 from weakincentives.prompt.section import Section, SectionOptions, SectionVisibility
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.slices import Slice

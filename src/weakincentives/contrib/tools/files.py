@@ -54,7 +54,7 @@ from weakincentives.errors import (
     ToolValidationError,
 )
 from weakincentives.filesystem import FileStat, Filesystem, GrepMatch, MemoryFilesystem
-from weakincentives.filesystem.protocol import DEFAULT_ROOT, encode_text, shown
+from weakincentives.filesystem.paths import DEFAULT_ROOT, encode_text, shown
 from weakincentives.prompt.contracts import NotificationEffect, PermissionPrecondition
 from weakincentives.prompt.policies import ReadBeforeWritePolicy, content_digest, is_seen
 from weakincentives.prompt.section import SectionOptions

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weakincentives.contrib.tools.file_values import listed
 from weakincentives.errors import FilesystemError, MissingExtra
+from weakincentives.filesystem.paths import Parts, join_path, split_path, split_root
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.protocol import Parts, join_path, split_path, split_root
 from weakincentives.filesystem.tree import Tree
 
 if TYPE_CHECKING:

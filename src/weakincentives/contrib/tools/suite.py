@@ -9,7 +9,7 @@ from typing import Any, Unpack, get_args
 
 from weakincentives.contrib.tools.mounts import HostMount, LeftOut, MountedFile, read_mount
 from weakincentives.filesystem import Filesystem
-from weakincentives.filesystem.protocol import DEFAULT_ROOT, join_path, split_path, split_root
+from weakincentives.filesystem.paths import DEFAULT_ROOT, join_path, split_path, split_root
 from weakincentives.prompt.section import Section, SectionOptions
 from weakincentives.prompt.signatures import hints_of
 from weakincentives.prompt.tool import Reach, Tool

@@ -38,7 +38,7 @@ from weakincentives.errors import CommandFailed, SandboxUnavailable, ToolValidat
 from weakincentives.filesystem import CommandResult, HostFilesystem
 from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command
 from weakincentives.filesystem.overlay import remove_tree
-from weakincentives.filesystem.protocol import Parts
+from weakincentives.filesystem.paths import Parts
 from weakincentives.state import program, source_of
 
 SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
