@@ -138,12 +138,6 @@ class _Remembers:
 
     def _remember(self, context: ToolContext, change: Callable[[Any], Any]) -> None:
         """Replace the state by ``change(state)``, as a function, so that concurrent calls merge."""
-        session = context.session
-        # A concurrent call always writes: what is known now may be rolled back before it commits.
-        if not session.tracks_reads:
-            state = self._mine(session.read_slice(self._state).all())
-            if change(state) is state:
-                return
 
         def changed(current: Slice[Any]) -> Slice[Any]:
             states = current.all()
@@ -152,7 +146,17 @@ class _Remembers:
                     return current.replace(*states[:index], change(state), *states[index + 1 :])
             return current.append(change(self._state(self.name)))
 
-        session[self._state].update(changed)
+        context.session[self._state].update(changed)
+
+    def _remember_once(self, context: ToolContext, change: Callable[[Any], Any]) -> None:
+        """Like ``_remember``, for a change that often changes nothing: then nothing is written."""
+        session = context.session
+        # A concurrent call always writes: what is known now may be rolled back before it commits.
+        if not session.tracks_reads:
+            state = self._mine(session.read_slice(self._state).all())
+            if change(state) is state:
+                return
+        self._remember(context, change)
 
     def _mine(self, states: Iterable[Any]) -> Any:
         for state in states:
@@ -258,7 +262,7 @@ class SequentialDependencyPolicy(_Remembers):
                 return state
             return replace(state, invoked_tools=_with(state.invoked_tools, tool.name))
 
-        self._remember(context, noted)
+        self._remember_once(context, noted)
 
 
 @dataclass(frozen=True)
@@ -349,7 +353,7 @@ class ReadBeforeWritePolicy(_Remembers):
             keys = _with(state.invoked_keys, key)
             return replace(state, invoked_keys=keys, contents=_updated(state.contents, contents))
 
-        self._remember(context, noted)
+        self._remember_once(context, noted)
 
     def _note_transfer(self, params: object, context: ToolContext) -> None:
         source, destination = _text_field(params, "source"), _text_field(params, "destination")
