@@ -198,7 +198,7 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, 
     wink = tmp_path / "empty" / "bin" / "wink"
     refused = subprocess.run([wink, "demo"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert refused.stderr == "wink: rich is missing; run: pip install 'wink-runtime[cli]'\n"
+    assert refused.stderr == "wink: typer is missing; run: pip install 'wink-runtime[cli]'\n"
 
     subprocess.run([*install, f"{wheel}[cli]"], check=True)
     helped = subprocess.run([wink, "--help"], capture_output=True, text=True, check=False)

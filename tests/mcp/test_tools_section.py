@@ -111,7 +111,7 @@ def test_allow_deny_prefix_and_rename_choose_what_is_offered():
         ({"deny": ["wirte"]}, "deny: the server has no tool 'wirte'; did you mean 'write'?"),
         ({"reach": {"qqq": "read"}}, "reach: the server has no tool 'qqq'; its tools are echo"),
         ({"rename": {"echo": "a", "write": "a"}}, "rename gives two tools one name"),
-        ({"rename": {"echo": "Not A Name"}}, "'Not A Name' must match"),
+        ({"rename": {"echo": "Not A Name"}}, "'Not A Name': its name must match"),
         ({"reach": "compensable"}, "is compensable, but has no undo"),
         ({"retry": {"echo": RetryPolicy(max_retries=1)}}, "state its reach"),
     ],

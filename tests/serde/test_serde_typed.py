@@ -340,6 +340,20 @@ def test_readings_of_a_union_are_told_apart_when_both_are_possible():
     }
 
 
+@dataclass
+class TwoOfEach:
+    first: Colour
+    second: Colour | None
+    low: Level
+    high: Level
+
+
+def test_an_enum_may_be_the_type_of_several_fields():
+    data = {"first": "red", "second": "blue", "low": 1, "high": 1}
+    assert dump(parse(TwoOfEach, data)) == data
+    assert details(TwoOfEach, data | {"second": "x", "high": "y"}).keys() == {"second", "high"}
+
+
 def test_choices_of_several_branches_are_one_sentence():
     assert details(dict[str, Literal["a"] | Literal["b"] | int], {"x": "c"}) == {
         "x": "Expected type integer, got string 'c'; or x must be one of: a, b, got 'c'"

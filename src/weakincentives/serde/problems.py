@@ -126,6 +126,7 @@ def _class_name(node: Node) -> str:
 
 def _with_choices(node: Node) -> Node:
     """Report the choices in the error; keep ``true`` and ``1.0`` from passing as the choice 1."""
+    reference = {"ref": node.pop("ref")} if "ref" in node else {}  # others refer to the result
     members = node["expected"] if node["type"] == "literal" else node["members"]
     choices = [getattr(member, "value", member) for member in members]
     kinds = set[type](map(type, choices))
@@ -141,6 +142,7 @@ def _with_choices(node: Node) -> Node:
         function = {"type": "no-info", "function": check}
         node = {"type": "function-before", "function": function, "schema": relaxed}
     return {
+        **reference,
         "type": "custom-error",
         "schema": node,
         "custom_error_type": "choices",
