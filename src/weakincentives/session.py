@@ -195,6 +195,8 @@ class _Wiring:
     policies: Mapping[type, SlicePolicy] = field(default_factory=dict[type, SlicePolicy])
     default_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
     """For types without a registered reducer, filled as events are dispatched."""
+    change_routes: dict[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
+    """By slice type, for changes that ``session[T]`` makes."""
     # Not typed: prompts are above this layer, and put themselves here.
     prompt: Any = None
     rendered: Any = None
@@ -207,14 +209,17 @@ class _Wiring:
 
     def routes_for(self, event: object) -> tuple[_Route, ...]:
         event_type = type(event)
-        defaults = self.default_routes
-        routes = self.routes.get(event_type) or defaults.get(event_type)
-        if routes is not None:
-            return routes
+        defaults, changes = self.default_routes, self.change_routes
         if isinstance(event, _SliceChanged):
-            is_log = self.policy(event.slice_type) is SlicePolicy.LOG
-            return (_Route(event.slice_type, lambda current, e: e.change(current), is_log),)
-        routes = defaults[event_type] = (self.own_route(event_type),)
+            slice_type = event.slice_type
+            routes = changes.get(slice_type)
+            if routes is None:
+                is_log = self.policy(slice_type) is SlicePolicy.LOG
+                routes = changes[slice_type] = (_Route(slice_type, _change, is_log),)
+            return routes
+        routes = self.routes.get(event_type) or defaults.get(event_type)
+        if routes is None:
+            routes = defaults[event_type] = (self.own_route(event_type),)
         return routes
 
     def own_route(self, event_type: type) -> _Route:
@@ -248,7 +253,8 @@ class _Wiring:
                     replace(r, is_log=is_log) if r.slice_type is slice_type else r for r in found
                 )
             policies = {**self.policies, slice_type: policy}
-            self.policies, self.routes, self.default_routes = policies, routes, {}
+            self.policies, self.routes = policies, routes
+            self.default_routes, self.change_routes = {}, {}
 
 
 class _Restorable:
@@ -1078,6 +1084,10 @@ def _appended(events: _Events, entries: Iterable[object]) -> _Events:
     for entry in entries:
         events = (events, entry)
     return events
+
+
+def _change(current: Slice[Any], event: Any) -> Any:
+    return event.change(current)
 
 
 def _reduced(slices: _Slices, route: _Route, event: object) -> _Slices:
