@@ -391,10 +391,6 @@ events_logger = "none"
 tmp_dir = "{place}/tmp"
 """
 
-# Podman's relay can lose the last output of a short command, so the command writes to our pipes.
-_WITH_PIPES = ("/bin/sh", "-c", 'exec 3>&1 4>&2; exec "$@"', "sh")
-_OWN_PIPES = "exec >&3 2>&4 3>&- 4>&-"
-
 
 class Podman(Engine):
     """Confines commands in containers. Podman's state is in the directory of the command.
@@ -437,8 +433,8 @@ class Podman(Engine):
                 argv += _binds([*self.kit.workspace(command), self.kit.environment(command, place)])
                 argv += self._root(place) if self.image is None else [self.image]
                 # Process 1 of a container should be a shell: it reaps the others.
-                argv += ["/bin/sh", "-c", f'{_OWN_PIPES}; {ENTER}; "$@"; exit $?', "sh"]
-                yield Launch([*_WITH_PIPES, *argv, *command.argv], {**env, **_outside()})
+                argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *command.argv]
+                yield Launch(argv, {**env, **_outside()})
         finally:
             remove_cgroups(group)
 
@@ -463,7 +459,6 @@ class Podman(Engine):
     def _options(self, command: SandboxedCommand, group: str) -> list[str]:
         limits = command.limits
         options = ["--rm", "--interactive", "--quiet", "--pull=never", "--log-driver=none"]
-        options += ["--preserve-fds=2"]
         options += ["--network=none", "--no-hosts", "--hostname=sandbox", "--unsetenv-all"]
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--security-opt=seccomp={self._profile}"]
