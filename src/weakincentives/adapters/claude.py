@@ -612,7 +612,8 @@ class _TurnBuilder:
                 self.usage = _usage(event.get("usage") or {}, self.usage.input_tokens)
             case _:
                 pass
-        return event["type"] == "message_stop"
+        # After a lost connection the program ends the message itself, without a reason.
+        return event["type"] == "message_stop" and self.stop_reason is not None
 
 
 def _arguments(text: str) -> object:
