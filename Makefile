@@ -33,6 +33,7 @@ lint: $(VENDORS)  ## Format, lint, types, layers. The tests build the documentat
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.

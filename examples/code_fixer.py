@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import weakincentives as wink
-from weakincentives.adapters import Adapter, RunConfig, ScriptedAdapter, calls
+from weakincentives.adapters import Adapter, RunConfig, ScriptedAdapter, Turn, calls
 from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection, find_sandbox
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem
@@ -37,7 +37,7 @@ TASK = "The tests fail. Repair the program, and leave the tests as they are."
 # What the scripted model does, as a model might. The tests decide: a command that fails has
 # changed nothing.
 TEST = "python3 -B -m unittest"
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls(("shell_execute", {"command": TEST})),
     calls(("read_file", {"path": "mean.py"}), ("read_file", {"path": "test_mean.py"})),
     calls(("write_file", {"path": "test_mean.py", "content": "", "overwrite": True})),  # denied

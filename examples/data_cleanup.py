@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import weakincentives as wink
-from weakincentives.adapters import ScriptedAdapter, calls
+from weakincentives.adapters import ScriptedAdapter, Turn, calls
 from weakincentives.prompt import Approval, ApprovalPolicy, ApprovalRequest, QuotaPolicy
 from weakincentives.runtime import ToolInvoked
 
@@ -124,7 +124,7 @@ def ask(request: ApprovalRequest) -> Approval:
     return Approval(True, by="data owner")
 
 
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls(("query", {"where": "lower(email) IN ('ada@example.org')"})),
     calls(("merge", {"keep": "1", "drop": "2"})),
     calls(("delete", {"ids": ["3", "4", "5", "6"], "reason": "old or a test"})),  # not approved

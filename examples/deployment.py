@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import weakincentives as wink
-from weakincentives.adapters import RunConfig, ScriptedAdapter, calls
+from weakincentives.adapters import RunConfig, ScriptedAdapter, Turn, calls
 from weakincentives.prompt import (
     Effect,
     EveryCalls,
@@ -191,7 +191,7 @@ class WhatIsLeft:
         return f"{undone} Not undone: {left}." if left else f"{undone} Nothing is left of it."
 
 
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls("deploy"),  # not built, not tested: denied
     calls("build", "run_tests"),
     calls("deploy"),  # the tests did not see that it has no workers: taken back

@@ -12,13 +12,13 @@ import tempfile
 from pathlib import Path
 
 import weakincentives as wink
-from weakincentives.adapters import ScriptedAdapter, calls
+from weakincentives.adapters import ScriptedAdapter, Turn, calls
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.mcp import McpToolsSection
 from weakincentives.prompt import SequentialDependencyPolicy
 from weakincentives.runtime import ToolInvoked
 
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls(("pay", {"amount": 30})),  # denied: nobody has looked at the balance
     calls("balance"),
     calls(("pay", {"amount": 500})),  # it is written down, then found to be too much: undone

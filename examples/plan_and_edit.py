@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import weakincentives as wink
-from weakincentives.adapters import RunConfig, ScriptedAdapter, calls
+from weakincentives.adapters import RunConfig, ScriptedAdapter, Turn, calls
 from weakincentives.contrib.tools import Plan, PlanningToolsSection, VfsConfig, VfsToolsSection
 from weakincentives.runtime import ToolInvoked
 
@@ -44,7 +44,7 @@ def fix_and_check(old: str, new: str, *, context: wink.ToolContext) -> str:
     return "Fixed, and the check passes"
 
 
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls(
         ("setup_plan", {"objective": "Fix the total", "steps": ["Find it", "Fix it", "Check it"]}),
         ("grep_files", {"pattern": r"def total\("}),

@@ -6,7 +6,7 @@ Run it with `.venv/bin/python examples/sandboxed_fix.py`. Needs Linux.
 from __future__ import annotations
 
 import weakincentives as wink
-from weakincentives.adapters import ScriptedAdapter, calls
+from weakincentives.adapters import ScriptedAdapter, Turn, calls
 from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection
 from weakincentives.runtime import ToolInvoked
 
@@ -20,7 +20,7 @@ FIX = "sed -i 's:/ 2:/ len(prices):' mean.py"
 GUARD = "sed -i 's:    return:    if not prices\\:\\n        return 0\\n    return:' mean.py"
 TEST = "python3 test_mean.py"
 
-SCRIPT = [
+SCRIPT: list[Turn] = [
     calls(("shell_execute", {"command": "cat mean.py; cat /etc/shadow"})),
     calls(("shell_execute", {"command": f"{FIX} && {TEST}"})),  # an empty list still fails: undone
     calls(("read_file", {"path": "mean.py"})),

@@ -44,9 +44,9 @@ def line(span: ReadableSpan) -> str:
     found = span.attributes or {}
     words = [str(found.get("wink.outcome", ""))]
     if "wink.turns" in found:
-        words.append(f"{found['wink.turns']} turns")
+        words.append(f"{found['wink.turns']!s} turns")
     if "gen_ai.usage.input_tokens" in found:
-        words.append(f"{found['gen_ai.usage.input_tokens']} tokens in")
+        words.append(f"{found['gen_ai.usage.input_tokens']!s} tokens in")
     words.append(str(found.get("wink.policy.reason", "")))
     undone = found.get("wink.undone")
     if isinstance(undone, Sequence):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weakincentives.budget import Budget, BudgetTracker, TokenUsage
+from weakincentives.budget import Budget, BudgetTracker, TokenPrice, TokenUsage
 from weakincentives.errors import BudgetExceededError, PromptEvaluationError
 
 
@@ -26,7 +26,9 @@ class TestUsage:
 
 
 class TestBudget:
-    @pytest.mark.parametrize("name", ["max_total_tokens", "max_input_tokens", "max_output_tokens"])
+    @pytest.mark.parametrize(
+        "name", ["max_total_tokens", "max_input_tokens", "max_output_tokens", "max_cost_usd"]
+    )
     @pytest.mark.parametrize("limit", [0, -5])
     def test_a_limit_must_be_positive(self, name: str, limit: int) -> None:
         with pytest.raises(ValueError, match=f"{name} must be positive, got {limit}"):
@@ -70,3 +72,34 @@ class TestBudget:
             list(pool.map(tracker.record, [TokenUsage(input_tokens=2, output_tokens=1)] * 200))
 
         assert tracker.used == TokenUsage(input_tokens=400, output_tokens=200)
+
+
+class TestMoney:
+    def test_a_price_is_per_million_tokens_and_cached_input_costs_less(self) -> None:
+        usage = TokenUsage(input_tokens=1_000_000, output_tokens=100_000, cached_tokens=400_000)
+
+        assert TokenPrice(input=3, output=15).of(usage) == pytest.approx(4.5)
+        assert TokenPrice(input=3, output=15, cached_input=0.3).of(usage) == pytest.approx(3.42)
+
+    @pytest.mark.parametrize("name", ["input", "output", "cached_input"])
+    @pytest.mark.parametrize("price", [-1, float("inf"), float("nan")])
+    def test_a_price_is_an_amount(self, name: str, price: float) -> None:
+        with pytest.raises(ValueError, match=f"{name} must be dollars per million tokens"):
+            TokenPrice(**{"input": 1, "output": 1, name: price})
+
+    def test_what_is_spent_is_compared_with_the_limit(self) -> None:
+        tracker = BudgetTracker(Budget(max_cost_usd=0.01, price=TokenPrice(input=3, output=15)))
+        tracker.record(TokenUsage(input_tokens=3_000))
+        tracker.check()
+        assert tracker.cost_usd == pytest.approx(0.009)
+
+        tracker.record(TokenUsage(output_tokens=100))
+        with pytest.raises(BudgetExceededError, match=r"Spent \$0\.0105; the budget is \$0\.01"):
+            tracker.check()
+
+    def test_the_price_of_the_budget_is_used_before_the_one_that_is_known(self) -> None:
+        tracker = BudgetTracker(Budget(price=TokenPrice(input=1, output=1)))
+
+        tracker.record(TokenUsage(input_tokens=1_000_000), TokenPrice(input=99, output=99))
+
+        assert tracker.cost_usd == 1

@@ -406,6 +406,8 @@ def test_the_first_ten_minutes_go_as_the_readme_says(
     section = readme.split("## The first ten minutes")[1].split("\n## ")[0]
 
     seen = []
+    stdin = open(os.devnull)  # noqa: SIM115  # the chat has nothing to say
+    monkeypatch.setattr("sys.stdin", stdin)
     for line in re.findall(r"^wink (?!demo|doctor|mcp).*", section, re.MULTILINE):
         words = line.replace("openai:gpt-5-mini", f"scripted:{tmp_path / 'script.json'}")
         with pytest.raises(SystemExit) as end:
@@ -420,4 +422,6 @@ def test_the_first_ten_minutes_go_as_the_readme_says(
         ("log", 0, False, after),
         ("diff", 0, True, after),
         ("undo", 0, False, before),
+        ("chat", 0, False, before),
     ]
+    stdin.close()

@@ -46,6 +46,7 @@ from weakincentives.prompt import (
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime import (
     Session,
+    ShortenAndSummarize,
     ToolCall,
     ToolInvoked,
     ToolRegistry,
@@ -514,6 +515,49 @@ def test_a_provider_that_is_asked_again_is_one_turn(traced: Callable[..., Trace]
     (event,) = seen.one("chat").events
     assert event.name == "wink.retry"
     assert dict(event.attributes or {}) == {"error.type": "RATE_LIMIT", "wink.retry.wait": 7}
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_reported_progress_is_noted_in_the_span_of_the_call(
+    traced: Callable[..., Trace], content: bool
+):
+    @wink.tool(reach="read")
+    def copy(*, context: wink.ToolContext) -> str:
+        """Copy files."""
+        context.report("secret.txt", done=1, total=2)
+        return "copied"
+
+    seen = traced(content=content)
+
+    ScriptedAdapter([calls(("copy", {})), says("Done.")]).evaluate(prompt_with(copy), Session())
+
+    (event,) = seen.one("execute_tool copy").events
+    assert event.name == "wink.progress"
+    told = {"message": "secret.txt"} if content else {}
+    assert dict(event.attributes or {}) == {"wink.progress": 1, "wink.progress.total": 2, **told}
+
+
+@pytest.mark.parametrize("content", [False, True])
+def test_a_full_context_window_is_noted_in_the_span_of_the_run(
+    traced: Callable[..., Trace], content: bool
+):
+    @wink.tool(reach="read")
+    def read(*, context: wink.ToolContext) -> str:
+        """Read much."""
+        return "word " * 1000
+
+    seen = traced(content=content)
+    turns = [calls("read")] * 8
+    model = ScriptedAdapter([*turns, says("A summary."), says("Done.")])
+
+    config = RunConfig(context_window=15_000, context=ShortenAndSummarize(target=0.1))
+    model.evaluate(prompt_with(read), Session(), config=config)
+
+    (event,) = seen.one("invoke_agent clerk").events
+    assert event.name == "wink.context_compacted"
+    sizes = dict(event.attributes or {})
+    assert sizes.pop("wink.tokens.after") < sizes.pop("wink.tokens.before")
+    assert sizes == ({"summary": "A summary."} if content else {})
 
 
 def test_a_provider_error_ends_turn_and_run(traced: Callable[..., Trace]):

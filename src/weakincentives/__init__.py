@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline as Deadline
     from weakincentives.filesystem import Filesystem as Filesystem
     from weakincentives.filesystem import MemoryFilesystem as MemoryFilesystem
+    from weakincentives.media import Media as Media
     from weakincentives.prompt import MarkdownSection as MarkdownSection
     from weakincentives.prompt import Prompt as Prompt
     from weakincentives.prompt import PromptTemplate as PromptTemplate
     from weakincentives.prompt import Tool as Tool
     from weakincentives.prompt import ToolContext as ToolContext
     from weakincentives.prompt import ToolResult as ToolResult
-    from weakincentives.prompt import tool as tool
+    from weakincentives.prompt.tool import tool as tool  # mypy: `prompt.tool` is a module
     from weakincentives.runtime import Session as Session
     from weakincentives.runtime import ToolRegistry as ToolRegistry
     from weakincentives.runtime import aexecute_tool as aexecute_tool

@@ -53,6 +53,7 @@ WinkError
 │           ├── ProviderThrottled          too many requests
 │           ├── ProviderUnavailable        it cannot be reached, or the connection broke
 │           ├── ProviderRejected           the operator must act: key, model name, request
+│           │   └── ContextOverflow           the request does not fit into the context window
 │           └── MalformedResponse          its answer does not match its interface
 ├── Suspended                        not a failure: the call waits for someone outside, then resumes
 ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
@@ -389,6 +390,8 @@ class ProviderError(PromptEvaluationError):
     code = "PROVIDER_ERROR"
     recoverable = False
     """Whether the same request may succeed later."""
+    status: int | None = None
+    """The HTTP status, if there is one."""
 
     def __init__(
         self, message: str, *, code: str | None = None, retry_after: float | None = None
@@ -417,6 +420,21 @@ class ProviderRejected(ProviderError):
     """The provider refuses the request: a wrong key, an unknown model, a bad schema."""
 
     code = "REJECTED"
+
+
+class ContextOverflow(ProviderRejected):
+    """The request does not fit into the model's context window."""
+
+    code = "CONTEXT_OVERFLOW"
+
+    def __init__(
+        self, message: str, *, limit: int | None = None, tokens: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(message, **options)
+        self.limit = limit
+        """The size of the window in tokens, if the provider tells it."""
+        self.tokens = tokens
+        """The size of the request in tokens, if the provider tells it."""
 
 
 class MalformedResponse(ProviderError):

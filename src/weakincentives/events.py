@@ -19,6 +19,8 @@ E = TypeVar("E")
 
 _logger = get_logger(__name__)
 
+EDITED = "the arguments were edited"
+"""The note of a call whose arguments a person has edited; notes of policies begin with a name."""
 SUSPENDED = "SUSPENDED"
 """The code of a suspended call."""
 
@@ -55,6 +57,11 @@ class ToolInvoked:
     """What others had changed when it was re-run: slices by type, files by path."""
     nested_in: str = ""
     """The id of the call that made this one: both are committed, or both undone."""
+
+    @property
+    def edited(self) -> bool:
+        """Whether a person has edited the arguments: ``params`` are the edited ones."""
+        return EDITED in self.notes
 
     @property
     def suspended(self) -> bool:

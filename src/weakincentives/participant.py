@@ -100,6 +100,18 @@ class Participant:
         """Return the paths of files that this view has changed."""
         return ()
 
+    @property
+    def is_changing_files(self) -> bool:
+        """Whether this thread is in the middle of a change of files on disk by this view."""
+        return False
+
+    def covers(self, path: str) -> bool:
+        """Whether discarding this view also undoes plain changes of a file on disk.
+
+        From a call's first change of a path on, everything that happens there belongs to the call.
+        """
+        return False
+
     def expect_external(self) -> None:
         """Expect programs that the call starts to change things without this object."""
 

@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives import events
 from weakincentives.budget import NO_TOKENS, TokenUsage
-from weakincentives.errors import MissingExtra, ProviderError, VisibilityExpansionRequired
+from weakincentives.errors import MissingExtra, VisibilityExpansionRequired
 from weakincentives.events import ToolInvoked
-from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, PromptResponse
+from weakincentives.runtime.conversation import (
+    ContextCompacted,
+    Message,
+    ModelRequest,
+    ModelTurn,
+    PromptResponse,
+    Retrying,
+    RunEvent,
+    SentBack,
+    ToolProgress,
+)
 from weakincentives.serde import dump
 
 if TYPE_CHECKING:
@@ -148,13 +158,29 @@ class Telemetry:
                 _note(span, {"gen_ai.output.messages": _as_json([message])})
             return turn
 
-    def note_retry(self, attempts: int, error: ProviderError, wait: float) -> None:
-        """Note a retry of the provider in the span of the current turn."""
+    def note(self, event: RunEvent) -> None:
+        """Note an event of a run in the current span; turns and calls have spans of their own."""
         from opentelemetry.trace import get_current_span
 
         span = get_current_span()
-        span.set_attribute("wink.attempts", attempts)
-        span.add_event("wink.retry", {"error.type": error.code, "wink.retry.wait": wait})
+        match event:
+            case Retrying(error, wait, attempt):
+                span.set_attribute("wink.attempts", attempt)
+                span.add_event("wink.retry", {"error.type": error.code, "wink.retry.wait": wait})
+            case ToolProgress(_, message, done, total):
+                said = message if self._content else None
+                found = {"wink.progress": done, "wink.progress.total": total, "message": said}
+                span.add_event("wink.progress", _present(found))
+            case ContextCompacted():
+                sizes = {"before": event.tokens_before, "after": event.tokens_after}
+                found = {f"wink.tokens.{name}": size for name, size in sizes.items()}
+                summary = {"summary": event.summary if self._content else None}
+                span.add_event("wink.context_compacted", _present({**found, **summary}))
+            case SentBack(reason):
+                found = {"reason": reason if self._content else None}
+                span.add_event("wink.sent_back", _present(found))
+            case _:
+                pass
 
     async def tool_call(
         self,

@@ -57,6 +57,19 @@ def _spelled(character: str) -> str:
     return ascii(character)[1:-1]
 
 
+def counted(count: int, thing: str, things: str = "") -> str:
+    """Return a number of things: ``1 file``, ``2 files``."""
+    return f"1 {thing}" if count == 1 else f"{count} {things or thing + 's'}"
+
+
+def size_of(count: int) -> str:
+    """Return a number of bytes: ``1 byte``, ``20.5 kB``."""
+    if count < 1_000:
+        return counted(count, "byte")
+    unit, size = ("kB", 1_000) if count < 1_000_000 else ("MB", 1_000_000)
+    return f"{round(count / size, 1):g} {unit}"
+
+
 def linear_matcher(
     pattern: str, *, max_length: int, max_repeats: int, ignore_case: bool = False
 ) -> Callable[[str], bool]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from weakincentives.logs import get_logger
+from weakincentives.media import Media
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
@@ -85,10 +87,51 @@ class ToolResult(Generic[R_co]):
         failure = ToolError(code, message, recoverable, tuple(suggestions))
         return ToolResult(message, None, success=False, failure=failure)
 
-    def render(self) -> str:
-        """Return the text for the model: the message, a newline, the value; no empty parts."""
+    def render(self, max_chars: int | None = None) -> str:
+        """Return the text for the model: the message, a newline, the value; no empty parts.
+
+        A text longer than ``max_chars`` is cut, and its end says how to read the rest.
+        """
         value = "" if self.exclude_value_from_context else render_value(self.value)
-        return "\n".join(part for part in (self.message, value) if part)
+        text = "\n".join(part for part in (self.message, value) if part)
+        return text if max_chars is None else shortened(text, self.call_id, max_chars)
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """The media in the value, for the model; none of a failed call, which was undone."""
+        if not self.success or self.exclude_value_from_context:
+            return ()
+        found: list[Media] = []
+        _find_media(self.value, found, _MAX_DEPTH)
+        return tuple(found)
+
+
+def shortened(text: str, call_id: str, max_chars: int) -> str:
+    """Return the first lines of a result, and how to read the rest; a short text as it is."""
+    found = _cut_at(text)
+    whole = text if found is None else text[: found.start()]
+    if len(whole) <= max_chars + min(_SLACK, max_chars):
+        return text
+    end = whole.rfind("\n", max_chars // 2, max_chars)
+    end = max_chars if end < 0 else end
+    left = len(whole) - end + (0 if found is None else int(found["left"]))
+    where = json.dumps(call_id, ensure_ascii=False)
+    return f"{whole[:end]}\n[{left} more characters: read_result(call_id={where}, offset={end})]"
+
+
+def is_shortened(text: str) -> bool:
+    """Whether the end of a text says how to read the rest."""
+    return _cut_at(text) is not None
+
+
+def _cut_at(text: str) -> re.Match[str] | None:
+    # Only at the end: a tool could print such a line anywhere.
+    return _CUT.fullmatch(text, max(text.rfind("\n["), 0))
+
+
+_CUT = re.compile(r"\n\[(?P<left>\d{1,15}) more characters: read_result\(call_id=.{1,300}\)\]")
+_SLACK = 200
+"""A text that is this much too long is not worth cutting."""
 
 
 def render_value(value: object) -> str:
@@ -135,11 +178,70 @@ def _line(item: object) -> str:
     return render_value(item) if _items(item) is None else _as_json(item)
 
 
-def _as_json(value: object) -> str:
+_MAX_DEPTH = 8
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_LEAF_HINTS = frozenset(
+    {*_LEAVES, "bool", "int", "float", "str", "bytes", "str | None", "list[str]", "tuple[str, ...]"}
+)
+
+
+def _find_media(value: object, found: list[Media], depth: int) -> None:
+    kind = type(value)
+    if kind in _LEAVES or depth < 0:
+        return
+    if isinstance(value, Media):
+        found.append(value)
+    elif isinstance(value, ToolResult):
+        found += cast("ToolResult[object]", value).media  # of a composed call
+    elif is_dataclass(kind):
+        for name in _open_fields(kind):
+            _find_media(getattr(value, name, None), found, depth - 1)
+    elif isinstance(value, Mapping):
+        _find_media(list(cast("Mapping[object, object]", value).values()), found, depth)
+    elif isinstance(value, list | tuple | AbstractSet):
+        items = cast("list[object]", value)
+        # By type first: of a long list, most often nothing is left to look at.
+        kinds = {each for each in set(map(type, items)) - _LEAVES if _may_hold_media(each)}
+        for item in items if kinds else ():
+            if type(item) in kinds:
+                _find_media(item, found, depth - 1)
+
+
+def _may_hold_media(kind: type) -> bool:
+    return kind is Media or not is_dataclass(kind) or bool(_open_fields(kind))
+
+
+def _open_fields(kind: Any) -> list[str]:
+    """Return the fields of a dataclass, without those that are plain by their annotation."""
+    return [
+        each.name
+        for each in kind.__dataclass_fields__.values()
+        # Other annotations may have no hash.
+        if not isinstance(each.type, str | type) or each.type not in _LEAF_HINTS
+    ]
+
+
+def dump_shown(value: object) -> Any:
+    """Return a value as JSON data for the model, without the bytes of media."""
     from weakincentives.serde import dump
 
+    found: list[Media] = []
+    _find_media(value, found, _MAX_DEPTH)
+    data = dump(value)
+    return _without(data, {dump(each.data) for each in found}) if found else data
+
+
+def _without(data: Any, texts: set[str]) -> Any:
+    if isinstance(data, dict):
+        return {key: _without(each, texts) for key, each in cast("dict[str, Any]", data).items()}
+    if isinstance(data, list):
+        return [_without(each, texts) for each in cast("list[Any]", data)]
+    return "" if isinstance(data, str) and data in texts else data
+
+
+def _as_json(value: object) -> str:
     try:
-        return json.dumps(dump(value), ensure_ascii=False)
+        return json.dumps(dump_shown(value), ensure_ascii=False)
     except (TypeError, ValueError):
         return repr(value)
 

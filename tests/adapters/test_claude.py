@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,8 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import Filesystem, HostFilesystem, MemoryFilesystem
 from weakincentives.prompt import (
+    Approval,
+    ApprovalPolicy,
     Custom,
     EveryCalls,
     MarkdownSection,
@@ -242,6 +245,22 @@ def test_policies_govern_native_tools(workspace: HostFilesystem):
 
 
 @program
+def test_a_native_call_whose_arguments_a_person_edits_does_not_run(workspace: HostFilesystem):
+    """The program would run it with the arguments that nobody approved."""
+
+    def ask(request: Any) -> Approval:
+        return Approval(True, arguments={**request.arguments, "content": "edited\n"})
+
+    run = Run(workspace, policies=[ApprovalPolicy(ask=ask, tools={"write"})])
+    before = run.tree()
+
+    run.play(write(workspace, "a.txt", "as the model wrote it\n"), DONE)
+
+    assert run.tree() == before
+    assert "cannot be edited" in run.answers()[0]
+
+
+@program
 def test_the_policies_of_a_section_that_declares_a_native_tool_hold(workspace: HostFilesystem):
     class Never:
         name = "never"
@@ -344,10 +363,32 @@ def test_failures_of_our_tools_read_as_through_every_adapter():
     with serving([TURN, DONE]) as server:
         run_same_text(ClaudeAgentSDKAdapter(model="claude-sonnet-5", env=server.environment))
 
-    came = sorted(server.tool_results(), key=lambda block: block["tool_use_id"])
+    # The ids end with a number.
+    came = sorted(server.tool_results(), key=lambda b: (len(b["tool_use_id"]), b["tool_use_id"]))
     pairs = zip(TURN.tool_calls, map(text_of, came), scripted_texts(), strict=True)
-    different = [call.id for call, ours, theirs in pairs if ours != theirs]
+    named = re.compile(r"call_id=\"\w+\"")  # the program has ids of its own
+    different = [c.id for c, *texts in pairs if len({named.sub("", each) for each in texts}) > 1]
     assert different == ["not-json", "unknown-tool"]
+
+
+@program
+def test_a_long_result_is_cut_and_the_program_can_call_the_tool_that_reads_the_rest(
+    workspace: HostFilesystem,
+):
+    @wink.tool(reach="read", max_result_chars=500)
+    def print_all() -> str:
+        """Print more than is shown at once."""
+        return "\n".join(f"line {n}" for n in range(500))
+
+    run = Run(workspace, sections=[MarkdownSection(title="Print", tools=[print_all])])
+
+    run.play(calls("print_all"), calls(("read_result", {"call_id": "never"})), DONE)
+
+    first, second = run.answers()
+    assert first.startswith("line 0\nline 1\n")
+    assert "more characters: read_result(call_id=" in first
+    assert len(first) < 600
+    assert second.startswith("There is no result of a call 'never'")
 
 
 @program
@@ -538,7 +579,7 @@ def test_several_native_tools_and_an_unknown_one_in_one_turn(workspace: HostFile
 
 @program
 def test_much_text_of_every_kind_comes_through(workspace: HostFilesystem):
-    @wink.tool(reach="read")
+    @wink.tool(reach="read", max_result_chars=None)
     def tell() -> str:
         """Tell a lot."""
         return text

@@ -168,6 +168,7 @@ class Elsewhere(LocalModel):
     def __init__(self, script: Script) -> None:
         self.path = Path("model.gguf")
         self.api_key = "none"
+        self.context_tokens = 8192
         self.script = script
 
     @property
@@ -241,6 +242,19 @@ def test_the_model_is_shown_its_calls_as_it_wrote_them(
         ("user", "Really?"),
     ]
     assert "tools" not in model.script.bodies[-1]
+
+
+def test_a_picture_is_told_in_words(server: WireServer, make_agent: Callable[..., Agent]):
+    agent = make_agent("Order milk.")
+    model = written(server, '{"answer": "I cannot see it."}')
+    picture = wink.Media(b"GIF89a...", name="list.gif")
+
+    LocalAdapter(model).evaluate(agent.prompt, agent.session, message=["Order this:", picture])
+
+    shown = "[image/gif, 9 bytes: list.gif]"
+    assert model.script.bodies[-1]["messages"][1]["content"] == (
+        f"Order this:\n{shown}\n\n{shown} is not shown: you cannot be given image/gif here."
+    )
 
 
 def test_a_call_that_is_cut_off_is_refused_and_the_model_told(

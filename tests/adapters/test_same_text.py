@@ -1,4 +1,4 @@
-"""What a model is told of a failure is the same, byte for byte, through every adapter."""
+"""What a model is told of a failure or a long result is the same through every adapter."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def explode(how: str, *, context: wink.ToolContext) -> ToolResult[None]:
     ]
 
 
+@wink.tool(reach="read", max_result_chars=300)
+def print_all() -> str:
+    """Print more than is shown at once."""
+    return "\n".join(f"line {n}" for n in range(500))
+
+
 TURN = calls(
     ToolCall("write_file", {"path": 7, "txt": "x"}, "bad-arguments"),
     ToolCall("write_file", '{"path": "a', "not-json"),
@@ -53,6 +59,7 @@ TURN = calls(
     ToolCall("explode", {"how": "page"}, "page"),
     ToolCall("explode", {"how": "bug"}, "bug"),
     ToolCall("wirte_file", {"path": "b"}, "unknown-tool"),
+    ToolCall("print_all", {}, "long"),
     text="All at once.",
 )
 
@@ -67,7 +74,7 @@ def run(adapter: Any, **options: Any) -> None:
     section = wink.MarkdownSection(
         title="Files",
         template="Spoil them.",
-        tools=[write_file, explode],
+        tools=[write_file, explode, print_all],
         policies=[ReadBeforeWritePolicy()],
     )
     files = wink.MemoryFilesystem({"a.txt": "as it was"})
@@ -112,7 +119,7 @@ def litellm(base_url: str) -> Any:
         ),
     ],
 )
-def test_a_failure_reads_the_same_through_every_adapter(
+def test_an_answer_reads_the_same_through_every_adapter(
     server: WireServer, make: Callable[[str], Any], streams: bool
 ):
     expected = scripted_texts()
@@ -123,4 +130,5 @@ def test_a_failure_reads_the_same_through_every_adapter(
     assert script.problems == []
     assert len(expected) == len(TURN.tool_calls)
     assert all(expected)
+    assert expected[-1].endswith('more characters: read_result(call_id="long", offset=293)]')
     assert script.tool_texts() == expected

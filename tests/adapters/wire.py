@@ -557,6 +557,8 @@ def chat_problems(body: dict[str, Any]) -> Iterator[str]:
         for call in message.get("tool_calls", ()):
             waiting.append(call["id"])
             yield from _call_problems(n, call["id"], call["function"], seen)
+        if isinstance(message.get("content"), list):
+            yield from _part_problems(n, message, CHAT_PARTS)
         for name in message.keys() - MESSAGE_FIELDS:
             yield f"messages.[{n}]: unknown field '{name}'"
         if message.get("content") is None and not message.get("tool_calls"):
@@ -566,6 +568,38 @@ def chat_problems(body: dict[str, Any]) -> Iterator[str]:
     tools = body.get("tools", ())
     yield from _tool_problems([each["function"] for each in tools if each["type"] == "function"])
     yield from _format_problems(body.get("response_format", {}).get("json_schema"))
+
+
+CHAT_PARTS = {
+    "text": r"(?s).+",
+    "image_url": r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]+=*",
+    "input_audio": r"(wav|mp3) [A-Za-z0-9+/]+=*",
+    "file": r"(?s).+ data:application/pdf;base64,[A-Za-z0-9+/]+=*",
+}
+INPUT_PARTS = {
+    "input_text": CHAT_PARTS["text"],
+    "input_image": CHAT_PARTS["image_url"],
+    "input_file": CHAT_PARTS["file"],
+}
+
+
+def _part_problems(n: int, item: dict[str, Any], known: dict[str, str]) -> Iterator[str]:
+    """Yield what is wrong with parts of content, each read back as one text."""
+    for part in item.get("output") or item["content"]:
+        kind, rest = part["type"], {name: each for name, each in part.items() if name != "type"}
+        match kind:
+            case "image_url":
+                text = rest["image_url"]["url"]
+            case "input_image":
+                text = rest["image_url"]
+            case "input_audio":
+                text = "{format} {data}".format(**rest["input_audio"])
+            case "file" | "input_file":
+                text = "{filename} {file_data}".format(**rest.get("file", rest))
+            case _:
+                text = str(rest.get("text"))
+        if kind not in known or not re.fullmatch(known[kind], text):
+            yield f"[{n}]: invalid content part {kind!r}"
 
 
 def responses_problems(body: dict[str, Any]) -> Iterator[str]:
@@ -583,6 +617,8 @@ def responses_problems(body: dict[str, Any]) -> Iterator[str]:
                 yield f"No tool call found for function call output with call_id {item['call_id']}"
             else:
                 waiting.remove(item["call_id"])
+            if isinstance(item["output"], list):
+                yield from _part_problems(n, item, INPUT_PARTS)
         elif kind == "function_call":
             waiting.append(item["call_id"])
             yield from _call_problems(n, item["call_id"], item, seen)
@@ -591,6 +627,11 @@ def responses_problems(body: dict[str, Any]) -> Iterator[str]:
                 yield f"No tool output found for function call {waiting[0]}"
             if "role" not in item or "content" not in item:
                 yield f"input[{n}]: a message has a role and content"
+            elif item["role"] == "user" and isinstance(item["content"], list):
+                yield from _part_problems(n, item, INPUT_PARTS)
+        elif kind == "image_generation_call":
+            if not item.get("result"):
+                yield f"input[{n}]: a picture without a result"
         elif kind == "reasoning":
             if not body.get("store", True) and not item.get("encrypted_content"):
                 yield f"Item '{item['id']}' not found: items are not persisted without 'store'"

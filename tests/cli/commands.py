@@ -49,19 +49,37 @@ class Wink:
         return Done(int(ended.value.code or 0), out, err)
 
 
-def make_run(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Run:
+def make_run(
+    workspace: Path, turns: Sequence[Turn], task: str = "a task", kind: str = "run"
+) -> Run:
     """Run a script on a workspace, as `wink run` does, and return its file."""
-    with run_open(workspace, turns, task) as run:
+    with run_open(workspace, turns, task, kind) as run:
         return run
 
 
 @contextmanager
-def run_open(workspace: Path, turns: Sequence[Turn], task: str = "a task") -> Iterator[Run]:
+def run_open(
+    workspace: Path, turns: Sequence[Turn], task: str = "a task", kind: str = "run"
+) -> Iterator[Run]:
     """The same, with the workspace still in use in the block."""
     settings = load_settings(workspace, suites=["files"])
     with open_workbench(settings, Session()) as workbench:
         run = new_run(workbench.filesystem.store)
-        about = {"kind": "run", "task": task}
+        about = {"kind": kind, "task": task}
         with SavedSession.create(run.path, workbench.session, about=about):
             ScriptedAdapter(turns).evaluate(workbench.prompt, workbench.session, message=task)
             yield run
+
+
+def resume_run(workspace: Path, run: Run, turns: Sequence[Turn]) -> None:
+    """Continue a run, as `wink resume` does, or as `wink mcp` continues its session."""
+    settings = load_settings(workspace, suites=["files"])
+    with (
+        SavedSession.open(run.path) as saved,
+        open_workbench(settings, saved.session) as workbench,
+    ):
+        if saved.about["kind"] == "mcp":
+            saved.mark_resumed()
+        ScriptedAdapter(turns).evaluate(
+            workbench.prompt, saved.session, message="go on", resume=True
+        )

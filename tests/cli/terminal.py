@@ -45,6 +45,7 @@ class Terminal:
         self._changed = threading.Condition()
         self._is_open = True
         self._master, slave = pty.openpty()
+        self.screen.write_process_input = self.send  # answers, such as where the cursor is
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-IS", "-c", _WITH_TERMINAL, *argv],
@@ -76,13 +77,15 @@ class Terminal:
             above = [_line(row, self.screen.columns) for row in self.screen.history.top]
             return "\n".join([*above, *(line.rstrip() for line in self.screen.display)]).rstrip()
 
-    def wait_for(self, wanted: str, timeout: float = 240) -> str:
+    def wait_for(self, wanted: str, timeout: float = 240, *, times: int = 1) -> str:
         """Return the text once something stands in it; that it does not come is a failure."""
         with self._changed:
             self._changed.wait_for(
-                lambda: wanted in self.text or not self._is_open, timeout=timeout
+                lambda: self.text.count(wanted) >= times or not self._is_open, timeout=timeout
             )
-        assert wanted in self.text, f"{wanted!r} did not come; on the screen is:\n{self.text}"
+        assert self.text.count(wanted) >= times, (
+            f"{wanted!r} did not come; on the screen is:\n{self.text}"
+        )
         return self.text
 
     def send(self, keys: str) -> None:

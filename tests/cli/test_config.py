@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Wink
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from weakincentives.cli.common import Misuse
-from weakincentives.cli.config import KEYS, PolicySettings, Settings, Values, load_settings
+from weakincentives.cli.config import (
+    KEYS,
+    PolicySettings,
+    Settings,
+    Values,
+    load_settings,
+    save_rule,
+)
+from weakincentives.cli.trust import trust_of
 from weakincentives.cli.workbench import Workbench, open_workbench
+from weakincentives.contrib.tools import SandboxLimits, SandboxSettings
+from weakincentives.prompt import ApprovalRule
 from weakincentives.runtime import ToolCall, execute_tool
 
 WHOLE = """
 model = "openai:gpt-5-mini"
 suites = ["files", "planning"]
-sandbox = "namespaces"
 ask = ["irreversible"]
 max_turns = 7
 max_tokens = 20_000
+max_cost = 2.5
+price = "3/15.5"
+context_window = 32_768
 time_limit = 1.5
 sections = ["tools.py:section"]
+
+[sandbox]
+engine = "podman"
+image = "localhost/tools"
+detect = false
+read = ["~/shared"]
+write = ["~/.cache/pip"]
+path = ["bin"]
+env = ["CI=1", "TOKEN"]
+network = ["packages.example.org"]
+timeout = 60
+max_timeout = 90.5
+limits = { memory = "2 GiB", files = 100 }
 
 [policy]
 read_before_write = false
@@ -71,10 +100,25 @@ def test_every_key_can_stand_in_the_file(project: Path):
     assert values(load_settings(project)) == Values(
         model="openai:gpt-5-mini",
         suites=("files", "planning"),
-        sandbox="namespaces",
+        sandbox=SandboxSettings(
+            engine="podman",
+            image="localhost/tools",
+            detect=False,
+            read=("~/shared",),
+            write=("~/.cache/pip",),
+            path=("bin",),
+            env=("CI=1", "TOKEN"),
+            network=("packages.example.org",),
+            timeout=60,
+            max_timeout=90.5,
+            limits=SandboxLimits(memory=2 << 30, files=100),
+        ),
         ask=("irreversible",),
         max_turns=7,
         max_tokens=20_000,
+        max_cost=2.5,
+        price="3/15.5",
+        context_window=32_768,
         time_limit=1.5,
         sections=("tools.py:section",),
         policy=PolicySettings(
@@ -100,10 +144,23 @@ def test_every_key_can_stand_in_the_environment(
     variables = {
         "WINK_MODEL": "openai:gpt-5-mini",
         "WINK_SUITES": "files, planning",
-        "WINK_SANDBOX": "namespaces",
+        "WINK_SANDBOX": "podman",
+        "WINK_SANDBOX_IMAGE": "localhost/tools",
+        "WINK_SANDBOX_DETECT": "no",
+        "WINK_SANDBOX_READ": "~/shared",
+        "WINK_SANDBOX_WRITE": "~/.cache/pip",
+        "WINK_SANDBOX_PATH": "bin",
+        "WINK_SANDBOX_ENV": "CI=1, TOKEN",
+        "WINK_SANDBOX_NETWORK": "packages.example.org",
+        "WINK_SANDBOX_TIMEOUT": "60",
+        "WINK_SANDBOX_MAX_TIMEOUT": "90.5",
+        "WINK_SANDBOX_LIMITS": "memory:2G, files:100",
         "WINK_ASK": "irreversible",
         "WINK_MAX_TURNS": "7",
         "WINK_MAX_TOKENS": "20000",
+        "WINK_MAX_COST": "2.5",
+        "WINK_PRICE": "3/15.5",
+        "WINK_CONTEXT_WINDOW": "32768",
         "WINK_TIME_LIMIT": "1.5",
         "WINK_SECTIONS": "tools.py:section",
         "WINK_POLICY_READ_BEFORE_WRITE": "no",
@@ -131,7 +188,28 @@ def test_flags_win_over_the_environment_and_that_over_the_file(
 
     settings = load_settings(project, max_turns=3, time_limit=None)
 
-    assert (settings.model, settings.sandbox, settings.max_turns) == ("file", "podman", 3)
+    assert (settings.model, settings.sandbox.engine, settings.max_turns) == ("file", "podman", 3)
+
+
+def test_settings_of_the_sandbox_given_as_flags_add_to_those_that_hold(project: Path):
+    (project / "wink.toml").write_text(
+        '[sandbox]\nread = ["~/a"]\nnetwork = ["packages.example.org"]\nlimits = { files = 9 }\n'
+    )
+    flags = ["none", "read=~/b,~/c", "env=LIST=a,b", "env=TOKEN", "network=off", "limits=disk:1M"]
+
+    sandbox = load_settings(project, sandbox=flags).sandbox
+
+    assert (sandbox.engine, sandbox.network) == ("none", "off")
+    assert sandbox.read == ("~/a", "~/b", "~/c")
+    assert sandbox.env == ("LIST=a,b", "TOKEN")
+    assert (sandbox.limits.files, sandbox.limits.disk) == (9, 1 << 20)
+
+
+def test_settings_that_contradict_each_other_are_refused(project: Path):
+    (project / "wink.toml").write_text('[sandbox]\nimage = "localhost/tools"\n')
+
+    with pytest.raises(Misuse, match="an image needs podman, but the sandbox is 'bubblewrap'"):
+        load_settings(project, sandbox="bubblewrap")
 
 
 def test_rules_given_as_flags_add_to_those_that_hold(project: Path, tmp_path: Path):
@@ -158,7 +236,7 @@ def test_rules_given_as_flags_add_to_those_that_hold(project: Path, tmp_path: Pa
     ("text", "said"),
     [
         ("modle = 'x'", "wink.toml: unknown key modle; did you mean model?"),
-        ("zzz = 1", "wink.toml: unknown key zzz; the keys are ask, max_tokens"),
+        ("zzz = 1", "wink.toml: unknown key zzz; the keys are approve, ask, context_window"),
         (
             "[policy]\nprotekt = []",
             "wink.toml: unknown key policy.protekt; did you mean policy.protect?",
@@ -171,8 +249,21 @@ def test_rules_given_as_flags_add_to_those_that_hold(project: Path, tmp_path: Pa
         ("suites = 'files'", "wink.toml: suites: Input should be a valid array, got 'files'"),
         ("suites = ['fiels']", "suites.0: Input should be 'files', 'shell'"),
         ("sandbox = 'docker'", "wink.toml: sandbox: Input should be 'auto', 'podman'"),
+        ("sandbox = 3", "wink.toml: sandbox: Input should be an object, got 3"),
+        ("[sandbox]\nnetwrk = 'off'", "unknown key sandbox.netwrk; did you mean sandbox.network?"),
+        ("[sandbox]\nlimits = { mem = 1 }", "wink.toml: unknown key sandbox.limits.mem"),
+        (
+            "[sandbox]\nlimits = { memory = 'big' }",
+            "sandbox.limits.memory: Input should be a valid",
+        ),
+        ("[sandbox]\nlimits = { memory = 0 }", "sandbox.limits: memory must be positive, got 0"),
+        ("[sandbox]\nread = '~'", "wink.toml: sandbox.read: Input should be a valid array"),
+        ("[sandbox]\nnetwork = 'on'", "wink.toml: sandbox.network: Input should be 'off'"),
+        ("[sandbox]\nenv = ['A B']", "wink.toml: sandbox: env takes NAME or NAME=VALUE"),
         ("[policy]\nrate = { x = '5/hour' }", "policy.rate.x: String should match pattern"),
         ("[policy]\nquota = { x = -1 }", "policy.quota.x: Input should be greater than or equal"),
+        ("price = '3'", "price: String should match pattern"),
+        ("max_cost = 0", "max_cost: Input should be greater than 0"),
         ("model = ", "wink.toml is not TOML: Invalid value (at line 1, column 9)"),
         ("a = 1\nmodel", "(at line 2, column 6)"),
     ],
@@ -198,6 +289,21 @@ def test_a_file_that_is_none_is_refused_without_waiting_on_it(project: Path):
     os.mkfifo(project / "wink.toml")
 
     with pytest.raises(Misuse, match=r"wink\.toml is not a file"):
+        load_settings(project)
+
+
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="only root can read it")
+def test_nor_does_a_file_of_the_kernel_block(project: Path):
+    (project / "wink.toml").symlink_to("/proc/kmsg")
+
+    assert load_settings(project).model is None
+
+
+def test_a_huge_file_is_refused(project: Path):
+    with (project / "wink.toml").open("wb") as file:
+        file.truncate(1 << 40)
+
+    with pytest.raises(Misuse, match=r"wink\.toml is too large"):
         load_settings(project)
 
 
@@ -344,6 +450,157 @@ def test_what_needs_approval_is_denied_where_nobody_can_be_asked(project: Path):
 
     assert said == "Call to 'write_file' was not approved: there is no one to ask"
     assert not (project / "a").exists()
+
+
+# Rules that are saved
+
+
+def saved(project: Path) -> list[ApprovalRule]:
+    """Return the rules of the file, once it is approved as it is."""
+    settings = load_settings(project)
+    assert trust_of(project).missing(settings) == []
+    return [ApprovalRule(**dict(each)) for each in settings.approve]
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(min_size=1), st.lists(st.text(alphabet="ab \"'\\\\é\n=[]#", min_size=1), max_size=3))
+@example("a", ["\x7f"])
+@example("\ud800", [])
+def test_a_saved_rule_is_added_and_nothing_else_in_the_file_changes(
+    project: Path, tool: str, command: list[str]
+):
+    file = project / "wink.toml"
+    before = '# mine\nmax_turns   = 3 # three\n[policy]\nprotect = [\n  ".env",\n]'
+    file.write_text(before)
+    try:
+        rule = ApprovalRule(tool=tool, command=tuple(command))
+        save_rule(project, rule)
+    except Misuse:  # what TOML cannot hold, or an empty word
+        assert file.read_text() == before
+        return
+
+    assert file.read_text().startswith(before)
+    assert saved(project) == [rule]
+    assert [path.name for path in project.iterdir() if path.name.startswith(".wink")] == []
+
+
+def test_rules_are_saved_one_after_the_other_and_hold(project: Path):
+    rules = [
+        ApprovalRule(tool="write_file", path="docs/**"),
+        ApprovalRule(tool="shell_execute", command=("python", "-m", "pytest")),
+    ]
+    for rule in rules:
+        save_rule(project, rule)
+
+    assert saved(project) == rules
+    chosen = load_settings(project, ask=["reversible"], suites=["files"])
+    with open_workbench(chosen) as workbench:
+        assert "Wrote docs/a" in _call(workbench, "write_file", path="docs/a", content="")
+        denied = _call(workbench, "write_file", path="docs/../a", content="")
+        own = _call(workbench, "delete_file", path="wink.toml")
+
+    assert denied == "Call to 'write_file' was not approved: there is no one to ask"
+    assert own == "Cannot change wink.toml: it is protected. Leave it as it is"
+
+
+@pytest.mark.parametrize("text", ['sandbox = "none"', '[[approve]]\ntool = "shell_execute"'])
+def test_a_rule_is_not_saved_to_a_file_that_nobody_approved(
+    project: Path, monkeypatch: pytest.MonkeyPatch, text: str
+):
+    """It would be approved with the rule; what a variable overrides today is in it tomorrow."""
+    (project / "wink.toml").write_text(text)
+    monkeypatch.setenv("WINK_SANDBOX", "namespaces")
+
+    with pytest.raises(Misuse, match="was changed; review it"):
+        save_rule(project, ApprovalRule(tool="write_file"))
+
+    assert (project / "wink.toml").read_text() == text
+
+
+def test_rules_that_come_with_a_directory_need_approval_first(project: Path):
+    (project / "wink.toml").write_text('[[approve]]\ntool = "shell_execute"\n')
+
+    with (
+        pytest.raises(Misuse, match=r"not approved: wink\.toml"),
+        open_workbench(load_settings(project)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "text", ['approve = [{tool = "a"}]\n', "approve = []\n", 'policy.protect = ["a"]\n\0']
+)
+def test_a_rule_that_cannot_be_added_leaves_the_file_alone(project: Path, text: str):
+    file = project / "wink.toml"
+    file.write_text(text)
+    trust = trust_of(project)
+    if "\0" not in text:
+        trust.approve(trust.missing(load_settings(project)))
+
+    with pytest.raises(Misuse):
+        save_rule(project, ApprovalRule(tool="write_file"))
+    file.rename(project / "other")
+    file.symlink_to("other")
+    with pytest.raises(Misuse, match="is not a regular file"):
+        save_rule(project, ApprovalRule(tool="write_file"))
+
+    assert file.read_text() == text
+
+
+def test_a_file_that_changes_while_a_rule_is_saved_is_not_approved(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = project / "wink.toml"
+    file.write_text("max_turns = 3\n")
+
+    def changed(*args: Any, **flags: Any) -> Settings:
+        found = load_settings(*args, **flags)
+        file.write_text('sandbox = "none"\n')
+        return found
+
+    monkeypatch.setattr("weakincentives.cli.config.load_settings", changed)
+    with pytest.raises(Misuse, match="being changed by somebody else"):
+        save_rule(project, ApprovalRule(tool="write_file"))
+
+    assert file.read_text() == 'sandbox = "none"\n'
+    assert trust_of(project).approved() == {}
+
+
+def test_a_full_disk_leaves_the_file_and_its_approval_as_they_were(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = project / "wink.toml"
+    file.write_text("max_turns = 3\n")
+    file.chmod(0o600)
+    rule = ApprovalRule(tool="write_file")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            save_rule(project, rule)
+        assert [path.name for path in project.iterdir()] == ["wink.toml"]
+    assert file.read_text() == "max_turns = 3\n"
+
+    save_rule(project, rule)
+    assert saved(project) == [rule]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[approve]]\npath = "a"\n', "wink.toml: approve.0.tool: Field required"),
+        ('[[approve]]\ntool = "a"\nx = 1\n', "unknown key approve.0.x"),
+    ],
+)
+def test_a_wrong_rule_is_named(project: Path, text: str, said: str):
+    (project / "wink.toml").write_text(text)
+
+    with pytest.raises(Misuse, match=re.escape(said)):
+        load_settings(project)
 
 
 def _call(workbench: Workbench, name: str, **arguments: object) -> str:

@@ -15,7 +15,9 @@ from terminal import WINK
 from test_history import TURNS, project, wink  # noqa: F401  # fixtures
 
 from ordinary_user import OrdinaryUser
+from weakincentives.contrib.tools import find_sandbox
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile
+from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
 from weakincentives.runtime import CallOutcome, OutcomeLedger
 
@@ -205,6 +207,96 @@ def test_a_profile_of_podman_that_is_no_profile_is_in_nobodys_way(tmp_path: Path
         profile = tmp_path / f"{number}.json"
         profile.write_text(text)
         assert container_profile([profile]) == ""
+
+
+# What a command would see
+
+
+def needs_sandbox() -> None:
+    try:
+        find_sandbox()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_it_shows_what_a_command_would_see_and_runs_the_interpreter(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    needs_sandbox()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], check=True)
+    (project.parent / "cache").mkdir()
+    monkeypatch.setenv("WINK_SANDBOX_WRITE", "../cache")
+    monkeypatch.setenv("WINK_SANDBOX_ENV", "TOKEN,MISSING")
+    monkeypatch.setenv("TOKEN", "s3cret")
+
+    code, found = findings(wink)
+
+    said = {each["what"]: each["level"] for each in found if each["area"] == "Commands"}
+    here = project.resolve()
+    assert code == 0
+    assert "s3cret" not in str(said)
+    assert f"they start in {here}, which is also /workspace" in said
+    assert f"virtual environment: {here}/.venv, found by .venv" in said
+    assert f"writable: the workspace, and /tmp, {here.parent}/cache" in said
+    assert any(what.startswith(f"PATH is {here}/.venv/bin:") for what in said)
+    assert any(what.startswith("variables: ") and "TOKEN" in what for what in said)
+    assert said["the variable MISSING is to be passed on, but not set"] == "warning"
+    assert any(f"in {here}/.venv" in what for what in said if what.startswith("Python runs there"))
+
+
+def test_it_says_why_an_environment_does_not_work(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+):
+    """One that is gone, and one whose interpreter fails; and it commits nothing of that."""
+    needs_sandbox()
+    (project / "venv/bin").mkdir(parents=True)
+    (project / "venv/pyvenv.cfg").write_text("home = /nowhere/bin\n")
+    (project / "venv/bin/python").symlink_to("/nowhere/bin/python3")
+    (project / "env/bin").mkdir(parents=True)
+    (project / "env/pyvenv.cfg").write_text("home = /usr/bin\n")
+    for name in ("python", "python3"):
+        (project / "env/bin" / name).write_text(
+            "#!/bin/sh\ntouch planted\necho broken >&2; exit 3\n"
+        )
+        (project / "env/bin" / name).chmod(0o755)
+
+    code, found = findings(wink)
+
+    said = [each["what"] for each in found if each["area"] == "Commands"]
+    assert code == 1
+    assert any(f"{project.resolve()}/venv is not shown" in what for what in said)
+    assert "Python does not run there: broken" in said
+    assert not (project / "planted").exists()
+
+
+def test_settings_that_are_not_approved_are_not_tried(
+    wink: Wink,  # noqa: F811
+    project: Path,  # noqa: F811
+):
+    needs_sandbox()
+    (project / "wink.toml").write_text(f'[sandbox]\nread = ["{project.parent}"]\n')
+
+    code, found = findings(wink)
+
+    said = [each["what"] for each in found if each["area"] == "Commands"]
+    assert code == 1
+    assert "wink.toml is not approved: this is what the defaults would give" in said
+
+
+def test_a_setting_that_cannot_be_met_is_an_error(
+    wink: Wink,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    needs_sandbox()
+    monkeypatch.setenv("WINK_SANDBOX_READ", "/nowhere")
+
+    code, found = findings(wink)
+
+    assert code == 1
+    assert "sandbox.read: there is no /nowhere" in errors(found)
 
 
 # Models

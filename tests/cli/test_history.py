@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import Wink, make_run, run_open
+from commands import Wink, make_run, resume_run, run_open
 from terminal import WINK, Terminal
 
 import weakincentives as wink_library
@@ -76,7 +77,9 @@ def test_the_log_for_machines_is_one_object_a_line(wink: Wink, project: Path):
 
     assert [line["call"] for line in lines] == [f"{run.mark}/{n}" for n in range(1, 8)]
     assert lines[3]["arguments"]["path"] == "src/calc.py"
-    assert lines[3]["files"] == [{"path": "src/calc.py", "origin": "", "added": 1, "removed": 1}]
+    assert lines[3]["files"] == [
+        {"path": "src/calc.py", "origin": "", "added": 1, "removed": 1, "ignored": False}
+    ]
 
 
 def test_the_log_is_cut_to_the_newest_and_to_one_run(wink: Wink, project: Path):
@@ -99,8 +102,7 @@ def test_calls_of_programs_that_keep_no_run_are_in_the_log(wink: Wink, project: 
             context.filesystem.append("notes.txt", "noted\n")
             return "noted"
 
-        context = wink_library.ToolContext(session=Session(), resources={Filesystem: files})
-        note(context=context)
+        note(context=context_of(Session(), files))
 
     lines = [json.loads(line) for line in wink("log", "--json").out.splitlines()]
 
@@ -298,10 +300,94 @@ def test_the_diff_of_a_run_is_a_patch_for_git(wink: Wink, project: Path, tmp_pat
     assert not (project / "new.txt").exists()
 
 
-def test_without_a_name_the_last_change_is_meant(wink: Wink, project: Path):
+def test_without_a_name_the_last_run_is_meant(wink: Wink, project: Path):
     make_run(project, TURNS)
 
-    assert "+++ b/new.txt" in wink("diff").out
+    whole = wink("diff")
+    assert "+++ b/new.txt" in whole.out
+    assert "+++ b/src/calc.py" in whole.out
+    assert (whole.code, whole.err) == (0, "")
+    assert "src/calc.py" not in wink("diff", "--last").out
+
+
+def test_after_an_undo_the_run_before_is_meant(wink: Wink, project: Path):
+    first = make_run(project, TURNS, "the first task")
+    again = calls(("write_file", {"path": "again.txt", "content": "again\n"}))
+    second = make_run(project, [again, "Done."], "the second task")
+    assert wink("undo").code == 0
+
+    shown = wink("diff")
+    assert "+++ b/new.txt" in shown.out
+    assert "again" not in shown.out
+    assert f"{second.mark}/1 write_file is already undone; before it came" in shown.err
+    assert f"the run {first.mark} (2 calls: the first task)" in shown.err
+
+    assert wink("undo").code == 0
+    done = wink("diff")
+    assert (done.code, done.out) == (1, "")
+    assert "is already undone, and so is everything before it" in done.err
+    undone = wink("diff", "--run", first.mark)
+    assert "+++ b/new.txt" in undone.out
+    assert "is undone; this is what it changed" in undone.err
+
+
+def test_an_mcp_session_is_one_run_each_time_the_server_is_started(wink: Wink, project: Path):
+    """A server resumes its session for weeks; nobody means all of that."""
+
+    def write(path: str) -> list[Any]:
+        return [calls(("write_file", {"path": path, "content": "x\n"})), "Done."]
+
+    run = make_run(project, [*write("a")[:1], *write("b")], kind="mcp")
+    resume_run(project, run, [*write("c")[:1], *write("d")])
+
+    assert wink("diff", "--run", run.mark).out.count("diff --git") == 4
+    assert wink("diff").out.count("diff --git") == 2
+    assert wink("undo").code == 0
+    assert {path.name for path in project.iterdir()} == {"src", "notes.txt", "a", "b"}
+    assert wink("undo").code == 0
+    assert {path.name for path in project.iterdir()} == {"src", "notes.txt"}
+
+
+def test_what_a_run_has_undone_itself_does_not_come_back(wink: Wink, project: Path):
+    """The `undo` tool of an MCP session is a call of the same run."""
+    run = make_run(project, TURNS)
+    with SavedSession.open(run.path) as saved, HostFilesystem(project) as files:
+        undone = next(each.call_id for each in files.history() if "new.txt" in each.paths)
+
+        @wink_library.tool(reach="reversible")
+        def undo(*, context: wink_library.ToolContext) -> str:
+            """Undo a call."""
+            context.filesystem.undo(undone)
+            return "undone"
+
+        undo(context=context_of(saved.session, files))
+
+    assert "new.txt" not in wink("diff").out
+    assert wink("undo").code == 0
+    assert not (project / "new.txt").exists()
+    assert "a - b" in (project / "src/calc.py").read_text()
+
+
+def context_of(session: Session, files: HostFilesystem) -> wink_library.ToolContext:
+    return wink_library.ToolContext(session=session, resources={Filesystem: files})
+
+
+def test_a_resumed_run_is_one_run_and_a_call_without_a_run_stands_for_itself(
+    wink: Wink, project: Path
+):
+    run = make_run(project, TURNS)
+    make_run(project, [calls(("write_file", {"path": "other", "content": "x\n"})), "Done."])
+    write = calls(("write_file", {"path": "more", "content": "x\n"}))
+    resume_run(project, run, [write, "Done."])
+    with HostFilesystem(project) as files:
+        files.write("direct.txt", "x\n")
+
+    assert "direct.txt" in wink("undo").out
+    resumed = wink("undo")
+    assert "the run" in resumed.out
+    assert "(3 calls" in resumed.out
+    assert {path.name for path in project.iterdir()} == {"src", "notes.txt", "other"}
+    assert "other" in wink("undo").out
 
 
 def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project: Path):
@@ -311,7 +397,9 @@ def test_a_diff_says_what_was_changed_by_somebody_else_since(wink: Wink, project
     done = wink("diff", f"{run.mark}/6")
 
     assert "mine" not in done.out
-    assert "new.txt: created, and changed since by somebody else" in done.out
+    assert (done.code, done.out) == (3, "")
+    assert "new.txt: created, and changed since by somebody else" in done.err
+    assert "the patch is not complete: it lacks new.txt" in done.err
     assert "these files have changed since, outside wink (not shown): new.txt" in done.err
 
 
@@ -367,17 +455,35 @@ def test_a_call_that_was_undone_and_made_again_is_in_place(wink: Wink, project: 
     assert not (project / "note.txt").exists()
 
 
-def test_undo_goes_back_one_change_after_the_other(wink: Wink, project: Path):
-    make_run(project, TURNS)
+def test_undo_goes_back_one_run_after_the_other(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+    make_run(project, [calls(("write_file", {"path": "again", "content": "x\n"})), "Done."])
 
+    assert "again +0 -1" in wink("undo").out
+    assert (project / "new.txt").exists()
     first = wink("undo")
     assert first.code == 0
+    assert f"Undone: the run {run.mark} (2 calls: a task)" in first.out
     assert "new.txt +0 -1" in first.out
     assert "Only files were undone" in first.out
     assert not (project / "new.txt").exists()
-    assert wink("undo").code == 0
     assert "a - b" in (project / "src/calc.py").read_text()
-    assert wink("undo").err.startswith("wink: nothing to undo: no files were changed")
+    assert "is already undone, and so is everything before it" in wink("undo").err
+
+    again = first.out.split("wink undo ")[1].split()[0]
+    assert wink("undo", again).code == 0
+    assert (project / "new.txt").exists()
+    assert "new.txt" in wink("undo").out, "a run that was redone is the last one"
+
+
+def test_the_last_call_alone_is_undone_on_request(wink: Wink, project: Path):
+    make_run(project, TURNS)
+
+    assert "new.txt" in wink("undo", "--last").out
+    assert "a + b" in (project / "src/calc.py").read_text()
+    assert wink("undo", "--last").code == 0
+    assert "a - b" in (project / "src/calc.py").read_text()
+    assert wink("undo", "--last").err.startswith("wink: nothing to undo: the run")
 
 
 def test_one_call_is_undone_by_name_and_had_back_again(wink: Wink, project: Path):
@@ -389,8 +495,8 @@ def test_one_call_is_undone_by_name_and_had_back_again(wink: Wink, project: Path
     again = undone.out.split("wink undo ")[1].split()[0]
     twice = wink("undo", f"{run.mark}/4")
     assert (twice.code, twice.err) == (
-        1, "wink: nothing to undo: no files were changed here, or it is already undone; `wink log` "
-        "lists the calls\n"
+        1, "wink: nothing to undo: no files were changed here, or it is already undone, or the "
+        "history no longer has them; `wink log` lists the calls\n"
     )  # fmt: skip
 
     assert wink("undo", again).code == 0
@@ -494,7 +600,9 @@ def test_a_whole_run_is_undone_and_a_dry_run_only_shows_it(wink: Wink, project: 
         (["log", "-w", "notes.txt"], "notes.txt: Not a directory"),
         (["log", "-n", "-1"], "greater than or equal to 0"),
         (["undo", "1", "--run", "x"], "name only one of"),
-        (["diff", "1", "--run", "x"], "not both"),
+        (["undo", "--last", "--to", "1"], "name only one of"),
+        (["diff", "1", "--run", "x"], "name only one of"),
+        (["diff", "1", "--last"], "name only one of"),
         (["undo", "--to", "1"], "changed no files"),
     ],
 )
@@ -528,6 +636,90 @@ def test_looking_needs_no_model_and_is_quick_to_load():
     )
 
     assert done.stdout == "[]\n"
+
+
+# Ignored files and long lists
+
+
+def test_ignored_files_are_counted_and_still_undone(wink: Wink, project: Path):
+    (project / ".gitignore").write_text("*.log\n")
+    writes = [
+        ("write_file", {"path": path, "content": "x\n"})
+        for path in ("a.log", "src/__pycache__/a.pyc", "src/__pycache__/b.pyc", "real.txt")
+    ]
+    run = make_run(project, [calls(*writes), "Done."])
+    counted = "+ 3 ignored files (src/__pycache__, a.log)"
+
+    shown = wink("diff")
+    assert (shown.code, shown.out.count("diff --git")) == (0, 1)
+    assert shown.err == f"{counted}; --all shows them\n"
+    assert wink("diff", "--all").out.count("diff --git") == 4
+    assert "+ 1 ignored file (a.log)" in wink("log").out
+    assert "a.log +1 -0" in wink("log", "--ignored").out
+    assert "+ 1 ignored file (a.log)" in wink("show", f"{run.mark}/1").out
+
+    undone = wink("undo")
+    assert counted in undone.out
+    assert "a.log +0 -1" not in undone.out
+    assert {path.name for path in project.rglob("*")} == {
+        "src", "calc.py", "notes.txt", ".gitignore"
+    }  # fmt: skip
+
+
+def test_long_lists_are_cut_with_a_count(wink: Wink, project: Path):
+    with HostFilesystem(project) as files:
+        view = files.fork_in_place()
+        for number in range(30):
+            view.write(f"f{number}.txt", "x\n")
+            view.mkdir(f"empty{number}")
+        files.merge(view)
+
+    assert "and 50 more files; --all lists them" in wink("log").out
+    assert "f9.txt" in wink("log", "--all").out
+    shown = wink("diff")
+    assert shown.out.count("diff --git") == 30
+    assert shown.err.count("new empty directory") == 10
+    assert "and 20 more; --all lists them" in shown.err
+    for number in range(30):
+        (project / f"f{number}.txt").write_text("mine\n")
+    refused = wink("undo")
+    assert refused.err.count("changed by someone else") == 10
+    assert "  and 20 more files\n" in refused.err
+
+
+def test_every_kind_of_change_is_told_in_a_word(wink: Wink, project: Path):
+    (project / "script").write_text("x\n")
+    with HostFilesystem(project) as files, files.gate:
+        view = files.fork_in_place()
+        view.expect_external()
+        (project / "logo").write_bytes(b"\0")
+        (project / "script").chmod(0o755)
+        (project / "notes.txt").chmod(0o600)
+        (project / "empty").mkdir()
+        (project / "big").write_bytes(b"x" * (33 << 20))
+        files.merge(view)
+
+    told = [line.strip() for line in wink("log").out.splitlines()[1:]]
+    assert told == [
+        "big: too large for a diff: nothing became a file of 34603008 bytes",
+        "empty: new empty directory",
+        "logo: binary",
+        "notes.txt: permissions 0644 became 0600",
+        "script: now executable",
+    ]
+    done = wink("diff")
+    assert done.code == 3
+    assert "the patch is not complete: it lacks big" in done.err
+    assert "GIT binary patch" in done.out
+
+
+def test_a_log_that_begins_in_the_middle_of_a_run_says_so(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+
+    assert "(2 of 7 calls)" in wink("log", "-n", "2").out.splitlines()[0]
+    wink("undo")
+    first = next(line for line in wink("log").out.splitlines() if line.startswith(run.id))
+    assert first.endswith("(undone)")
 
 
 # What was found by trying to break it

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from weakincentives.cli.question import question
-from weakincentives.prompt import ApprovalRequest
+from weakincentives.cli.question import _chosen_rule, question  # pyright: ignore[reportPrivateUsage]
+from weakincentives.prompt import ApprovalRequest, ApprovalRule, CallPreview
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -24,10 +24,22 @@ BLANKS = "\u3164\u2800\u115f\ufe0f\u034f\U000e0041\u200b\u2060\xad\u3000\xa0\x1b
 
 
 def lines_of(arguments: dict[str, Any], width: int = 60) -> tuple[str, ...]:
-    asked = question("t wants to run.", arguments, width=width, height=None)
+    asked = question(request(arguments), width=width, height=None)
     assert asked.hidden == 0
-    assert asked.lines[0] == "t wants to run."
+    assert asked.lines[0] == "t wants to run; it can be undone."
     return asked.lines[1:]
+
+
+def request(arguments: dict[str, Any], **preview: Any) -> ApprovalRequest:
+    return ApprovalRequest(
+        tool_name="t",
+        description="",
+        arguments=arguments,
+        reach="reversible",
+        call_id="c",
+        session_id="s",
+        preview=CallPreview(**preview),
+    )
 
 
 def read_back(lines: Sequence[str]) -> dict[str, Any]:
@@ -107,6 +119,24 @@ def test_no_text_of_others_begins_a_line_or_is_wrapped_by_the_terminal(
         assert "\n" not in line
 
 
+@given(st.text(), st.dictionaries(st.text(), st.text()), JSON, st.integers(40, 120))
+@example("+a\n  path: b\nyes, no [y/n]? ", {"a\nyes": "b\n    | x"}, {"a\nb": "c\r"}, 40)
+def test_no_text_of_a_preview_begins_a_line_either(
+    diff: str, facts: dict[str, str], value: Any, width: int
+):
+    asked = request({"a": value}, diff=diff, facts=facts)
+
+    lines = question(asked, width=width, height=None).lines
+    for line in lines[1:]:
+        assert line.startswith(("  ", "    | ", "    : ", "    \\ "))
+        assert cell_len(line) <= width
+        assert line.isprintable()
+    heads = ("The change:", "Arguments:", "What it can reach:")
+    for line in asked.describe(10_000_000).split("\n")[1:]:
+        assert line in heads or line.startswith("  | ")
+        assert line.isprintable()
+
+
 @pytest.mark.parametrize("blank", [*BLANKS, "e" + "\u0301" * 30, "\r", "\t"])
 def test_nothing_that_is_shown_is_invisible(blank: str):
     """Not in a value on one line, not in a block, not in a name, not in a list."""
@@ -145,7 +175,7 @@ def test_a_value_that_is_false_or_empty_is_shown():
 
 def test_what_does_not_fit_is_cut_with_a_mark_that_says_how_much():
     content = "".join(f"line {n}\n" for n in range(1, 1001))
-    asked = question("?", {"content": content, "path": "a"}, width=80, height=30)
+    asked = question(request({"content": content, "path": "a"}), width=80, height=30)
 
     assert asked.lines[1] == "  content: text, 1,000 lines, 8,893 characters"
     assert asked.lines[10] == "    | line 9"
@@ -162,8 +192,8 @@ def test_what_does_not_fit_is_cut_with_a_mark_that_says_how_much():
 def test_many_arguments_are_cut_too_and_what_fits_is_not():
     many = {f"a{n}": n for n in range(500)}
 
-    cut = question("?", many, width=80, height=24)
-    whole = question("?", dict.fromkeys("abcdef", "x\ny\n"), width=80, height=24)
+    cut = question(request(many), width=80, height=24)
+    whole = question(request(dict.fromkeys("abcdef", "x\ny\n")), width=80, height=24)
 
     assert cut.lines[-1] == "NOT EVERYTHING IS SHOWN: 480 of 500 lines are hidden; v shows all."
     assert len(cut.lines) == 22
@@ -181,9 +211,38 @@ def test_a_line_of_others_cannot_look_like_the_mark_or_the_question():
     assert lines[-1] == "    \\ no newline at the end"
 
 
+def test_a_change_is_shown_as_a_diff_and_what_a_call_can_reach_as_facts():
+    diff = "--- a/a.txt\n+++ b/a.txt\n@@ -1 +1 @@\n-a \n+\x1b[2Jb\\n\n"
+    asked = request(
+        {"path": "a.txt", "content": "x"},
+        diff=diff,
+        in_diff=("content",),
+        facts={"network": "none\nyes, no [y/n]? y"},
+    )
+
+    lines = question(asked, width=60, height=40)
+    whole = question(asked, width=60, height=None)
+
+    assert lines.lines == (
+        "t wants to run; it can be undone.",
+        "  the change:",
+        "    | --- a/a.txt",
+        "    | +++ b/a.txt",
+        "    | @@ -1 +1 @@",
+        "    | -a\\s{1}",
+        "    | +\\x1b[2Jb\\\\n",
+        '  path: "a.txt"',
+        "  content: in the diff",
+        "  what it can reach:",
+        "    | network: none yes, no [y/n]? y",
+    )
+    assert lines.hidden
+    assert '  content: "x"' in whole.lines
+
+
 def test_a_request_as_text_has_everything_on_one_line():
     """For those who ask in their own way: `input(f"{request}? ")`."""
-    request = ApprovalRequest(
+    asked = ApprovalRequest(
         tool_name="pay",
         description="",
         arguments={"a\x1b[2J": f"x\n{' ' * 100}\u3164", "none": None, "flag": False},
@@ -192,4 +251,24 @@ def test_a_request_as_text_has_everything_on_one_line():
         session_id="s",
     )
 
-    assert str(request) == ("pay('a\\x1b[2J'='x\\n\\s{100}\\u3164', none=None, flag=False)")
+    assert str(asked) == ("pay('a\\x1b[2J'='x\\n\\s{100}\\u3164', none=None, flag=False)")
+
+
+class Typed:
+    """A person who answers "some paths", and then takes what is offered."""
+
+    def choose(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
+        return "p"
+
+    def line(self, label: str) -> str:
+        return ""
+
+
+def test_the_offered_paths_are_not_wider_than_what_was_chosen():
+    rule = _chosen_rule(request({}, paths=("docs/a", "docs/b")), cast("Any", Typed()))
+    assert rule == ApprovalRule(tool="t", path="docs/**")
+    rule = _chosen_rule(request({}, paths=("docs/a",)), cast("Any", Typed()))
+    assert rule == ApprovalRule(tool="t", path="docs/a")
+    # Without a common directory there is no glob to offer; none would mean all calls.
+    with pytest.raises(ValueError, match="give a glob of paths"):
+        _chosen_rule(request({}, paths=("a", "docs/b")), cast("Any", Typed()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from tests.adapters.wire import WireServer
 
 from weakincentives.adapters import calls, says
 from weakincentives.cli.config import load_settings
+from weakincentives.cli.trust import trust_of
 from weakincentives.cli.workbench import load_types
 from weakincentives.contrib.tools import find_sandbox
 from weakincentives.errors import SandboxUnavailable
@@ -164,14 +166,14 @@ def test_json_tells_the_same_for_machines(project: Path, run: Runs):
         ("write_file", "denied", False),
         ("edit_file", "committed", False),
     ]
-    assert ended[4]["files"] == [{"path": "calc.py", "added": 1, "removed": 1}]
+    assert ended[4]["files"] == [{"path": "calc.py", "added": 1, "removed": 1, "ignored": False}]
     assert ended[3]["denied_by"] == "protected_paths"
     plans = [each for each in told if each["type"] == "plan"]
     assert [step["status"] for step in plans[-1]["steps"]] == ["done", "done"]
     assert last["type"] == "result"
     assert (last["outcome"], last["text"]) == ("done", "It adds all prices now.")
     assert (last["input_tokens"], last["output_tokens"], last["cost_usd"]) == (600, 60, None)
-    assert last["files"] == [{"path": "calc.py", "added": 1, "removed": 1}]
+    assert last["files"] == [{"path": "calc.py", "added": 1, "removed": 1, "ignored": False}]
 
 
 def test_quiet_prints_the_answer_only(project: Path, run: Runs):
@@ -221,6 +223,7 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(project: Path, run: Runs):
     ("flags", "said"),
     [
         (["--max-tokens", "50"], "Used 120 total tokens; the budget is 50"),
+        (["--max-cost", "0.001", "--price", "10/10"], "Spent $0.0012; the budget is $0.001"),
         (["--time-limit", "0.000001"], "deadline"),
     ],
 )
@@ -229,6 +232,34 @@ def test_limits_hold(run: Runs, flags: list[str], said: str):
 
     assert done.code == 1
     assert said in done.err.lower() or said in done.err
+
+
+def test_a_limit_in_money_needs_a_price(project: Path, run: Runs):
+    done = run(FIX, "--max-cost", "1")
+
+    assert done.code == 2
+    assert "max_cost cannot be checked: the price of scripted:" in done.err
+    assert "give --price INPUT/OUTPUT" in done.err
+    assert runs_of(project) == ()
+
+
+def test_a_limit_in_money_counts_all_of_a_run_that_is_resumed(run: Runs):
+    limits = ["--price", "10/10", "--max-cost", "0.003"]
+    assert run(FIX, *limits).code == 1
+
+    again = run.resume()
+    more = run.resume("--max-cost", "1")
+
+    assert again.code == 1
+    assert "\nSpent $0.0035; the budget is $0.003\n" in again.err
+    assert "edit_file" not in again.err, "open calls stay open"
+    assert (more.code, more.out) == (0, "It adds all prices now.\n")
+
+
+def test_the_cost_is_shown_where_the_price_is_set(run: Runs):
+    done = run(FIX, "--price", "10/10")
+
+    assert ", 660 tokens, $0.0066, " in done.err
 
 
 def test_settings_stand_in_the_directory(
@@ -308,6 +339,32 @@ def test_a_server_that_speaks_openais_format_is_asked(
     assert "✓ write_file new.txt +1" in done.err
 
 
+def test_a_model_sees_attached_pictures_and_those_that_it_reads(
+    project: Path, run: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    (project / "logo.png").write_bytes(picture := b"\x89PNG\r\n\x1a\n" + bytes(2000))
+    (project.parent / "screen.gif").write_bytes(b"GIF89a\1\0")
+    with WireServer() as server:
+        played = server.play(calls(("read_file", {"path": "logo.png"})), says("Seen."))
+        monkeypatch.setenv("OPENAI_BASE_URL", played.base_url)
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-loopback-0123456789")
+        options = ("-w", str(project), "-m", "openai:some-model", *SANDBOX, "-q")
+        done = run.wink("run", "what is it?", *options, "--attach", "screen.gif")
+        missing = run.wink("run", "what?", *options, "--attach", "none.gif")
+
+    assert (done.out, played.problems) == ("Seen.\n", [])
+    _, user, _, answer, shown = played.bodies[-1]["messages"]
+    assert user["content"][1]["image_url"]["url"] == "data:image/gif;base64,R0lGODlhAQA="
+    assert answer["content"].startswith("logo.png is a picture:\n[image/png, 2 kB: logo.png]")
+    sent = shown["content"][1]["image_url"]["url"].partition(",")[2]
+    assert base64.b64decode(sent) == picture
+    assert missing.code == 2
+    assert "--attach: [Errno 2] No such file or directory: 'none.gif'" in missing.err
+
+    (call,) = runs_of(project)[0].calls()
+    assert call.shown.startswith("logo.png is a picture:\n[image/png, 2 kB: logo.png]")
+
+
 # A dry run
 
 
@@ -360,7 +417,7 @@ def test_a_dry_run_that_is_killed_is_undone_by_the_next_command(project: Path, r
         [*WINK, "run", "x", "-w", str(project), "-m", script(project, turns), *SANDBOX, *flags],
         cwd=project.parent,
     ) as terminal:
-        terminal.wait_for("[y/n/a]?")
+        terminal.wait_for("[y/n/r/e/a]?")
         assert files_of(project) != before
         terminal.process.kill()
         terminal.end()
@@ -482,26 +539,82 @@ def test_escape_sequences_of_others_never_reach_the_terminal(project: Path):
 # Approval
 
 
+ASKED = "yes, no, no with a reason, edit, always [y/n/r/e/a]?"
+VIEW_ALL = "yes, no, no with a reason, edit, always, view all [y/n/r/e/a/v]?"
+
+
 def test_a_person_is_asked_and_their_word_holds(project: Path):
-    write = [{"write_file": {"path": f"{name}.txt", "content": ""}} for name in "abc"]
+    write = [{"write_file": {"path": f"{name}.txt", "content": "new\n"}} for name in "abc"]
     turns = [{"call": write}, "Done."]
     with terminal_run(project, turns, "--ask", "write_file") as terminal:
-        asked = terminal.wait_for("[y/n/a]?")
+        asked = terminal.wait_for(VIEW_ALL)
         terminal.send("what?\n")
-        terminal.wait_for("what?\nyes, no, always [y/n/a]?")
-        terminal.send("n\n")
+        terminal.wait_for(f"what?\n{VIEW_ALL}")
+        terminal.send("y\nand more that was pasted\n")
+        terminal.wait_for(f"Several lines came at once. Type one line.\n{VIEW_ALL}")
+        terminal.send("r\n")
+        terminal.wait_for("Reason, for the model:")
+        terminal.send("write b.txt first\n")
         # To its end: what is typed before the question is asked is no answer.
-        terminal.wait_for(
-            'path: "b.txt"\n  content: ""\n  overwrite: false\nyes, no, always [y/n/a]?'
-        )
+        terminal.wait_for(f'path: "b.txt"\n  content: in the diff\n  overwrite: false\n{VIEW_ALL}')
         terminal.send("a\n")
+        terminal.wait_for("all calls of write_file, some paths, back [t/p/b]?")
+        terminal.send("p\n")
+        terminal.wait_for("Paths, as a glob [b.txt]:")
+        terminal.send("?.txt\n")
+        terminal.wait_for("    | write_file ?.txt\n")
+        terminal.wait_for("for this session only, back [s/o/b]?")
+        terminal.send("o\n")
         assert terminal.end() == 0
 
     assert "write_file wants to run; it can be undone." in asked
-    assert 'path: "a.txt"' in asked
-    assert "was not approved by" in terminal.text
+    assert "    | +++ b/a.txt\n    | @@ -0,0 +1 @@\n    | +new\n" in asked
+    assert b"\x1b[32m    | +new" in terminal.raw
+    assert "Call to 'write_file' was not approved by" in terminal.text
+    assert ": write b.txt first" in terminal.text  # the model reads it
     assert 'path: "c.txt"' not in terminal.text  # always
     assert sorted(path.name for path in project.glob("*.txt")) == ["b.txt", "c.txt"]
+
+
+def test_a_person_edits_a_call_in_their_editor_and_saves_a_rule(project: Path):
+    editor = project.parent / "editor.py"
+    editor.write_text(
+        "import os, sys\n"
+        "assert os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()\n"  # Ctrl-C reaches it alone
+        "text = open(sys.argv[1]).read()\n"
+        "open(sys.argv[1], 'w').write(text.replace('one', '2') + '\\n')\n"
+    )
+    commands = ("echo one > a", "echo 3", "echo 4; rm calc.py")
+    turns = [{"call": [{"shell_execute": {"command": each}} for each in commands]}, "Done."]
+    env = {"EDITOR": f"{sys.executable} {editor}", "VISUAL": ""}
+    with terminal_run(project, turns, "--ask", "shell_execute", env=env) as terminal:
+        terminal.wait_for(ASKED)
+        terminal.send("e\n")
+        terminal.wait_for("Which argument (command, cwd, env, stdin, timeout)?")
+        terminal.send("command\n")
+        asked = terminal.wait_for(ASKED, times=2)
+        terminal.send("y\n")
+        terminal.wait_for(ASKED, times=3)
+        terminal.send("a\n")
+        terminal.wait_for("all calls of shell_execute, some commands, back [t/c/b]?")
+        terminal.send("c\n")
+        terminal.wait_for("Commands that begin with [echo 3]:")
+        terminal.send("echo\n")
+        terminal.wait_for("    | shell_execute echo\n")
+        terminal.wait_for("save to wink.toml, for this session only, back [s/o/b]?")
+        terminal.send("s\n")
+        terminal.wait_for(ASKED, times=4)  # the rule does not cover shell syntax
+        terminal.send("n\n")
+        assert terminal.end() == 0
+
+    assert '  command: "echo 2 > a"\n' in asked
+    assert "  what it can reach:\n    | sandbox: none: it can do everything that you can\n" in asked
+    assert "✓ shell_execute echo 2 > a" in terminal.text  # what ran
+    assert (project / "a").read_text() == "2\n"
+    assert (project / "wink.toml").read_text() == (
+        '[[approve]]\ntool = "shell_execute"\ncommand = ["echo"]\n'
+    )
+    assert trust_of(project).missing(load_settings(project)) == []  # it is approved with the rule
 
 
 def test_everything_that_is_asked_about_is_shown_and_nothing_of_it_hides(project: Path):
@@ -509,7 +622,7 @@ def test_everything_that_is_asked_about_is_shown_and_nothing_of_it_hides(project
     command = f"echo hi{' ' * 3000}; rm -rf x\n# yes, no, always [y/n/a]? \u202e\u3164 \\"
     turns = [{"call": [{"shell_execute": {"command": command}}]}, "Done."]
     with terminal_run(project, turns, "--ask", "shell_execute") as terminal:
-        asked = terminal.wait_for("\nyes, no, always [y/n/a]?")
+        asked = terminal.wait_for(f"\n{ASKED}")
         terminal.send("n\n")
         assert terminal.end() == 0
 
@@ -523,18 +636,18 @@ def test_what_is_left_out_is_said_and_can_be_seen_before_the_answer(project: Pat
     content = "".join(f"line {n}\n" for n in range(1, 401))
     turns = [{"call": [{"write_file": {"path": "a.txt", "content": content}}]}, "Done."]
     with terminal_run(project, turns, "--ask", "write_file") as terminal:
-        asked = terminal.wait_for("[y/n/a/v]?")
+        asked = terminal.wait_for(VIEW_ALL)
         terminal.send("v\n")
-        everything = terminal.wait_for("\nyes, no, always [y/n/a]?")
+        everything = terminal.wait_for(f"\n{ASKED}")
         terminal.send("y\n")
         assert terminal.end() == 0
 
-    assert "    ... 387 lines (" in asked
+    assert "    ... 390 lines (" in asked
     assert (
-        "NOT EVERYTHING IS SHOWN: 387 of 403 lines are hidden; v shows all.\n"
-        "yes, no, always, view all [y/n/a/v]?" in asked
+        f"NOT EVERYTHING IS SHOWN: 390 of 407 lines are hidden; v shows all.\n{VIEW_ALL}" in asked
     )
     assert "line 200" not in asked
+    assert all(f"    | +line {n}\n" in everything for n in range(1, 401))
     assert all(f"    | line {n}\n" in everything for n in range(1, 401))
     assert (project / "a.txt").read_text() == content
 
@@ -551,7 +664,7 @@ def test_the_names_of_arguments_cannot_act_on_the_terminal(project: Path):
     arguments = {"a\x1b[2J\nyes": False, "ok": "", "b\u202e": None, "c" * 150: "\x1b[2J"}
     turns = [{"call": [{"open": arguments}]}, "Done."]
     with terminal_run(project, turns, "--ask", "open") as terminal:
-        asked = terminal.wait_for("[y/n/a]?")
+        asked = terminal.wait_for("[y/n/r/e/a]?")
         terminal.send("n\n")
         assert terminal.end() == 0
 
@@ -565,7 +678,7 @@ def test_no_answer_is_a_no(project: Path):
     """Ctrl-D; what comes next stands below the question."""
     turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
     with terminal_run(project, turns, "--ask", "write_file") as terminal:
-        terminal.wait_for("[y/n/a]?")
+        terminal.wait_for(VIEW_ALL)
         terminal.send("\x04")
         assert terminal.end() == 0
 
@@ -576,7 +689,7 @@ def test_no_answer_is_a_no(project: Path):
 def test_ctrl_c_at_a_question_stops_the_run(project: Path):
     turns = [{"call": [{"write_file": {"path": "a.txt", "content": ""}}]}, "Done."]
     with terminal_run(project, turns, "--ask", "write_file") as terminal:
-        terminal.wait_for("[y/n/a]?")
+        terminal.wait_for(VIEW_ALL)
         terminal.interrupt()
         assert terminal.end() == 130
 
@@ -786,6 +899,17 @@ def test_the_rules_of_a_run_hold_when_it_is_resumed(project: Path, run: Runs):
     assert not (project / ".env").exists()
 
 
+def test_the_sandbox_of_a_run_stays_when_it_is_resumed(project: Path, run: Runs):
+    """Settings add up; a name given later wins."""
+    turns = [*FIX[:1], {"call": [{"shell_execute": {"command": "echo $A$B"}}]}, "Shown."]
+    run(turns, "--max-turns", "1", "--sandbox", "env=A=kept-", "--sandbox", "env=B=old")
+    script(project, turns)
+
+    done = run.resume("--max-turns", "9", "--sandbox", "env=B=new", "--json")
+
+    assert "kept-new" in done.out
+
+
 def test_a_run_under_way_is_not_taken_up_twice(project: Path, run: Runs):
     run(FIX, "--max-turns", "1")
     [kept] = runs_of(project)
@@ -818,3 +942,44 @@ def test_help_teaches(run: Runs, monkeypatch: pytest.MonkeyPatch):
     assert done.code == 0
     for wanted in ("--dry-run", "protect=GLOB", "The commands", 'wink run "fix the failing test"'):
         assert wanted in done.out
+
+
+# Messages to a run in progress
+
+
+def test_a_message_reaches_a_run_in_progress_even_if_it_is_killed_first(project: Path, run: Runs):
+    os.mkfifo(project.parent / "waiting")
+    waiting = {"call": [{"shell_execute": {"command": "cat WAITING"}}]}
+    model = script(project, [waiting, "Noted.", "Done."])
+    argv = [*WINK, "run", "x", "-w", str(project), "-m", model, *SANDBOX]
+
+    def sent(*arguments: str) -> Done:
+        return run.wink("send", *arguments, "-w", str(project))
+
+    refused = sent("too early")
+    assert (refused.code, "no run is in progress" in refused.err) == (2, True)
+    with subprocess.Popen(argv, env=environment(dict(os.environ)), stderr=subprocess.PIPE) as child:
+        assert child.stderr is not None
+        while b"> x" not in child.stderr.readline():
+            pass
+        with open(project.parent / "waiting", "w"):  # the command reads
+            done = sent("use pytest")
+            child.kill()
+    (earlier,) = runs_of(project)
+    assert (done.code, done.err) == (0, f"sent to {earlier.id}\n")
+
+    late = sent("too late", earlier.mark)
+    assert (late.code, f"{earlier.id} is not in progress" in late.err) == (2, True)
+    (project.parent / "waiting").unlink()
+    (project.parent / "waiting").write_text("go")
+    resumed = run.resume()
+    again = run.resume(earlier.id, "and now?")
+
+    assert (resumed.code, again.code) == (0, 0), again.err
+    assert "> use pytest" in resumed.err
+    texts = [
+        each["fields"]["text"]
+        for each in runs_of(project)[0].data.log["weakincentives.runtime.conversation:Message"]
+        if each["fields"]["role"] == "user"
+    ]
+    assert texts == ["x", "use pytest", "and now?"]

@@ -181,6 +181,16 @@ def test_without_a_tool_the_policies_in_force_are_listed(wink: Wink, configured:
     assert "  applies to write_file\n" in shown
 
 
+def test_rules_that_approve_calls_are_listed(wink: Wink, configured: Path):  # noqa: F811
+    rule = 'ask = ["write_file"]\n[[approve]]\ntool = "write_file"\npath = "docs/**"\n'
+    (configured / "wink.toml").write_text(rule)
+    approve(configured)
+
+    shown = wink("policy", "check").out
+
+    assert "  applies to write_file\n  approves without asking: write_file docs/**\n" in shown
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [

@@ -126,7 +126,16 @@ def test_so_do_settings_that_name_other_code(project: Project):
     assert "wink.toml (changed)" in said
 
 
-@pytest.mark.parametrize("setting", ['sandbox = "none"\n', '[policy]\nunprotect = [".git"]\n'])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'sandbox = "none"\n',
+        '[sandbox]\nread = ["/var/log"]\n',
+        '[sandbox]\nenv = ["TOKEN"]\n',
+        '[sandbox]\nlimits = { memory = "64 GiB" }\n',
+        '[policy]\nunprotect = [".git"]\n',
+    ],
+)
 def test_so_do_settings_that_lift_a_protection(project: Project, setting: str):
     project.write(wink_toml=setting)
     code, said = project("tools")
@@ -138,8 +147,20 @@ def test_so_do_settings_that_lift_a_protection(project: Project, setting: str):
     assert project("tools", WINK_SANDBOX="none")[0] == 0
 
 
+def test_so_does_an_image(project: Project):
+    """Commands would see everything in it, and it may be a private one of the user."""
+    project.write(wink_toml='[sandbox]\nimage = "localhost/private"\n')
+
+    code, said = project("tools")
+
+    assert code == 2
+    assert "not approved: wink.toml (new)" in said
+
+
 def test_settings_that_only_bind_the_agent_need_no_approval(project: Project):
-    project.write(wink_toml='suites = ["files"]\n[policy]\nprotect = [".env"]\n')
+    project.write(
+        wink_toml='suites = ["files"]\n[policy]\nprotect = [".env"]\n[sandbox]\ndetect = false\n'
+    )
 
     assert project("tools")[0] == 0
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import signal
+import termios
 import unicodedata
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall
 from weakincentives.cli.common import summary_of
 from weakincentives.cli.view import (
@@ -29,10 +36,12 @@ from weakincentives.errors import ProviderUnavailable
 from weakincentives.prompt import ToolResult
 from weakincentives.runtime import ToolInvoked
 from weakincentives.runtime.conversation import (
+    ContextCompacted,
     ModelTurn,
     Retrying,
     SentBack,
     TextDelta,
+    ToolProgress,
     ToolStarted,
     TurnEnded,
     TurnStarted,
@@ -81,9 +90,22 @@ def events(text: str) -> list[Event]:
         Retrying(ProviderUnavailable(text), 1.5),
         TurnEnded(1, ModelTurn(text=text, tool_calls=(call,))),
         ToolStarted(call),
+        ToolProgress(call, text, 1, 2),
         ended("failed", tool=text, arguments=arguments, message=text, output=output, files=files),
         Plan(objective=text, steps=steps),
         SentBack(text),
+        ContextCompacted(
+            conversation="c",
+            shown=(),
+            of_messages=9,
+            digest=0,
+            shortened=2,
+            removed=1,
+            summary=text,
+            usage=TokenUsage(input_tokens=100, output_tokens=7),
+            tokens_before=9000,
+            tokens_after=4000,
+        ),
         RunResult(run="r1", outcome="failed", text=text, error=text, diff=text, resume=text),
     ]
 
@@ -154,13 +176,15 @@ def test_json_is_one_object_a_line_and_ascii():
         "retrying",
         "turn_ended",
         "tool_started",
+        "tool_progress",
         "tool_ended",
         "plan",
         "sent_back",
+        "context_compacted",
         "result",
     ]
-    assert lines[5]["files"][0] == {"path": WILD, "added": 1, "removed": 2}
-    assert lines[5]["message"] == WILD
+    assert lines[6]["files"][0] == {"path": WILD, "added": 1, "removed": 2, "ignored": False}
+    assert lines[6]["message"] == WILD
 
 
 def test_arguments_that_are_no_json_are_shown_all_the_same():
@@ -190,6 +214,20 @@ def test_the_outcome_of_a_call_is_told_by_a_sign_or_a_word(
     assert Words(False).lines(event)[0].plain == f"{plain} edit_file{mark} a.py +2 -1 0.2s"
     told = [line.plain for line in Words(True).lines(event)[1:]]
     assert told == ([] if outcome == "committed" else ["  because"])
+
+
+def test_the_end_of_a_run_lists_files_and_counts_the_rest():
+    many = {f"f{n:02}.py": ChangedFile(f"f{n:02}.py", n, 1) for n in range(12)}
+    many |= {f"__pycache__/{n}": ChangedFile(f"__pycache__/{n}", ignored=True) for n in range(214)}
+    result = RunResult(outcome="done", turns=1, files=many)
+
+    head, *lines = [line.plain for line in Words(True).lines(result)]
+
+    assert "12 files changed" in head
+    assert lines[:2] == ["  f00.py -1", "  f01.py +1 -1"]
+    assert lines[10:] == ["  and 2 more files", "  + 214 ignored files"]
+    call = ended("committed", arguments={}, files=tuple(many.values()))
+    assert "f02.py +2 -1 and 9 more files + 214 ignored files" in Words(True).lines(call)[0].plain
 
 
 def test_of_a_failed_command_the_last_line_is_told():
@@ -246,3 +284,64 @@ def test_the_price_is_told_only_where_it_is_known():
 
     assert "1,234 tokens, $0.5000" in Words(True).lines(known)[0].plain
     assert "$" not in Words(True).lines(unknown)[0].plain
+
+
+def test_a_full_context_window_leaves_a_line_and_counts_as_tokens_and_money():
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    view = PlainView(out, out)
+    view.price = TokenPrice(input=10, output=100)
+    (event,) = (each for each in events("x") if isinstance(each, ContextCompacted))
+
+    view.show(event)
+
+    written = out.buffer.getvalue().decode()  # type: ignore[attr-defined]  # it is a BytesIO
+    assert written == (
+        "context compacted: 2 results shortened, 1 message summarized "
+        "(about 9,000 tokens became 4,000)\n"
+    )
+    assert (view.totals.input_tokens, view.totals.output_tokens) == (100, 7)
+    assert view.totals.cost_usd == pytest.approx(0.0017)
+
+
+@pytest.fixture
+def slave(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
+    """A terminal that is the standard input."""
+    master, slave = pty.openpty()
+    with open(slave, "r+b", buffering=0) as raw, io.TextIOWrapper(raw, "utf-8") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        yield terminal
+    os.close(master)
+
+
+def test_ctrl_c_while_the_view_begins_leaves_the_terminal_as_it_was(
+    slave: TextIO, monkeypatch: pytest.MonkeyPatch
+):
+    before = termios.tcgetattr(slave)
+    view = LiveView(io.StringIO())
+    view.close()
+    view.on_line = lambda line: True
+    change = termios.tcsetattr
+
+    def interrupted(*change_of: Any) -> None:
+        change(*change_of)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("termios.tcsetattr", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            view.begin()
+    view.close()
+
+    assert termios.tcgetattr(slave) == before
+
+
+def test_a_question_that_ends_late_does_not_begin_a_second_view(slave: TextIO):
+    before = termios.tcgetattr(slave)
+    view = LiveView(io.StringIO())
+    view.on_line = lambda line: True
+    with view.asking():  # in its thread, which notices a little later that the run has ended
+        view.close()
+        view.begin()
+    view.close()
+
+    assert termios.tcgetattr(slave) == before

@@ -138,6 +138,7 @@ def test_dropped_snapshot_frees_what_only_it_held():
         tracemalloc.stop()
 
 
+@pytest.mark.heavy
 def test_thousands_of_nested_directories_do_no_harm():
     fs, deep = MemoryFilesystem(), "/".join(["a"] * 2000)
     fs.write(f"{deep}/x", "")

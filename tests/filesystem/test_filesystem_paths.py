@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from trees import KINDS, ON_DISK, filesystem
 
 from weakincentives.errors import FilesystemError, PathEscapesRoot
+from weakincentives.filesystem import HostFilesystem
 
 PIECES = st.sampled_from(
     ["a", "b.txt", "..", ".", "", "/", "/workspace", "workspace", "\\", "..\\", "é", "\0", "\ud800"]
@@ -32,6 +33,21 @@ def test_every_spelling_reaches_the_one_file(make, path):
 
     assert fs.normalize(path) == "a.txt"
     assert fs.read(path) == "one"
+
+
+def test_files_on_disk_are_also_found_by_their_own_path(tmp_path):
+    """Commands and error messages name them so; a link to the directory may be part of it."""
+    (tmp_path / "real/x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real")
+    with HostFilesystem(tmp_path / "link") as fs:
+        for place in (tmp_path / "real", tmp_path / "link"):
+            fs.write(f"{place}/x/../a.txt", str(place))
+
+            assert fs.read("a.txt") == str(place)
+            assert fs.glob(f"{place}/*.txt") == ("a.txt",)
+            for path in (f"{place}/../secret", f"{place}.wink/a", str(tmp_path)):
+                with pytest.raises(PathEscapesRoot):
+                    fs.read(path)
 
 
 @pytest.mark.parametrize("path", ["", ".", "/workspace", "/workspace/", "x/..", "./."])

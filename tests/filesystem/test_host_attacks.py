@@ -141,10 +141,25 @@ def test_a_path_that_says_it_leaves_the_root_is_refused(fs: HostFilesystem, oper
             operation(fs, path)
 
 
-def test_the_real_path_of_the_workspace_is_no_way_in(fs: HostFilesystem, root: Path):
-    """Absolute paths are understood below the virtual prefix only."""
-    with pytest.raises(PathEscapesRoot):
-        fs.read(f"{root}/file.txt")
+def test_the_real_path_of_the_workspace_names_its_files_and_nothing_outside(
+    fs: HostFilesystem, root: Path
+):
+    """Absolute paths are understood below the virtual prefix and the real path of the root only."""
+    assert fs.read(f"{root}/file.txt") == fs.read("file.txt")
+    (root.parent / "beside.txt").write_text("secret")
+    (root.parent / "alias").symlink_to(root)
+    for path in (
+        f"{root}/../beside.txt",
+        f"{root}/dir/../../beside.txt",
+        f"{root.parent}/beside.txt",
+        f"{root}2/file.txt",
+        f"{root.parent}/alias/file.txt",
+        f"/..{root}/file.txt",
+        f"/workspace{root}/../../beside.txt",
+        "/etc/passwd",
+    ):
+        with pytest.raises(FilesystemError):
+            fs.read(path)
 
 
 @each(ALL)

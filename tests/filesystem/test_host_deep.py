@@ -154,6 +154,7 @@ def test_what_cannot_be_swept_is_told_and_the_rest_is_swept(
     assert caplog.text.count("could not be removed: too deep") == 2
 
 
+@pytest.mark.heavy
 def test_a_command_that_nests_directories_is_kept_exactly(root: Path) -> None:
     with HostFilesystem(root) as fs:
         needs_overlay(fs)
@@ -177,6 +178,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_nested_directories_are_changed_and_put_back(root: Path, change: Change) -> None:
     nest(root)
@@ -195,6 +197,7 @@ def test_nested_directories_are_changed_and_put_back(root: Path, change: Change)
         assert sorted(os.listdir(root)) == ["a", NAME]
 
 
+@pytest.mark.heavy
 def test_nested_directories_are_read_like_any_other(root: Path) -> None:
     nest(root)
     with HostFilesystem(root) as fs:
@@ -206,6 +209,7 @@ def test_nested_directories_are_read_like_any_other(root: Path) -> None:
         assert "rename from nested" in fs.diff(fs.history()[-1].call_id)
 
 
+@pytest.mark.heavy
 def test_a_private_view_runs_a_command_over_nested_directories_of_its_own(root: Path) -> None:
     with HostFilesystem(root) as fs:
         needs_overlay(fs)

@@ -255,16 +255,19 @@ def show(text: str) -> None:
     sys.stderr.write(f"\n{text}\n")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(40 if HEAVY else 6))
 def test_a_kill_at_a_random_moment_leaves_the_last_call_or_the_next(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 6 if HEAVY else 4, engines=OURS)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(20 if HEAVY else 2))
 def test_a_kill_is_survived_beside_programs_that_change_files_themselves(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 6 if HEAVY else 4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(2000, 2040 if HEAVY else 2003))
 def test_a_kill_is_survived_by_calls_of_other_programs_alone(tmp_path: Path, seed: int):
     survive(tmp_path, seed, 8 if HEAVY else 6, engines=("external",))

@@ -351,6 +351,7 @@ def test_nothing_is_lost_on_a_filesystem_without_hard_links(
         assert look(root) == before
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize("anew", [False, True], ids=["mounted", "mounted anew"])
 @pytest.mark.parametrize("change", WITHOUT_LINKS)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_filesystem_model import APPLY, outcome
-from trees import ON_DISK, has_xattrs, look
+from trees import ON_DISK, has_xattrs, look, remove_empty_directories
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import UndoRefused
@@ -54,12 +54,6 @@ def write(fs: HostFilesystem, call_id: str, **files: str) -> None:
 def texts(root: Path) -> dict[str, str]:
     files = (path for path in sorted(root.rglob("*")) if path.is_file())
     return {str(path.relative_to(root)): path.read_bytes().decode() for path in files}
-
-
-def remove_empty_directories(root: Path) -> None:
-    for directory, _, _ in os.walk(root, topdown=False):
-        if directory != str(root) and not os.listdir(directory):
-            os.rmdir(directory)
 
 
 def contents(root: Path) -> dict[str, tuple[object, ...]]:
@@ -281,7 +275,7 @@ def test_what_a_person_put_into_a_new_directory_is_not_told_as_the_calls(
     (root / "docs/mine").write_text("x")
 
     (changes,) = WorkspaceHistory(root).changes()
-    assert [each.path for each in changes.files] == ["docs", "docs/a"]
+    assert [each.path for each in changes.files] == ["docs/a"]
 
 
 @pytest.mark.parametrize("later", ["by a person", None])
@@ -295,11 +289,12 @@ def test_a_diff_never_shows_what_a_person_did_since(
         (root / "notes").write_text(later)
 
     (changes,) = WorkspaceHistory(root).changes()
-    told = "".join(each.text for each in changes.files)
-    for text in (told, fs.diff("c1")):
-        assert "person" not in text
-        assert "notes: changed, and changed since by somebody else\n" in text
-        assert "+1" in text
+    told = [(each.path, each.note) for each in changes.files]
+    assert told == [("notes", "changed, and changed since by somebody else"), ("other", "")]
+    text = fs.diff("c1")
+    assert "person" not in text
+    assert text.startswith("# notes: changed, and changed since by somebody else\ndiff --git")
+    assert "+1" in text
 
     write(fs, "c2", notes="by the agent, again")
     assert "person" not in fs.diff("c1")
@@ -317,7 +312,7 @@ def test_a_diff_of_a_directory_that_was_replaced_shows_what_went_and_what_came(
 
     (changes,) = WorkspaceHistory(root).changes()
     assert [each.path for each in changes.files] == [
-        "src/app.py", "src/new.py", "staged", "staged/new.py",
+        "src/app.py", "src/new.py", "staged/new.py",
     ]  # fmt: skip
     assert "person" not in fs.diff("c1")
 
@@ -370,9 +365,8 @@ def test_a_content_that_was_forgotten_is_said_to_be(fs: HostFilesystem, root: Pa
 
     (change,) = next(WorkspaceHistory(root).changes()).files
 
-    assert (
-        change.text == "notes: changed; the previous version is not saved, now a file of 4 bytes\n"
-    )
+    assert change.note == "changed; the previous version is not saved, now a file of 4 bytes"
+    assert (change.text, change.is_complete) == ("", False)
 
 
 # Diffs
@@ -407,10 +401,10 @@ def test_a_move_that_came_later_does_not_show(fs: HostFilesystem):
     assert "+++ b/notes" in fs.diff("c1")
 
 
-def test_what_is_not_text_is_told_in_words(fs: HostFilesystem):
+def test_what_is_not_text_is_a_binary_patch(fs: HostFilesystem):
     shown = diff(fs, lambda view: view.write_bytes("notes", b"\xff\0"))
 
-    assert "Binary files differ: 6 bytes became 2" in shown
+    assert "\nGIT binary patch\nliteral 2\n" in shown
 
 
 NAMES = ["a", "b b", "c/d", 'q"uote', "new\nline", "café", "tab\tbed", "back\\slash", "c/e/f"]

@@ -61,6 +61,13 @@ def put(path: Path, content: str | bytes, mode: int | None = None) -> None:
         path.chmod(mode)
 
 
+def remove_empty_directories(root: Path) -> None:
+    """Leave only what git knows."""
+    for directory, _, _ in os.walk(root, topdown=False):
+        if directory != str(root) and not os.listdir(directory):
+            os.rmdir(directory)
+
+
 # An independent look at a directory
 
 

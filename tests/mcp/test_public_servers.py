@@ -194,8 +194,8 @@ def test_what_a_server_can_answer_with_reaches_the_model(everything: McpToolsSec
 
     assert "7" in registry.execute("get-sum", {"a": 3, "b": 4}).render()
     image = registry.execute("get-tiny-image")
-    assert "[image, image/png" in image.render()
-    assert image.value.media[0].mime_type == "image/png"
+    assert "[image/png, " in image.render()
+    assert image.value.media[0].media_type == "image/png"
     weather = registry.execute("get-structured-content", {"location": "New York"})
     assert weather.value.structured.keys() >= {"temperature", "conditions"}
     assert "[link to" in registry.execute("get-resource-links", {"count": 1}).render()
@@ -235,6 +235,5 @@ def test_files_that_another_program_edits_are_put_back_when_it_fails(tmp_path: P
         assert not registry.execute("edit_file", {"path": path, "edits": [edit]}).success
         assert not registry.execute("write_file", {"path": "/etc/x", "content": ""}).success
         assert "move_file" not in registry
-        assert registry.workspace is not None
         registry.workspace.undo(registry.workspace.history()[-1].call_id)
         assert (root / "a.txt").read_text() == "one\n"

@@ -453,7 +453,7 @@ def test_beats_are_progress_in_order_and_before_the_answer(mode: Mode, is_async:
     async def awaiting(*, context: ToolContext) -> str:
         """Work."""
         for _ in range(3):
-            context.beat()
+            context.report("at work", done=1, total=2)
             await asyncio.sleep(0.02)
         return "Done"
 
@@ -461,6 +461,7 @@ def test_beats_are_progress_in_order_and_before_the_answer(mode: Mode, is_async:
 
     async def hear(progress: float, total: float | None, message: str | None) -> None:
         heard.append(progress)
+        assert message == ("50% at work" if is_async else None)
 
     async def work(client: Client) -> list[float]:
         await client.call_tool("work", progress_callback=hear)
@@ -859,6 +860,29 @@ def test_what_was_done_outside_is_not_claimed_to_be_undone(tmp_path: Path):
     assert said[-1].endswith("The effects of publish outside files and session are not undone.")
 
 
+def test_the_history_cuts_long_lists_and_counts_ignored_files(tmp_path: Path):
+    @wink.tool(reach="reversible")
+    def generate(*, context: wink.ToolContext) -> str:
+        """Generate files."""
+        for n in range(12):
+            context.filesystem.write(f"f{n:02}.txt", "x")
+            context.filesystem.write(f"__pycache__/{n}.pyc", "x")
+        context.filesystem.write_bytes("latin", "caf\u00e9\n".encode("latin-1"))
+        return "done"
+
+    async def work(client: Any) -> tuple[str, str]:
+        made = await client.call_tool("generate", {})
+        call_id = made.meta["weakincentives/callId"]
+        listed = text(await client.call_tool("history", {}))
+        return listed, text(await client.call_tool("history", {"call_id": call_id}))
+
+    with ToolRegistry([generate], workspace=tmp_path) as tools:
+        listed, diff = use(McpServer(tools), work)
+
+    assert listed.endswith("f09.txt and 3 more files + 12 ignored files")
+    assert "diff --git a/latin b/latin" in diff
+
+
 def test_the_history_shows_calls_files_and_what_was_undone(tmp_path: Path):
     async def work(client: Client) -> tuple[CallToolResult, str]:
         written = await client.call_tool(*_write("a.txt", "one\n"))
@@ -907,3 +931,30 @@ def test_the_example_renames_everywhere_or_nowhere_and_undoes():
         "Undone: 1 call (rename).",
         "  shop.py: total = 1",
     ]
+
+
+# Long results
+
+
+def test_a_long_result_is_cut_and_the_client_can_read_the_rest():
+    @wink.tool(reach="read", max_result_chars=1_000)
+    def dump_all() -> str:
+        """Print everything."""
+        return "\n".join(f"line {n}" for n in range(1_000))
+
+    server = McpServer(MarkdownSection(title="T", tools=[dump_all]))
+
+    async def work(client: Client) -> tuple[list[str], CallToolResult, list[str], CallToolResult]:
+        before = [tool.name for tool in (await client.list_tools()).tools]
+        first = await client.call_tool("dump_all", {})
+        after = [tool.name for tool in (await client.list_tools()).tools]
+        call_id = (first.meta or {})["weakincentives/callId"]
+        rest = await client.call_tool("read_result", {"call_id": call_id, "offset": 8_881})
+        return before, first, after, rest
+
+    before, first, after, rest = use(server, work)
+
+    assert len(text(first)) < 1_200
+    assert text(first).endswith(")]")
+    assert set(after) - set(before) == {"read_result"}
+    assert text(rest) == "line 999"

@@ -78,7 +78,7 @@ def log(tmp_path: Path) -> Path:
 def test_tools_of_all_pages_are_offered_with_their_schemas(shared: McpToolsSection):
     names = [tool.name for tool in shared.tools]
 
-    assert len(names) == 18
+    assert len(names) == 19
     assert names[0] == "echo"
     assert names[-1] == "linger"
     assert shared.tools[0].parameters["properties"] == {"text_": {"type": "string"}}
@@ -213,18 +213,35 @@ def test_every_kind_of_content_is_shown_or_named(tools: wink.ToolRegistry):
 
     assert result.render().splitlines() == [
         "See:",
-        "[image, image/png, 6 bytes: not shown]",
-        "[audio, audio/wav, 6 bytes: not shown]",
+        "[image/png, 8 bytes]",
+        "[audio/wav, 12 bytes]",
         "[link to log, file:///var/log/x: all of it]",
         "[file:///a.txt]",
         "inside",
-        "[file:///b.bin, x/y, 3 bytes: not shown]",
+        "[x/y, 3 bytes: b.bin]",
     ]
-    assert [(each.kind, each.data) for each in result.value.media] == [
-        ("image", "iVBORw0K"),
-        ("audio", "UklGRg=="),
-        ("resource", "AAAA"),
+    assert result.media == result.value.media
+    assert [(each.media_type, each.data, each.name) for each in result.media] == [
+        ("image/png", b"\x89PNG\r\n\x1a\n", ""),
+        ("audio/wav", b"RIFF\4\0\0\0WAVE", ""),
+        ("x/y", bytes(3), "b.bin"),
     ]
+
+
+def test_media_that_are_not_what_a_server_says_are_named_or_corrected(tools: wink.ToolRegistry):
+    result = tools.execute("lies")
+
+    assert result.render().splitlines() == [
+        "[image/png, 6 bytes: not shown, it is not image/png]",
+        "[not a type, 6 bytes: not shown, media_type must be one like 'image/png'; "
+        "got 'not a type']",
+        "[image/png, 2 bytes: not shown, it is not base64]",
+        "[image/png, 21 MB: not shown, the answer is too large]",
+        "[application/pdf, 6 bytes: not shown, it is not application/pdf]",
+        "[image/png, 8 bytes: y.gif]",
+        "[application/pdf, 8 bytes]",
+    ]
+    assert [each.media_type for each in result.media] == ["image/png", "application/pdf"]
 
 
 def test_data_without_text_is_shown_as_json(tools: wink.ToolRegistry):
@@ -288,12 +305,17 @@ def test_the_server_gets_nothing_of_our_environment(
 
 
 def test_progress_is_a_sign_of_life(shared: McpToolsSection):
-    heartbeat = Heartbeat()
+    heartbeat, reported = Heartbeat(), list[tuple[object, ...]]()
     registry = wink.ToolRegistry(shared.tools)
-    context = ToolContext(session=wink.Session(), heartbeat=heartbeat)
+    context = ToolContext(
+        session=wink.Session(),
+        heartbeat=heartbeat,
+        on_report=lambda call_id, *progress: reported.append(progress),
+    )
 
     assert registry.execute("advance", context=context).success
     assert heartbeat.beats == 1 + 3  # the call's own, and one for each
+    assert [(done, total) for _, done, total in reported] == [(0, 3), (1, 3), (2, 3)]
 
 
 # Under our rules
@@ -505,7 +527,6 @@ def test_what_the_server_wrote_is_undone_when_the_call_fails(workspace: Path, to
 
         assert registry.execute("write", {"path": str(workspace / "a.txt")}).success
         assert (workspace / "a.txt").read_text() == "written\n"
-        assert registry.workspace is not None
         assert len(registry.workspace.history()) == 1
 
 

@@ -1170,6 +1170,16 @@ def test_a_policy_needs_neither_a_name_nor_to_hear_of_results():
     assert agent.call("deploy").message == "Denied by policy 'OnlyCheck'"
 
 
+def test_a_check_that_is_annotated_to_take_the_tool_gets_the_tool():
+    """Its context need not be keyword-only: a type checker takes it for the full form."""
+
+    class Named:
+        def check(self, tool: Tool[Any, Any], params: Any, context: ToolContext) -> PolicyDecision:
+            return PolicyDecision.deny(f"Not {tool.name}")
+
+    assert Agent([Named()]).call("lint").message == "Not lint"
+
+
 def test_a_small_policy_may_name_its_parameters_as_it_likes():
     class Other:
         def check(self, name: str, args: object, ctx: ToolContext) -> str | None:

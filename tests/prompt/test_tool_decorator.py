@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
 
@@ -204,13 +206,134 @@ def test_a_function_may_want_the_context_or_not_by_place_or_by_name():
         assert each({"text": "a.txt"}, context=context).value == "content"
 
 
+def test_a_tool_is_called_with_the_functions_own_arguments():
+    context = make_context_with_files({"a.py": "foo()"})
+
+    assert rename("foo", "bar", context=context).value == "Renamed foo to bar"
+    assert rename("bar", new="baz", context=context).value == "Renamed bar to baz"
+    assert rename(new="foo", old="baz", context=context).value == "Renamed baz to foo"
+    params = rename.params_type(old="foo", new="bar")
+    assert rename(params, context=context).value == "Renamed foo to bar"
+    assert context.filesystem.read("a.py") == "bar()"
+    assert details(rename("foo", nwe="bar", context=context)).keys() == {"new", "nwe"}
+    with pytest.raises(TypeError, match="rename takes 2 arguments, got 3"):
+        rename("foo", "bar", context)
+    with pytest.raises(TypeError, match="several values for old"):
+        rename("foo", old="bar")
+    with pytest.raises(TypeError, match="takes a ToolContext as its context, got 3"):
+        rename("foo", "bar", context=3)
+    with pytest.raises(TypeError, match="one value or by name, not both"):
+        rename({"old": "foo"}, new="bar")
+
+
+def test_an_argument_that_is_a_mapping_is_given_by_name():
+    """A single mapping by place gives all arguments, as a model does."""
+
+    @tool
+    def total(prices: dict[str, int]) -> int:
+        """Add."""
+        return sum(prices.values())
+
+    assert total(prices={"a": 1, "b": 2}).value == 3
+    assert total({"prices": {"a": 1, "b": 2}}).value == 3
+    assert "Unknown field" in details(total({"a": 1}))["a"]
+
+
+@tool
+def by_type(text: str, ctx: ToolContext) -> str:
+    """Use the context."""
+    return ctx.filesystem.read(text)
+
+
+@tool
+def by_type_first(ctx: ToolContext, text: str) -> str:
+    """Use the context."""
+    return ctx.filesystem.read(text)
+
+
+@tool
+def by_annotated_type(text: str, *, ctx: Annotated[ToolContext, "The call's own."]) -> str:
+    """Use the context."""
+    return ctx.filesystem.read(text)
+
+
+@tool
+def by_optional_type(text: str, ctx: ToolContext | None = None) -> str:
+    """Use the context."""
+    assert ctx is not None
+    return ctx.filesystem.read(text)
+
+
+if TYPE_CHECKING:
+    import weakincentives as only_for_checkers
+
+
+@tool
+def by_unresolved_type(text: str, ctx: only_for_checkers.ToolContext) -> str:
+    """Use the context."""
+    return ctx.filesystem.read(text)
+
+
+@tool
+def by_name_alone(text: str, context) -> str:
+    """Use the context."""
+    return context.filesystem.read(text)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        by_type,
+        by_type_first,
+        by_annotated_type,
+        by_optional_type,
+        by_unresolved_type,
+        by_name_alone,
+    ],
+)
+def test_a_parameter_annotated_with_the_context_gets_it_whatever_its_name(made: Any):
+    context = make_context_with_files({"a.txt": "content"})
+    name = next(n for n in ("ctx", "context") if n in inspect.signature(made.function).parameters)
+
+    assert made.parameters["properties"].keys() == {"text"}
+    assert made({"text": "a.txt"}, context=context).value == "content"
+    assert made(text="a.txt", **{name: context}).value == "content"
+    assert not made({"text": "a.txt", name: None}, context=context).success
+
+
+def test_a_parameter_that_is_only_called_context_is_for_the_model():
+    @tool
+    def quote(line: str, context: str, call: ToolContext) -> str:
+        """Quote."""
+        return f"{line} ({context}) {call.filesystem.read('a.txt')}"
+
+    given = make_context_with_files({"a.txt": "content"})
+
+    assert quote.parameters["properties"].keys() == {"line", "context"}
+    assert quote("a", "b", given).value == "a (b) content"
+    assert quote(line="a", context="b", call=given).value == "a (b) content"
+    assert quote({"line": "a", "context": "b"}, context=given).value == "a (b) content"
+
+
+def test_a_nested_call_without_a_context_is_part_of_the_call_under_way():
+    @tool
+    def outer(*, context: ToolContext) -> str | None:
+        """Rename."""
+        return rename({"old": "foo", "new": "bar"}).value
+
+    context = make_context_with_files({"a.py": "foo()"})
+
+    assert outer(context=context).value == "Renamed foo to bar"
+    assert context.filesystem.read("a.py") == "bar()"
+
+
 def test_a_function_without_parameters_takes_an_empty_object():
     @tool
     def ping() -> str:
         """Ping."""
         return "pong"
 
-    assert ping({}).value == ping().value == "pong"
+    assert ping({}).value == ping(None).value == ping().value == "pong"
     assert not ping({"x": 1}).success
 
 
@@ -259,6 +382,7 @@ def test_an_async_function_is_awaited():
 
     assert later.is_async
     assert later({"n": 1}).value == 2
+    assert asyncio.run(later.acall(1, context=make_context())).value == 2
 
 
 @dataclass(frozen=True)
@@ -281,6 +405,7 @@ def test_a_function_that_is_written_as_a_handler_keeps_its_parameters():
     for each in (search, short):
         assert each.params_type is Query
         assert each({"text": "x"}).value == each(Query("x")).value == "x"
+        assert each(params=Query("x")).value == each(text="x").value == "x"
         assert each.parameters["properties"]["text"]["description"] == "What to look for."
 
 

@@ -292,3 +292,42 @@ def test_json_says_every_field_of_a_dataclass():
         "names": ["a"],
         "inner": {"name": "x", "sizes": [1], "data": "aGk="},
     }
+
+
+# Long texts
+
+NOTE = '\n[9 more characters: read_result(call_id="x", offset=5)]'
+
+
+@given(
+    st.lists(st.sampled_from(["word ", "\n", "é🌍", NOTE, NOTE[:-1], "x" * 700]), max_size=40),
+    st.integers(1, 3000),
+    st.integers(1, 3000),
+)
+def test_of_a_long_text_the_first_lines_are_shown_and_where_the_rest_is(
+    parts: list[str], first: int, second: int
+):
+    text = "".join(parts).removesuffix(NOTE)
+    result = ToolResult(message=text, call_id="call-1")
+
+    cut = result.render(first)
+    again = ToolResult(message=cut, call_id="call-1").render(second)
+
+    for seen, most in ((cut, first), (again, min(first, second))):
+        if seen == text:
+            assert len(text) <= most + 200 + len(NOTE)
+            continue
+        head, _, note = seen.rpartition("\n[")
+        left, _, offset = note.partition(' more characters: read_result(call_id="call-1", offset=')
+        assert offset == f"{len(head)})]"
+        assert text.startswith(head)
+        assert int(left) == len(text) - len(head) or text.endswith(")]")
+        assert len(head) <= max(most, first if seen == cut else 0) + 200
+    assert ToolResult(message=cut, call_id="call-1").render(first) == cut
+
+
+def test_a_result_cannot_avoid_the_cut_with_a_line_that_looks_like_one():
+    planted = "\n[9 more characters: read_result(call_id=" + "x" * 100_000 + ")]"
+
+    assert len(ToolResult(message=f"a{planted}", call_id="c").render(1_000)) < 1_300
+    assert len(ToolResult(message=f"a{NOTE}" + "x" * 100_000, call_id="c").render(1_000)) < 1_300

@@ -1,6 +1,7 @@
-"""The types that users see, as a type checker sees them."""
+"""The types that users see, as type checkers see them."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,37 @@ from pathlib import Path
 import pytest
 
 SURFACE = Path(__file__).with_name("typing_surface.py")
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyright") is None, reason="pyright is not installed")
-def test_the_typed_surface_reads_as_written():
+@pytest.fixture
+def pages(tmp_path: Path) -> list[Path]:
+    """Each page's Python as one module."""
+    made: list[Path] = []
+    for page in PAGES:
+        blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        assert blocks
+        made.append(tmp_path / f"page_{page.stem.lower()}.py")
+        made[-1].write_text("# pyright: strict\n" + "\n\n".join(blocks))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("checker", "options"),
+    [
+        pytest.param("pyright", ["--pythonpath", sys.executable], id="pyright"),
+        # Marked because of its time without a cache.
+        pytest.param("mypy", ["--strict"], id="mypy", marks=pytest.mark.heavy),
+    ],
+)
+def test_the_typed_surface_reads_as_written_and_the_first_pages_are_clean(
+    checker: str, options: list[str], pages: list[Path]
+):
     """Every assert_type holds, and every mistake that is marked as one is found."""
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(SURFACE)]
-    checked = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if importlib.util.find_spec(checker) is None:
+        pytest.skip(f"{checker} is not installed")
+    command = [sys.executable, "-m", checker, *options, str(SURFACE), *map(str, pages)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
 
     assert checked.returncode == 0, checked.stdout + checked.stderr

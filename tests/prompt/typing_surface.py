@@ -14,11 +14,14 @@ from typing import Any, assert_type
 from weakincentives.dbc import require
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
 from weakincentives.prompt import (
+    AnyPolicy,
     MarkdownSection,
     PolicyDecision,
     Prompt,
     PromptTemplate,
+    ProtectedPathsPolicy,
     QuotaPolicy,
+    RateLimitPolicy,
     ReadBeforeWritePolicy,
     Section,
     SequentialDependencyPolicy,
@@ -30,7 +33,7 @@ from weakincentives.prompt import (
     tool,
 )
 from weakincentives.resources import ResourceRegistry
-from weakincentives.runtime import Session
+from weakincentives.runtime import Session, ToolRegistry
 
 
 @dataclass(frozen=True)
@@ -109,23 +112,23 @@ assert_type(Tool.from_schema("raw", "Raw.", {"type": "object"}, raw), Tool[dict[
 Tool[Found, Found](
     name="a",
     description="b",
-    handler=search,  # pyright: ignore[reportArgumentType]  # takes a Query
+    handler=search,  # type: ignore  # takes a Query
 )
 Tool[Query, Query](
     name="a",
     description="b",
-    handler=search,  # pyright: ignore[reportArgumentType]  # gives a Found
+    handler=search,  # type: ignore  # gives a Found
 )
 Tool[Query, FoundMore](
     name="a",
     description="b",
-    handler=search,  # pyright: ignore[reportArgumentType]  # gives too little
+    handler=search,  # type: ignore  # gives too little
 )
 Tool[Query, Found](
     name="a",
     description="b",
     handler=search,
-    reach="far",  # pyright: ignore[reportArgumentType]
+    reach="far",  # type: ignore
 )
 
 
@@ -141,8 +144,47 @@ async def whisper(text: str, *, context: ToolContext) -> ToolResult[str]:
     return ToolResult.ok(text.lower())
 
 
-assert_type(shout, Tool[Any, Any])
-assert_type(whisper, Tool[Any, Any])
+assert_type(shout("a"), ToolResult[str])
+assert_type(shout(text="a").value, str | None)
+assert_type(shout({"text": "a"}, context=ToolContext(Session())).value, str | None)
+assert_type(whisper("a", context=ToolContext(Session())), ToolResult[str])
+assert_type(whisper({"text": "a"}), ToolResult[str])
+assert_type(shout.replace(name="yell")("a").value, str | None)
+
+shout(txt="a")  # type: ignore[call-overload]
+shout(3)  # type: ignore[call-overload]
+shout()  # type: ignore[call-overload]
+shout("a").value.upper()  # type: ignore[union-attr]  # None if the call failed
+shout("a").upper()  # type: ignore[attr-defined]  # a result is not its value
+whisper(context=ToolContext(Session()))  # type: ignore[call-overload]
+tool(reach="far")  # type: ignore[call-overload]
+
+
+@tool
+async def count(texts: list[str], ctx: ToolContext | None = None) -> int:
+    """Count."""
+    inner = await whisper.acall(texts[0], context=ToolContext(Session()))
+    assert_type(inner.value, str | None)
+    assert_type(await count.acall(texts), ToolResult[int])
+    await count.acall(text=texts)  # type: ignore[call-overload]
+    return len(texts)
+
+
+@tool
+def clear() -> None:
+    """Clear."""
+
+
+@tool(name="find")
+def find_one(params: Query, *, context: ToolContext) -> ToolResult[Found]:
+    """Find."""
+    return search(params, context=context)
+
+
+assert_type(count(["a"]).value, int | None)
+assert_type(clear(), ToolResult[None])
+assert_type(find_one(Query("x"), context=ToolContext(Session())).value, Found | None)
+tools: list[Tool[Any, Any]] = [shout, whisper, count, clear, find_one]
 
 # Contexts take resources in every form, and give a resolver
 
@@ -153,7 +195,7 @@ ToolContext(session=session, resources={Filesystem: MemoryFilesystem()})
 ToolContext(session=session, resources=resources)
 ToolContext(session=session, resources=ResourceRegistry.build(resources))
 ToolContext(session=session, resources=ResourceRegistry.build(resources).open())
-ToolContext(session=session, resources=7)  # pyright: ignore[reportArgumentType]
+ToolContext(session=session, resources=7)  # type: ignore
 
 # Policies of our own, sections, prompts
 
@@ -184,6 +226,37 @@ policies: list[ToolPolicy] = [
 ]
 
 
+class Small:
+    def check(self, tool_name: str, params: object, context: ToolContext) -> str | None:
+        return "Closed"
+
+
+class Later:
+    async def check(
+        self, tool: Tool[Any, Any], params: object, *, context: ToolContext
+    ) -> PolicyDecision:
+        return PolicyDecision.allow()
+
+
+class NoPolicy:
+    def check(self, tool_name: str) -> str | None:
+        return None
+
+
+def all_policies(more: AnyPolicy) -> list[AnyPolicy]:
+    return [more, Closed(), Small(), Later(), QuotaPolicy(3), RateLimitPolicy(3)]
+
+
+MarkdownSection(title="A", policies=[*all_policies(Small()), ProtectedPathsPolicy([".env"])])
+PromptTemplate(policies=[Small(), Later()])
+ToolRegistry(policies=[Small()])
+MarkdownSection(title="A", policies=[NoPolicy()])  # type: ignore[list-item]
+MarkdownSection(title="A", policies=[QuotaPolicy])  # type: ignore[list-item]  # not an instance
+MarkdownSection(title="A", policies=["deny"])  # type: ignore[list-item]
+PromptTemplate(policies=[search])  # type: ignore[list-item]
+ToolRegistry(policies=[NoPolicy()])  # type: ignore[list-item]
+
+
 class Suite(Section[Query]):
     def body(self, params: Query, session: Session | None) -> str:
         return params.text
@@ -194,7 +267,7 @@ asking = MarkdownSection[Query](
     title="Asking", template="Look for $text.", policies=[*policies, QuotaPolicy(3)]
 )
 assert_type(asking, MarkdownSection[Query])
-MarkdownSection(titel="Guidance")  # pyright: ignore[reportCallIssue]
+MarkdownSection(titel="Guidance")  # type: ignore
 
 template = PromptTemplate[Found](sections=[guidance, asking, Suite(title="Suite")])
 assert_type(template, PromptTemplate[Found])

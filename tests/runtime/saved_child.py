@@ -20,13 +20,13 @@ WHERE, WHAT, KILL_AT = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 @wink.tool(reach="reversible")
-def note(text: str, *, context: wink.ToolContext) -> str:
-    """Write a line."""
+def note(text: str, *, context: wink.ToolContext) -> list[str | wink.Media]:
+    """Write a line, and return a picture of it."""
     context.filesystem.append("notes.txt", text)
     if text == KILL_AT:
         os.kill(os.getpid(), 9)
     context.filesystem.append("notes.txt", "\n")
-    return f"noted {text}"
+    return [f"noted {text}", wink.Media(b"GIF89a" + text.encode() * 5000)]
 
 
 def turn(request: ModelRequest) -> ModelTurn | str:
@@ -56,4 +56,6 @@ else:
 with prompt.resources, saved:
     answer = adapter.evaluate(prompt, saved.session, resume=WHAT == "resume")
     texts = [record.params.text for record in saved.session[ToolInvoked].all()]
-    sys.stdout.write(f"{answer.text}\n{' '.join(texts)}\n")
+    assert adapter.last_request is not None
+    shown = [each.data[-1:].decode() for m in adapter.last_request.messages for each in m.media]
+    sys.stdout.write(f"{answer.text}\n{' '.join(texts)}\n{' '.join(shown)}\n")

@@ -476,8 +476,9 @@ def test_a_listener_hears_text_turns_and_calls_in_order(evaluate: Evaluate):
     evaluate([adds(1, -1), "One\nand two."], prompt(), Session(), on_event=events.append)
 
     assert [type(event).__name__ for event in events] == [
-        *("TurnStarted", "TurnEnded", "ToolStarted", "ToolStarted", "ToolEnded", "ToolEnded"),
-        *("TurnStarted", "TextDelta", "TextDelta", "TurnEnded"),
+        *("TurnStarted", "TurnEnded", "ToolStarted", "ToolStarted"),
+        *("ToolCommitted", "ToolRolledBack"),
+        *("TurnStarted", "TextDelta", "TextDelta", "TurnEnded", "RunEnded"),
     ]
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == "One\nand two."
     started = [event.call.id for event in events if isinstance(event, ToolStarted)]
@@ -597,6 +598,109 @@ def test_a_conversation_can_be_taken_up_with_more_words(evaluate: Evaluate):
 def test_there_must_be_something_to_resume(evaluate: Evaluate):
     with pytest.raises(PromptEvaluationError, match="nothing to resume"):
         evaluate(["Hello."], prompt(), Session(), resume=True)
+
+
+def test_a_second_evaluation_continues_the_conversation(evaluate: Evaluate):
+    session, task = Session(), prompt()
+    evaluate([adds(1), "One."], task, session, message="Add 1.")
+
+    evaluate([lambda request: f"{len(request.messages)} messages."], task, session, message="More.")
+
+    assert said(session)[-2:] == [("user", "More."), ("model", "5 messages.")]
+    assert len({message.conversation for message in session[Message]}) == 1
+
+
+def test_a_second_evaluation_without_a_message_lets_the_prompt_say_what_to_do(evaluate: Evaluate):
+    session = Session()
+    evaluate(["Hello."], prompt(), session)
+
+    evaluate(["Hello again."], prompt(), session)
+
+    assert said(session)[1:] == [("model", "Hello."), ("user", "Begin."), ("model", "Hello again.")]
+
+
+def test_a_second_evaluation_answers_the_open_calls_of_the_first(evaluate: Evaluate):
+    session, limits = Session(), RunConfig(max_tool_calls=1)
+    with pytest.raises(CallLimitExceeded):
+        evaluate([adds(1, 2)], prompt(), session, config=limits)
+
+    evaluate(["Three."], prompt(), session, message="And?")
+
+    assert said(session)[2:] == [
+        ("tool", "added 1"),
+        ("tool", "added 2"),
+        ("user", "And?"),
+        ("model", "Three."),
+    ]
+
+
+def test_a_conversation_begins_anew_on_request(evaluate: Evaluate):
+    session = Session()
+    evaluate(["Hello."], prompt(), session)
+
+    evaluate([lambda request: f"{len(request.messages)}"], prompt(), session, resume=False)
+
+    assert said(session)[-1] == ("model", "1")
+
+
+def test_each_prompt_continues_its_own_conversation(evaluate: Evaluate):
+    def named(key: str) -> Prompt[Any]:
+        return Prompt(PromptTemplate(key=key, sections=[MarkdownSection(title="Say")]))
+
+    def seen(request: ModelRequest) -> str:
+        return "+".join(message.text for message in request.messages)
+
+    session = Session()
+    for key, message in (("a", "1"), ("b", "2"), ("a", "3")):
+        answer = evaluate([seen], named(key), session, message=message).text
+
+    assert answer == "1+1+3"
+    last = evaluate([seen], named("c"), session, message="4", resume=True)
+    assert last.text == "1+1+3+1+1+3+4"  # the last one, whatever its prompt
+
+
+def test_a_conversation_from_before_prompts_were_saved_is_continued(evaluate: Evaluate):
+    session = Session()
+    session.dispatch(Message(role="user", text="Hi.", is_first=True, conversation="old"))
+    session.dispatch(Message(role="model", text="Hello.", conversation="old"))
+
+    evaluate([lambda request: f"{len(request.messages)}"], prompt(), session, message="You?")
+
+    assert said(session)[-1] == ("model", "3")
+
+
+def test_a_model_inside_a_tool_begins_anew_in_each_call(evaluate: Evaluate):
+    """The call around the last conversation may have been rolled back."""
+
+    @wink.tool(reach="reversible")
+    def delegate(fail: bool, *, context: ToolContext) -> str:
+        """Ask another model."""
+        model = ScriptedAdapter([lambda request: f"{len(request.messages)}"])
+        answer = model.evaluate(prompt(), context.session, message="Go.").text
+        if fail:
+            raise ValueError("rolled back")
+        return answer
+
+    session, outer = Session(), prompt(MarkdownSection(title="Outer", tools=[delegate]))
+    turns = [calls(("delegate", {"fail": fail})) for fail in (True, False, False)]
+
+    evaluate([*turns, "Done."], outer, session)
+
+    answers = [m.text for m in session[Message] if m.role == "tool"]
+    assert answers == ["rolled back", "1", "1"]
+
+
+def test_a_conversation_in_progress_is_not_continued_by_another_run(evaluate: Evaluate):
+    session = Session()
+
+    def meanwhile(request: ModelRequest) -> str:
+        with pytest.raises(PromptEvaluationError, match="another run continues it now"):
+            ScriptedAdapter(["No."]).evaluate(prompt(), session, resume=True)
+        other = ScriptedAdapter([lambda request: f"{len(request.messages)}"])
+        return other.evaluate(prompt(), session, message="Hi.").text
+
+    assert evaluate([meanwhile], prompt(), session).text == "1"
+    assert evaluate(["Yes."], prompt(), session, resume=True).text == "Yes."
 
 
 def test_a_conversation_survives_in_a_snapshot():

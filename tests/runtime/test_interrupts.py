@@ -148,6 +148,7 @@ def check(world: World, scenario: str, error: BaseException | None, line: int) -
     assert not gate.locked(), where
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_an_interrupt_at_any_line_leaves_all_or_nothing(scenario: str):
     line = 0
@@ -185,6 +186,7 @@ def test_an_interrupt_at_any_line_of_an_async_call_leaves_all_or_nothing(scenari
     assert line > 100
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("scenario", ["succeeds", "raises"])
 def test_ctrl_c_at_any_line_of_a_call_on_disk_leaves_all_or_nothing(scenario: str, tmp_path: Path):
     """Real signals: what changes several files cannot be one assignment, so they are held back."""

@@ -83,6 +83,25 @@ def test_a_request_can_be_served_on_an_event_loop():
     assert response.text == "HELLO"
 
 
+def test_requests_on_one_session_are_one_conversation():
+    """The prompt of each request says what to do, also if it comes without a message."""
+    session = Session()
+
+    class Remembering(Answering):
+        def prepare(self, request: str) -> tuple[Prompt[Any], Session]:
+            prompt, _ = super().prepare(request)
+            return prompt, session
+
+    def seen(request: ModelRequest) -> str:
+        return "+".join([*(message.text for message in request.messages), echo(request)])
+
+    loop = Remembering(adapter=ScriptedAdapter([seen] * 3))
+
+    assert loop.execute("one")[0].text == "Begin.+ONE"
+    assert loop.execute("two")[0].text == "Begin.+Begin.+ONE+Begin.+TWO"
+    assert loop.execute("three", resume=False)[0].text == "Begin.+THREE"
+
+
 def test_resources_of_the_loop_are_opened_and_closed_with_every_request():
     log: list[str] = []
     config = MainLoopConfig(resources={Client: Binding(Client, lambda r: Client(log))})

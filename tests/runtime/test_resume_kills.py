@@ -37,6 +37,7 @@ def run(where: Path, url: str, what: str, kill_at: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("tool", "point"), POINTS, ids=[f"{t}@{p}" for t, p in POINTS])
 def test_a_run_that_is_killed_twice_at_one_point_doubles_nothing_and_loses_nothing(
     tmp_path: Path, service: str, tool: str, point: str

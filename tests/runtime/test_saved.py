@@ -312,6 +312,96 @@ def test_a_call_with_a_value_that_cannot_be_saved_is_on_record_in_words(tmp_path
     assert "'p'" in str(kept.params)
 
 
+# Pictures and files
+
+PICTURE = wink.Media(b"GIF89a" + bytes(range(256)) * 40, name="plot.gif")
+
+
+@wink.tool(reach="read")
+def draw() -> wink.Media:
+    """Draw."""
+    return PICTURE
+
+
+def test_a_picture_is_saved_once_and_is_there_again_in_a_resumed_run(tmp_path: Path):
+    prompt = Prompt(PromptTemplate(sections=[MarkdownSection(title="Draw", tools=[draw])]))
+    path = tmp_path / "a.jsonl"
+    with SavedSession.create(path, Session()) as saved:
+        turns = [calls("draw"), calls("draw"), "Seen."]
+        ScriptedAdapter(turns).evaluate(prompt, saved.session, message=["See", PICTURE])
+
+    (file,) = (tmp_path / "a.media").iterdir()
+    assert file.read_bytes() == PICTURE.data
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert path.stat().st_size < len(PICTURE.data)
+
+    adapter = ScriptedAdapter(["Still there."])
+    with SavedSession.open(path) as saved:
+        adapter.evaluate(prompt, saved.session, message="And now?", resume=True)
+    assert adapter.last_request is not None
+    assert [m.media for m in adapter.last_request.messages if m.media] == [(PICTURE,)] * 3
+
+    assert SavedSession.adopt(path) == 0
+    with SavedSession.open(path) as saved:
+        assert saved.session[ToolInvoked].latest().result.value == PICTURE
+
+
+def test_data_that_looks_like_a_picture_is_saved_as_it_is(tmp_path: Path):
+    fakes = [{"type": "weakincentives.media:Media"}, {"$": "stored", "sha256": "x"}, "x" * 2000]
+    with SavedSession.create(tmp_path / "a.jsonl", new_session()) as saved:
+        saved.session.dispatch(Held(fakes))
+
+    with SavedSession.open(tmp_path / "a.jsonl") as again:
+        assert again.session[Held].all() == (Held(fakes),)
+
+
+def test_a_link_in_the_place_of_a_picture_is_replaced_and_one_to_elsewhere_not_followed(
+    tmp_path: Path,
+):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a.media").symlink_to("elsewhere")
+    (tmp_path / "b.media").mkdir()
+    (tmp_path / "b.media" / PICTURE.digest).symlink_to("/etc/passwd")
+    for name in "ab":
+        saved = SavedSession.create(tmp_path / f"{name}.jsonl", new_session())
+        saved.session.dispatch(Held(PICTURE))
+        if name == "a":
+            with pytest.raises(OSError, match=r"a\.media is a link"):
+                saved.close()
+        else:
+            saved.close()
+
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    with SavedSession.open(tmp_path / "b.jsonl") as again:
+        assert again.session[Held].all() == (Held(PICTURE),)
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_picture_whose_file_is_gone_or_changed_is_named(tmp_path: Path, damage: str):
+    with SavedSession.create(tmp_path / "a.jsonl", new_session()) as saved:
+        saved.session.dispatch(Held(PICTURE))
+    (file,) = (tmp_path / "a.media").iterdir()
+    file.unlink() if damage == "gone" else file.write_bytes(b"GIF89a, but another")
+
+    with pytest.raises(SnapshotError, match=rf"{file.name}.* (No such file|its digest is wrong)"):
+        SavedSession.open(tmp_path / "a.jsonl")
+
+
+def test_a_picture_that_does_not_fit_leaves_nothing_and_is_saved_later(tmp_path: Path):
+    directory = tmp_path / "a.media"
+    directory.write_text("in the way")
+    with SavedSession.create(tmp_path / "a.jsonl", new_session()) as saved:
+        saved.session.dispatch(Held(PICTURE))
+        before = saved.path.read_bytes()
+        with pytest.raises(OSError, match=r"a\.media"):
+            saved.save()
+        assert saved.path.read_bytes() == before
+
+        directory.unlink()
+    with SavedSession.open(tmp_path / "a.jsonl") as again:
+        assert again.session[Held].all() == (Held(PICTURE),)
+
+
 def test_two_classes_of_one_name_are_not_mixed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def made() -> Any:
         @dataclass(frozen=True)
@@ -536,7 +626,8 @@ def test_a_run_that_was_killed_in_a_call_is_taken_up_at_that_call(tmp_path: Path
     resumed = run_child(tmp_path, "resume")
 
     assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout.split("\n")[:2] == ["Done.", "a b c d"]
+    assert resumed.stdout.split("\n")[:3] == ["Done.", "a b c d", "a b c d"]
+    assert len(list((tmp_path / "run.media").iterdir())) == 4
     assert (tmp_path / "project" / "notes.txt").read_text() == "a\nb\nc\nd\n"
 
 

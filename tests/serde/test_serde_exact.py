@@ -250,10 +250,17 @@ def test_data_nested_too_deeply_cannot_be_thawed():
 
 def test_changed_fields_are_named():
     frozen = freeze(Point(1))
-    frozen["fields"]["z"] = frozen["fields"].pop("y")
+    frozen["fields"]["z"] = frozen["fields"].pop("x")
 
-    with pytest.raises(SnapshotError, match="the data lacks y and has z, which the class lacks"):
+    with pytest.raises(SnapshotError, match="the data lacks x and has z, which the class lacks"):
         thaw([frozen])
+
+
+def test_a_field_that_is_newer_than_the_data_gets_its_default():
+    frozen = freeze(Point(1, 2))
+    del frozen["fields"]["y"]
+
+    assert thaw(frozen) == Point(1, 0)
 
 
 def test_a_local_type_is_found_among_those_passed():

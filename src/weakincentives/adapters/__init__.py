@@ -18,20 +18,29 @@ if TYPE_CHECKING:
     from weakincentives.adapters.recording import record as record
     from weakincentives.adapters.recording import replay as replay
     from weakincentives.adapters.scripted import ScriptedAdapter as ScriptedAdapter
+    from weakincentives.adapters.scripted import Turn as Turn
     from weakincentives.adapters.scripted import calls as calls
     from weakincentives.adapters.scripted import says as says
+    from weakincentives.runtime.conversation import ContextCompacted as ContextCompacted
     from weakincentives.runtime.conversation import Message as Message
+    from weakincentives.runtime.conversation import MessageReceived as MessageReceived
     from weakincentives.runtime.conversation import ModelRequest as ModelRequest
     from weakincentives.runtime.conversation import ModelTurn as ModelTurn
     from weakincentives.runtime.conversation import PromptResponse as PromptResponse
     from weakincentives.runtime.conversation import Retrying as Retrying
+    from weakincentives.runtime.conversation import RunEnded as RunEnded
     from weakincentives.runtime.conversation import RunEvent as RunEvent
     from weakincentives.runtime.conversation import SentBack as SentBack
     from weakincentives.runtime.conversation import StopReason as StopReason
     from weakincentives.runtime.conversation import TextDelta as TextDelta
+    from weakincentives.runtime.conversation import ToolCommitted as ToolCommitted
     from weakincentives.runtime.conversation import ToolEnded as ToolEnded
+    from weakincentives.runtime.conversation import ToolProgress as ToolProgress
+    from weakincentives.runtime.conversation import ToolRefused as ToolRefused
+    from weakincentives.runtime.conversation import ToolRolledBack as ToolRolledBack
     from weakincentives.runtime.conversation import ToolStarted as ToolStarted
     from weakincentives.runtime.conversation import TurnEnded as TurnEnded
     from weakincentives.runtime.conversation import TurnStarted as TurnStarted
     from weakincentives.runtime.evaluation import RunConfig as RunConfig
     from weakincentives.runtime.evaluation import RunOptions as RunOptions
+    from weakincentives.runtime.stream import RunStream as RunStream

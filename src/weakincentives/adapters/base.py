@@ -6,7 +6,7 @@ Adapters never execute tools. What happens between two turns is the same for all
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.runtime.conversation import ModelRequest, ModelTurn, PromptResponse
@@ -15,9 +15,13 @@ from weakincentives.runtime.evaluation import Run
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from weakincentives.budget import TokenPrice
+    from weakincentives.media import Content
     from weakincentives.prompt.prompt import Prompt
     from weakincentives.prompt.tool import Tool
+    from weakincentives.runtime.conversation import RunEvent
     from weakincentives.runtime.evaluation import Model, RunOptions
+    from weakincentives.runtime.stream import RunStream
     from weakincentives.session import Session
     from weakincentives.tool_result import ToolResult
 
@@ -32,8 +36,19 @@ class Adapter(ABC):
     needs_loop: bool = True
     """Whether ``complete`` waits for anything; otherwise it runs without an event loop."""
 
+    manages_context: bool = False
+    """Whether the provider shortens a long conversation itself."""
+
     provider_tools: Sequence[Tool[Any, Any]] = ()
     """Tools that the provider runs itself; each handler waits until the provider has."""
+
+    async def context_window(self) -> int | None:
+        """Return how many tokens a request may have, answer included; None if it is unknown."""
+        return None
+
+    def price(self) -> TokenPrice | None:
+        """Return the price of the model; None if it is unknown."""
+        return None
 
     def begin_run(self) -> Model:
         """Return the model for one run: this adapter, unless a run has its own state."""
@@ -54,34 +69,60 @@ class Adapter(ABC):
         prompt: Prompt[OutT],
         session: Session,
         *,
-        message: str | None = None,
-        resume: bool = False,
+        message: Content | None = None,
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Run the prompt to its end and return the model's answer.
 
+        A second call with the same prompt and session continues the conversation.
+
         Args:
             prompt: The task and its tools.
             session: Holds state, records and the conversation.
-            message: The user's message, in addition to the prompt.
-            resume: Continue the session's last conversation. Open calls are answered first;
-                recorded calls do not run again.
-            options: Limits and listeners; see ``RunOptions``.
+            message: The user's message, in addition to the prompt: a text, or a list of texts
+                and ``Media``.
+            options: ``resume``, limits and listeners; see ``RunOptions``.
         """
-        return Run(self.begin_run(), prompt, session, **options).evaluate(message, resume=resume)
+        return Run(self.begin_run(), prompt, session, **options).evaluate(message)
 
     async def aevaluate(
         self,
         prompt: Prompt[OutT],
         session: Session,
         *,
-        message: str | None = None,
-        resume: bool = False,
+        message: Content | None = None,
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Run the prompt to its end on the caller's event loop."""
-        run = Run(self.begin_run(), prompt, session, **options)
-        return await run.aevaluate(message, resume=resume)
+        return await Run(self.begin_run(), prompt, session, **options).aevaluate(message)
+
+    def stream(
+        self,
+        prompt: Prompt[OutT],
+        session: Session,
+        *,
+        message: Content | None = None,
+        **options: Unpack[RunOptions],
+    ) -> RunStream[OutT]:
+        """Run the prompt and yield its events: ``async for event in adapter.stream(...)``.
+
+        A plain ``for`` works, too. Stopping early cancels the run and rolls back the call under
+        way. The stream's ``response`` is the model's answer.
+        """
+        from weakincentives.runtime.stream import RunStream
+
+        listener = options.get("on_event")
+
+        def start(put: Callable[[RunEvent], object]) -> Coroutine[Any, Any, PromptResponse[OutT]]:
+            def hear(event: RunEvent) -> None:
+                put(event)
+                if listener is not None:
+                    listener(event)
+
+            options["on_event"] = hear
+            return self.aevaluate(prompt, session, message=message, **options)
+
+        return RunStream(start)
 
     def step(
         self,
@@ -89,7 +130,7 @@ class Adapter(ABC):
         session: Session,
         *,
         tool_results: Sequence[ToolResult[Any]] | None = None,
-        message: str | None = None,
+        message: Content | None = None,
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Take one turn of the model and return it; you run its calls.
@@ -104,7 +145,7 @@ class Adapter(ABC):
         session: Session,
         *,
         tool_results: Sequence[ToolResult[Any]] | None = None,
-        message: str | None = None,
+        message: Content | None = None,
         **options: Unpack[RunOptions],
     ) -> PromptResponse[OutT]:
         """Take one turn of the model on the caller's event loop."""

@@ -16,15 +16,17 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from weakincentives.adapters.base import Adapter
+from weakincentives.adapters.catalog import known_price
 from weakincentives.adapters.failures import without_secrets
-from weakincentives.budget import TokenUsage
+from weakincentives.adapters.media import IMAGES, PDF, MediaFilter, in_words, mcp_block
+from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall, new_call_id
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
@@ -39,9 +41,11 @@ from weakincentives.errors import (
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.logs import get_logger
+from weakincentives.media import Media
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -123,9 +127,13 @@ class ClaudeAgentSDKAdapter(Adapter):
         self.home = home
         self.env = dict(env or {})
         self.cli_path = cli_path
+        self.media = MediaFilter((*IMAGES, *PDF))
 
     def begin_run(self) -> Model:
         return _Program(self)
+
+    def price(self) -> TokenPrice | None:
+        return None if self.model is None else known_price(self.model)
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         """Ask for one turn, with a program of its own."""
@@ -141,6 +149,8 @@ class _Program:
 
     name = ClaudeAgentSDKAdapter.name
     needs_loop = True
+    manages_context = True
+    """The program compacts the conversation itself."""
 
     def __init__(self, adapter: ClaudeAgentSDKAdapter) -> None:
         self._adapter = adapter
@@ -164,6 +174,9 @@ class _Program:
         self._on_text: Callable[[str], None] | None = None
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
+        return await self._adapter.media.ask(request, self._complete)
+
+    async def _complete(self, request: ModelRequest) -> ModelTurn:
         self._on_text = request.on_text
         if self._client is None:
             await self._start(request)
@@ -174,6 +187,12 @@ class _Program:
             await self.end_run()  # a retry starts a new program with the conversation so far
             raise turn
         return turn
+
+    async def context_window(self) -> None:
+        return None
+
+    def price(self) -> TokenPrice | None:
+        return self._adapter.price()
 
     async def end_run(self) -> None:
         """Stop the program and all processes that it started."""
@@ -299,17 +318,18 @@ class _Program:
         """Give the program the answers to its calls, or the reason to continue."""
         since = takewhile(lambda message: message.role != "model", reversed(request.messages))
         news = list(since)[::-1]
-        changed = self._what_changed(request.prompt)
-        words: list[str] = []
-        for place, message in enumerate(news, 1):
-            text = message.text
-            if changed and place == len(news):
-                text = f"{text}\n\n{changed}"
-            if message.role == "user":
-                words.append(text)
-            elif (call := self._by_our_id(message.call_id)) is not None:
+        answers = [message for message in news if message.role == "tool"]
+        # The program takes a message only when it has stopped: until then, it goes with an answer.
+        who = "The user says: " if answers else ""
+        words = [f"{who}{_in_words(message)}" for message in news if message.role == "user"]
+        words += filter(None, [self._what_changed(request.prompt)])
+        for message in answers:
+            text = _in_words(message, IMAGES)
+            if message is answers[-1]:
+                text = "\n\n".join([text, *words])
+            if (call := self._by_our_id(message.call_id)) is not None:
                 call.answer_with(text)
-        if words:
+        if words and not answers:
             self._words.put_nowait("\n\n".join(words))
 
     def _what_changed(self, rendered: RenderedPrompt) -> str:
@@ -369,6 +389,7 @@ class _Program:
             name, params = use["name"].removeprefix(_PREFIX), _arguments(use["json"])
             if name == use["name"]:
                 name, params = name.lower(), self._with_path(params)
+            call.params = params
             calls.append(ToolCall(name, params, call.call_id))
         while not self._words.empty():  # a truncated model continues without a reason
             self._words.get_nowait()
@@ -463,6 +484,11 @@ class _Program:
             call = self._by_our_id(context.call_id)
             if call is None:  # of an interrupted run, or not called by the program
                 return ToolResult.error("The Claude program does not wait for this call: retry")
+            if params != call.params:
+                return ToolResult.error(
+                    "The Claude program runs this tool with the arguments it was called with: they "
+                    "cannot be edited. Call it again with the edited arguments"
+                )
             path = str(params.get("path", ""))
             if name not in _READING and os.path.isabs(path):
                 return ToolResult.error(
@@ -482,6 +508,7 @@ class _Program:
             reach="read" if name in _READING else None,
             writes="api" if name in _READING else "external",
             concurrent=False,
+            max_result_chars=None,  # the program shows it
         )
 
     def _ended(self, record: ToolInvoked) -> None:
@@ -490,18 +517,22 @@ class _Program:
 
     def _settle(self, record: ToolInvoked) -> None:
         if (call := self._by_our_id(record.call_id)) is not None:
-            call.settle(record.result)
+            offer = None if self._rendered is None else self._rendered.offers.get(record.tool_name)
+            most = None if offer is None else offer.tool.max_result_chars
+            call.settle(record.result, record.result.render(most))
 
     # Our tools in the program
 
     def _server(self) -> Server:
         from mcp.server import Server
-        from mcp.types import CallToolResult, ListToolsResult, TextContent, ToolAnnotations
+        from mcp.types import CallToolResult, ListToolsResult, ToolAnnotations
         from mcp.types import Tool as McpTool
 
         async def list_tools(context: Any, params: Any) -> ListToolsResult:
             self._tools_changed = context.session.send_tool_list_changed
             assert self._rendered is not None
+            # From the start: a running program does not ask for the list again.
+            offered = self._rendered.with_tools([read_result_tool()], ())
             return ListToolsResult(
                 tools=[
                     McpTool(
@@ -511,15 +542,18 @@ class _Program:
                         annotations=ToolAnnotations(read_only_hint=tool.reach == "read"),
                         _meta={"anthropic/maxResultSizeChars": _MUCH},
                     )
-                    for tool in self._rendered.tools
+                    for tool in offered.tools
                     if tool.handler is not None
                 ]
             )
 
         async def call_tool(context: Any, params: Any) -> CallToolResult:
             meta: Mapping[str, str] = params.meta or {}
-            text = await self._call(meta["claudecode/toolUseId"]).answer
-            return CallToolResult(content=[TextContent(type="text", text=text)], is_error=False)
+            call = self._call(meta["claudecode/toolUseId"])
+            text = {"type": "text", "text": await call.answer}
+            shown = [each for each in call.media if each.media_type in IMAGES]
+            media = [mcp_block(each) for each in shown if self._adapter.media.takes(each)]
+            return CallToolResult.model_validate({"content": [text, *media], "isError": False})
 
         return Server(_SERVER, on_list_tools=list_tools, on_call_tool=call_tool)
 
@@ -538,11 +572,15 @@ class _Call:
         """How a native tool ended in the program."""
         self.result: asyncio.Future[ToolResult[Any] | None] = loop.create_future()
         """The pipeline's result."""
+        self.params: object = None
+        """The arguments of the model."""
+        self.media: tuple[Media, ...] = ()
+        """Of the answer."""
         self._rendered: str | None = None
 
-    def settle(self, result: ToolResult[Any]) -> None:
-        """Take the pipeline's result; a refused call must not run."""
-        self._rendered = result.render()
+    def settle(self, result: ToolResult[Any], text: str) -> None:
+        """Take the pipeline's result and its text; a refused call must not run."""
+        self._rendered, self.media = text, result.media
         _give(self.admitted, False)
         _give(self.result, result)
 
@@ -599,7 +637,7 @@ class _TurnBuilder:
             case "message_start":
                 self.is_begun = True
                 self.model = event["message"]["model"]
-                self.usage = _usage(event["message"].get("usage") or {}, 0)
+                self.usage = _usage(event["message"].get("usage") or {}, TokenUsage())
             case "content_block_start" if event["content_block"]["type"] == "tool_use":
                 self.uses[event["index"]] = {**event["content_block"], "json": ""}
             case "content_block_delta" if event["delta"]["type"] == "text_delta":
@@ -609,7 +647,7 @@ class _TurnBuilder:
                 self.uses[event["index"]]["json"] += event["delta"]["partial_json"]
             case "message_delta":
                 self.stop_reason = event["delta"].get("stop_reason")
-                self.usage = _usage(event.get("usage") or {}, self.usage.input_tokens)
+                self.usage = _usage(event.get("usage") or {}, self.usage)
             case _:
                 pass
         # After a lost connection the program ends the message itself, without a reason.
@@ -624,11 +662,13 @@ def _arguments(text: str) -> object:
         return text
 
 
-def _usage(usage: Any, input_tokens: int) -> TokenUsage:
+def _usage(usage: Any, before: TokenUsage) -> TokenUsage:
     kinds = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
     read = sum(usage.get(kind) or 0 for kind in kinds)
     return TokenUsage(
-        input_tokens=max(read, input_tokens), output_tokens=usage.get("output_tokens") or 0
+        input_tokens=max(read, before.input_tokens),
+        output_tokens=usage.get("output_tokens") or 0,
+        cached_tokens=max(usage.get("cache_read_input_tokens") or 0, before.cached_tokens),
     )
 
 
@@ -674,17 +714,49 @@ def _blocks(content: object) -> list[Any]:
     return cast("list[Any]", content) if isinstance(content, list) else []
 
 
-def _as_prompt(messages: Sequence[Message]) -> str:
-    """Return the first message for the program; a resumed conversation goes into it as text."""
+def _in_words(message: Message, shown: Sequence[str] = ()) -> str:
+    """Return a message with its media in words, but for those types that the program shows."""
+    unseen = [each for each in message.media if each.media_type not in shown]
+    return "\n\n".join([message.text, *map(in_words, unseen)])
+
+
+def _as_prompt(messages: Sequence[Message]) -> str | AsyncIterator[dict[str, Any]]:
+    """Return the first message for the program, with all media of a resumed conversation."""
+    text = _as_text(messages)
+    blocks = [_block(each) for message in messages for each in message.media]
+    if not blocks:
+        return text
+
+    async def one() -> AsyncIterator[dict[str, Any]]:
+        content = [{"type": "text", "text": text}, *blocks]
+        said = {"role": "user", "content": content}
+        yield {"type": "user", "message": said, "parent_tool_use_id": None}
+
+    return one()
+
+
+def _block(media: Media) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": media.media_type, "data": media.base64}
+    kind = "image" if media.media_type.startswith("image/") else "document"
+    return {"type": kind, "source": source}
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    """Return the user's message; a resumed conversation goes into it."""
     if len(messages) == 1:
         return messages[0].text
-    lines = ["This conversation continues. So far:"]
+    lines: list[str] = []
     for message in messages:
         who = {"tool": "tool answered", "model": "you", "user": "user"}[message.role]
         wanted = [f"{c.name}({json.dumps(c.params, default=str)})" for c in message.tool_calls]
         called = f" [called {', '.join(wanted)}]" if wanted else ""
         lines.append(f"[{who}] {message.text}{called}")
-    return "\n\n".join([*lines, "Continue from there."])
+    room = _MUCH - len(lines[0])
+    newest = [*takewhile(lambda total: total <= room, accumulate(map(len, lines[:0:-1])))]
+    lost = len(lines) - 1 - len(newest)
+    if lost:
+        lines[1 : lost + 1] = [f"({lost} messages are not shown.)"]
+    return "\n\n".join(["This conversation continues. So far:", *lines, "Continue from there."])
 
 
 # The process

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
+    ContextOverflow,
     MalformedResponse,
     ParseError,
     ProviderError,
@@ -43,6 +44,36 @@ _ADVICE = {
 }
 _STATUS_OF_CODE = {"rate_limit_exceeded": 429, "rate_limit_error": 429, "too_many_requests": 429}
 _NO_QUOTA = {"insufficient_quota", "billing_hard_limit_reached"}
+
+_TOO_LONG = {"context_length_exceeded", "exceed_context_size_error", "request_too_large"}
+# OpenAI, vLLM and others; Anthropic; llama.cpp; LiteLLM; Gemini; Bedrock.
+_SAYS_TOO_LONG = re.compile(
+    r"maximum context length|context_length_exceeded|prompt is too long|exceed\w* (?:the |its )?"
+    r"(?:available |maximum |model'?s? )*context|ContextWindowExceeded|input token count.{0,40}"
+    r"exceeds|input is too long|too many (?:input )?tokens",
+    re.IGNORECASE,
+)
+_LIMIT = re.compile(
+    r"maximum context length (?:is|of) ([\d,]+)|> ([\d,]+) maximum"
+    r"|(?:context size|n_ctx\W{1,4})\s*\(?([\d,]+)|tokens allowed \(?([\d,]+)",
+    re.IGNORECASE,
+)
+_TOKENS = re.compile(
+    r"resulted in ([\d,]+) tokens|too long: ([\d,]+) tokens|request \(([\d,]+) tokens\)"
+    r"|n_prompt_tokens\W{1,4}([\d,]+)|token count \(?([\d,]+)",
+    re.IGNORECASE,
+)
+
+
+def _sizes_in(text: str) -> dict[str, int]:
+    """Return the size of the window and of the request, as far as an error tells them."""
+    found: dict[str, int] = {}
+    for name, pattern in (("limit", _LIMIT), ("tokens", _TOKENS)):
+        if match := pattern.search(text):
+            number = next(filter(None, match.groups())).replace(",", "")
+            if 0 < len(number) < 16:
+                found[name] = int(number)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +147,9 @@ class Provider:
         if isinstance(error, openai.APIStatusError):
             more: dict[str, Any] = getattr(error, "litellm_response_headers", None) or {}
             headers = {**error.response.headers, **more}
-            return self._by_status(error.status_code, headers, error.code, text)
+            failure = self._by_status(error.status_code, headers, error.code, text)
+            failure.status = error.status_code
+            return failure
         if isinstance(error, openai.APIError):  # in a stream
             return self.failed(error.code or error.type, text)
         return ProviderRejected(self._say("cannot be used", text))
@@ -129,6 +162,9 @@ class Provider:
             return ProviderRejected(self._say("has no quota left for this key", text))
         if status == 429:
             return ProviderThrottled(self._say("rate-limited the request", text), retry_after=wait)
+        if str(code) in _TOO_LONG or _SAYS_TOO_LONG.search(str(text)):
+            said = self._say("cannot take so long a conversation", text)
+            return ContextOverflow(said, **_sizes_in(str(text)))
         if status in {408, 409} or status >= 500:
             return ProviderUnavailable(self._say(f"failed ({status})", text), retry_after=wait)
         message = self._say(f"rejected the request ({status})", text)

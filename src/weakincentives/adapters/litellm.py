@@ -7,14 +7,17 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
+from weakincentives.adapters.catalog import price_in, window_in
 from weakincentives.adapters.failures import Provider
+from weakincentives.adapters.media import AUDIO, IMAGES, PDF
 from weakincentives.adapters.openai import RETURNED_FIELDS, ChatAdapter, PerLoop
 from weakincentives.adapters.schema import Forms, OutputForm, replace_lone_surrogates
+from weakincentives.budget import TokenPrice
 from weakincentives.errors import MissingExtra, ProviderRejected
 from weakincentives.runtime.conversation import ModelTurn
 
@@ -29,6 +32,8 @@ class LiteLLMAdapter(ChatAdapter):
         strict: Send schemas in strict mode where they can be expressed in it.
         output: Ask for a structured answer by ``"schema"``, or in the prompt: ``"text"``.
         options: Extra arguments of every request, such as ``temperature`` or ``drop_params``.
+        media: The media types that the model takes, such as ``"image/*"``; it is told about others
+            in words. Default: what LiteLLM says of the model.
     """
 
     name = "litellm"
@@ -42,6 +47,7 @@ class LiteLLMAdapter(ChatAdapter):
         strict: bool = True,
         output: OutputForm = "schema",
         options: Mapping[str, Any] | None = None,
+        media: Iterable[str] | None = None,
     ) -> None:
         self._litellm = _litellm()
         if api_key is None:
@@ -55,13 +61,28 @@ class LiteLLMAdapter(ChatAdapter):
             "api_key=... or the provider's environment variable",
             secrets=[base_url, options or {}, keys],
         )
-        super().__init__(model, provider, strict=strict, output=output, options=options)
+        media = _taken(self._litellm, model) if media is None else media
+        super().__init__(
+            model, provider, strict=strict, output=output, options=options, media=media
+        )
         # The run retries: it knows the deadline.
         self._arguments: dict[str, Any] = {"num_retries": 0, "max_retries": 0}
         given = {"api_base": base_url, "api_key": api_key}
         self._arguments |= {name: value for name, value in given.items() if value is not None}
         if find_spec("mcp") is None:
             self._arguments["_skip_mcp_handler"] = True  # otherwise every tool needs that package
+
+    async def context_window(self) -> int | None:
+        return window_in(self._info())
+
+    def price(self) -> TokenPrice | None:
+        return price_in(self._info())
+
+    def _info(self) -> Mapping[str, Any]:
+        try:
+            return self._litellm.get_model_info(self.model)
+        except Exception:  # it knows some models only
+            return {}
 
     async def _ask(self, forms: Forms) -> ModelTurn:
         await _clients.here()
@@ -102,6 +123,16 @@ def _litellm() -> Any:
         raise MissingExtra("litellm", "litellm") from error
     litellm.suppress_debug_info = True  # otherwise it prints every failure
     return litellm
+
+
+def _taken(litellm: Any, model: str) -> tuple[str, ...]:
+    """Return the media types that a model takes; all that the format has for an unknown model."""
+    try:
+        known: Mapping[str, Any] = litellm.get_model_info(model)
+    except Exception:  # of no documented type
+        return (*IMAGES, *AUDIO, *PDF)
+    kinds = {"supports_vision": IMAGES, "supports_audio_input": AUDIO, "supports_pdf_input": PDF}
+    return tuple(kind for name, found in kinds.items() if known.get(name) for kind in found)
 
 
 def _placeholder_key(litellm: Any, model: str, base_url: str | None) -> str | None:

@@ -26,6 +26,7 @@ from weakincentives.adapters.failures import Provider
 from weakincentives.adapters.local_server import SETTINGS
 from weakincentives.adapters.openai import OpenAIAdapter, PerLoop
 from weakincentives.adapters.schema import Form, Forms, arguments_of
+from weakincentives.budget import TokenPrice
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 from weakincentives.runtime.conversation import Message, ModelTurn
 from weakincentives.state import source_of
@@ -58,7 +59,7 @@ class LocalModel:
             raise ProviderRejected(f"There is no file {str(self.path)!r}: give a GGUF file")
         self.api_key = secrets.token_urlsafe()
         """Required by the server: other users of this machine can reach it, too."""
-        self._context_tokens = context_tokens
+        self.context_tokens = context_tokens
         self._threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._start_timeout = start_timeout
         self._process: subprocess.Popen[str] | None = None
@@ -116,7 +117,7 @@ class LocalModel:
             "path": str(self.path),
             "name": self.name,
             "api_key": self.api_key,
-            "context_tokens": self._context_tokens,
+            "context_tokens": self.context_tokens,
             "threads": self._threads,
         }
         self._process = process = subprocess.Popen(
@@ -200,10 +201,12 @@ class LocalAdapter(OpenAIAdapter):
             base_url=local.base_url,
             api_key=local.api_key,
             strict=False,  # llama.cpp's grammar supports optional properties
+            media=(),  # it is served without vision
             options={"max_tokens": max_tokens, **(options or {})},
         )
         import openai
 
+        self._local = local
         self._provider = Provider("llama.cpp", local.name, local.api_key, "LocalModel.api_key")
         arguments = {"base_url": local.base_url, "api_key": local.api_key, "max_retries": 0}
         self._clients = PerLoop(
@@ -213,6 +216,12 @@ class LocalAdapter(OpenAIAdapter):
             ),
             openai.AsyncOpenAI.close,
         )
+
+    async def context_window(self) -> int:
+        return self._local.context_tokens
+
+    def price(self) -> TokenPrice:
+        return TokenPrice(input=0, output=0)
 
     async def _ask(self, forms: Forms) -> ModelTurn:
         on_text = forms.request.on_text

@@ -10,14 +10,26 @@ import json
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator, Mapping
+from base64 import b64decode
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, finalize
 
 from weakincentives.adapters.base import Adapter
+from weakincentives.adapters.catalog import known_price, known_window
 from weakincentives.adapters.failures import Provider
+from weakincentives.adapters.media import AUDIO, IMAGES, PDF, MediaFilter
 from weakincentives.adapters.schema import (
     Form,
     Forms,
@@ -25,15 +37,19 @@ from weakincentives.adapters.schema import (
     arguments_of,
     replace_lone_surrogates,
 )
-from weakincentives.budget import TokenUsage
+from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall
 from weakincentives.errors import MissingExtra, ParseError, ProviderRejected
+from weakincentives.logs import get_logger
+from weakincentives.media import Media
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn, StopReason
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 T = TypeVar("T")
+
+_logger = get_logger(__name__)
 
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _STOP_REASONS: Mapping[str | None, StopReason] = {
@@ -64,14 +80,19 @@ class ChatAdapter(Adapter):
         strict: bool,
         output: OutputForm,
         options: Mapping[str, Any] | None,
+        media: Iterable[str] = (*IMAGES, *AUDIO, *PDF),
     ) -> None:
         self.model = model
         self._provider = provider
         self._strict = strict
         self._output: OutputForm = output
         self._options = dict(options or {})
+        self._media = MediaFilter(media)
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
+        return await self._media.ask(request, self._complete)
+
+    async def _complete(self, request: ModelRequest) -> ModelTurn:
         forms = Forms.of(request, strict=self._strict, output=self._output)
         return await self._provider.answered(self._ask(forms))
 
@@ -133,6 +154,8 @@ class OpenAIAdapter(ChatAdapter):
         strict: Send schemas in strict mode where they can be expressed in it.
         output: Ask for a structured answer by ``"schema"``, or in the prompt: ``"text"``.
         options: Extra fields of every request, such as ``temperature`` or ``reasoning``.
+        media: The media types that the model takes, such as ``"image/*"``; it is told about others
+            in words. Default: those of the API, until the server rejects one.
         client: Your own client. It is used as it is, on one event loop, and never closed.
         client_options: Arguments for ``openai.AsyncOpenAI``, such as ``default_headers``.
     """
@@ -149,6 +172,7 @@ class OpenAIAdapter(ChatAdapter):
         strict: bool = True,
         output: OutputForm = "schema",
         options: Mapping[str, Any] | None = None,
+        media: Iterable[str] | None = None,
         client: AsyncOpenAI | None = None,
         client_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -168,8 +192,13 @@ class OpenAIAdapter(ChatAdapter):
             "api_key=... or OPENAI_API_KEY",
             secrets=[address, headers, options or {}, client_options or {}],
         )
-        super().__init__(model, provider, strict=strict, output=output, options=options)
+        if media is None:
+            media = (*IMAGES, *PDF) if api == "responses" else (*IMAGES, *AUDIO, *PDF)
+        super().__init__(
+            model, provider, strict=strict, output=output, options=options, media=media
+        )
         self._api = api
+        self._is_openai = (address or os.environ.get("OPENAI_BASE_URL")) is None
         self._asks_for_reasoning = True
         self._own = None if client is None else client.with_options(max_retries=0)
         arguments: dict[str, Any] = {"base_url": base_url, "api_key": key, **(client_options or {})}
@@ -185,6 +214,21 @@ class OpenAIAdapter(ChatAdapter):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    async def context_window(self) -> int | None:
+        if self._is_openai:
+            return known_window(self.model)
+        client = self._own or await self._clients.here()
+        try:
+            served = (await client.models.list(timeout=_QUICKLY)).data
+        except Exception as error:  # most servers do not tell
+            _logger.debug("the context window is not known: %s", type(error).__name__)
+            return None
+        named = [self._decoded(each) for each in served if each.id == self.model]
+        return _window_of(named[0]) if named else None
+
+    def price(self) -> TokenPrice | None:
+        return known_price(self.model) if self._is_openai else None
 
     async def _ask(self, forms: Forms) -> ModelTurn:
         client = self._own or await self._clients.here()
@@ -242,6 +286,18 @@ class OpenAIAdapter(ChatAdapter):
         raise self._provider.unfinished()
 
 
+_QUICKLY = 5.0
+"""Seconds to wait for what is only good to know."""
+_WINDOWS = ("max_model_len", "context_length", "context_window", "max_context_length")
+"""Fields for the context window in a list of models: vLLM, OpenRouter, Groq, Mistral."""
+
+
+def _window_of(model: Mapping[str, Any]) -> int | None:
+    found = [model.get(name) for name in _WINDOWS]
+    found.append((model.get("meta") or _NOTHING).get("n_ctx"))  # llama.cpp
+    return next((each for each in found if isinstance(each, int) and each > 0), None)
+
+
 def _key(given: str | None, base_url: str | None) -> str:
     key = given or os.environ.get("OPENAI_API_KEY")
     if key:
@@ -285,18 +341,30 @@ def _turn(
     reason: str | None,
     tokens: tuple[str, str],
     wire: Any,
+    media: tuple[Media, ...] = (),
 ) -> ModelTurn:
     stop_reason = _STOP_REASONS.get(reason, "tool_use" if calls else "end_turn")
     usage = data.get("usage") or _NOTHING
     read, written = (max(0, usage.get(name) or 0) for name in tokens)
+    cached = max(0, (usage.get(f"{tokens[0]}_details") or _NOTHING).get("cached_tokens") or 0)
     return ModelTurn(
         text=refusal or (text if calls else forms.final_text(text)),
         tool_calls=calls,
         stop_reason="refusal" if refusal else stop_reason,
-        usage=TokenUsage(input_tokens=read, output_tokens=written),
+        usage=TokenUsage(input_tokens=read, output_tokens=written, cached_tokens=cached),
         model=_text(data.get("model")),
         wire=wire,
+        media=media,
     )
+
+
+def _made(data: object, media_type: str = "") -> tuple[Media, ...]:
+    """Return what a model made, from base64 or a data URL; nothing if it cannot be read."""
+    try:
+        return (Media(b64decode(str(data).rpartition(",")[2], validate=True), media_type),)
+    except ValueError as error:
+        _logger.warning("media that the model made is left out: %s", error)
+        return ()
 
 
 # The chat completions format
@@ -305,7 +373,7 @@ def _turn(
 def _chat_body(forms: Forms, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request; the options may offer tools that the provider runs."""
     system = {"role": "system", "content": forms.system}
-    messages = [system, *map(_chat_message, forms.request.messages)]
+    messages = [system, *_chat_messages(forms.request.messages)]
     body = {**options, "messages": replace_lone_surrogates(messages)}
     tools = [*options.get("tools", ()), *map(_chat_function, forms.tools.values())]
     if tools:
@@ -322,9 +390,40 @@ def _chat_function(form: Form) -> dict[str, Any]:
     return {"type": "function", "function": function | ({"strict": True} if form.is_strict else {})}
 
 
+def _chat_messages(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the messages; media of tools follow their answers, which cannot hold them."""
+    returned: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        names.update((call.id, call.name) for call in message.tool_calls)
+        if returned and message.role != "tool":
+            yield {"role": "user", "content": returned}
+            returned = []
+        yield _chat_message(message)
+        if message.role == "tool" and message.media:
+            note = f"What {names.get(message.call_id)} returned (call {message.call_id}):"
+            returned += [{"type": "text", "text": note}, *map(_chat_part, message.media)]
+    if returned:
+        yield {"role": "user", "content": returned}
+
+
+def _chat_part(media: Media) -> dict[str, Any]:
+    if media.media_type.startswith("image/"):
+        return {"type": "image_url", "image_url": {"url": media.data_url}}
+    if media.media_type in AUDIO:
+        form = "wav" if media.media_type == "audio/wav" else "mp3"
+        return {"type": "input_audio", "input_audio": {"data": media.base64, "format": form}}
+    return {"type": "file", "file": _file(media)}
+
+
+def _file(media: Media) -> dict[str, str]:
+    return {"filename": media.name or "file", "file_data": media.data_url}
+
+
 def _chat_message(message: Message) -> dict[str, Any]:
     if message.role == "user":
-        return {"role": "user", "content": message.text}
+        parts = [{"type": "text", "text": message.text}, *map(_chat_part, message.media)]
+        return {"role": "user", "content": parts if message.media else message.text}
     if message.role == "tool":
         return {"role": "tool", "tool_call_id": message.call_id, "content": message.text}
     wire = _wire_of(message, "chat") or {"chat": {}, "calls": []}
@@ -354,15 +453,23 @@ def _read_chat(forms: Forms, data: Any) -> ModelTurn:
     message = choice["message"]
     made = message.get("tool_calls") or ()
     extra, call_extras = _returned(message), [_returned(call) for call in made]
+    media = [
+        item for each in message.get("images") or () for item in _made(each["image_url"]["url"])
+    ]
+    audio = message.get("audio") or _NOTHING
+    if audio.get("data"):
+        media += _made(audio["data"])
+        extra["audio"] = {"id": audio["id"]}
     return _turn(
         forms,
         data,
         tuple(_read_call(forms, each["function"], each.get("id")) for each in made),
-        _text(message.get("content")),
+        _text(message.get("content")) or _text(audio.get("transcript")),
         refusal=_text(message.get("refusal")),
         reason=choice.get("finish_reason"),
         tokens=("prompt_tokens", "completion_tokens"),
         wire={"chat": extra, "calls": call_extras} if extra or any(call_extras) else None,
+        media=tuple(media),
     )
 
 
@@ -401,7 +508,7 @@ class _StreamedChat:
         # Some servers send an empty reason with every chunk.
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         delta = choice.get("delta") or _NOTHING
-        _append(self._message, delta, ("content", "refusal", *RETURNED_FIELDS))
+        _append(self._message, delta, ("content", "refusal", "images", *RETURNED_FIELDS))
         for each in delta.get("tool_calls") or ():
             self._add_call(each)
         return _text(delta.get("content")) or _text(delta.get("refusal"))
@@ -463,19 +570,37 @@ def _function(form: Form) -> dict[str, Any]:
 
 
 def _items(message: Message) -> Iterator[dict[str, Any]]:
+    parts = [{"type": "input_text", "text": message.text}, *map(_input_part, message.media)]
+    content = parts if message.media else message.text
     if message.role == "user":
-        yield {"role": "user", "content": message.text}
+        yield {"role": "user", "content": content}
     elif message.role == "tool":
-        yield {"type": "function_call_output", "call_id": message.call_id, "output": message.text}
+        yield {"type": "function_call_output", "call_id": message.call_id, "output": content}
     elif (wire := _wire_of(message, "responses")) is not None:
         # The original items, reasoning included; calls under our ids.
-        calls = iter(message.tool_calls)
+        calls, pictures = iter(message.tool_calls), iter(message.media)
         for item in wire["responses"]:
-            yield {**item, **_call(next(calls))} if item["type"] == "function_call" else item
+            if item["type"] == "function_call":
+                item = {**item, **_call(next(calls))}
+            elif item.get("result") == _IN_MEDIA:
+                if (picture := next(pictures, None)) is None:
+                    continue
+                item = {**item, "result": picture.base64}
+            yield item
     else:
         if message.text or not message.tool_calls:
             yield {"role": "assistant", "content": message.text}
         yield from map(_call, message.tool_calls)
+
+
+def _input_part(media: Media) -> dict[str, Any]:
+    if media.media_type.startswith("image/"):
+        return {"type": "input_image", "image_url": media.data_url, "detail": "auto"}
+    return {"type": "input_file", **_file(media)}
+
+
+_IN_MEDIA = "in media"
+"""Replaces the picture in an item, so that it is not saved twice."""
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -487,6 +612,12 @@ def _read_response(forms: Forms, data: Any) -> ModelTurn:
     items = [item for item in data["output"] if "type" in item]
     calls = [item for item in items if item["type"] == "function_call"]
     parts = [part for item in items if item["type"] == "message" for part in item["content"]]
+    media: list[Media] = []
+    for item in items:
+        if item["type"] == "image_generation_call" and item.get("result"):
+            made = _made(item["result"])
+            media += made
+            item["result"] = _IN_MEDIA if made else item["result"]
     return _turn(
         forms,
         data,
@@ -496,6 +627,7 @@ def _read_response(forms: Forms, data: Any) -> ModelTurn:
         reason=(data.get("incomplete_details") or _NOTHING).get("reason"),
         tokens=("input_tokens", "output_tokens"),
         wire={"responses": items},
+        media=tuple(media),
     )
 
 

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.scripted import stream_text
-from weakincentives.budget import TokenUsage
+from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall, current_view
 from weakincentives.errors import (
+    ContextOverflow,
     FilesystemError,
     MalformedResponse,
     NoSuchFile,
@@ -35,11 +36,12 @@ from weakincentives.errors import (
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.filesystem import Filesystem
 from weakincentives.logs import get_logger
+from weakincentives.media import Media
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.prompt.prompt import RenderedPrompt
 from weakincentives.runtime.conversation import Message, ModelRequest, ModelTurn
 from weakincentives.runtime.evaluation import Model
-from weakincentives.serde import dump, freeze
+from weakincentives.serde import dump, freeze, parse
 from weakincentives.session import Session
 from weakincentives.slices import EMPTY, Slice
 
@@ -98,12 +100,20 @@ class _RecordingAdapter(Adapter):
         self.name = asked.name
         self.model = getattr(asked, "model", None)  # for telemetry
         self.needs_loop = asked.needs_loop
+        self.manages_context = asked.manages_context
         self.provider_tools = asked.provider_tools
         self._asked = asked
         self._file = file
 
     def begin_run(self) -> Model:
         return _RecordingAdapter(cast("Adapter", self._asked).begin_run(), self._file)
+
+    async def context_window(self) -> int | None:
+        self._file.window = await self._asked.context_window()
+        return self._file.window
+
+    def price(self) -> TokenPrice | None:
+        return self._asked.price()
 
     async def end_run(self) -> None:
         await self._asked.end_run()
@@ -113,9 +123,9 @@ class _RecordingAdapter(Adapter):
         try:
             turn = await self._asked.complete(request)
         except ProviderError as error:
-            self._file.write({"asked": asked, "error": _error_to_json(error)})
+            self._file.write_turn({"asked": asked, "error": _error_to_json(error)})
             raise
-        self._file.write({"asked": asked, "turn": asdict(turn)})
+        self._file.write_turn({"asked": asked, "turn": asdict(turn)})
         return turn
 
 
@@ -125,6 +135,8 @@ class _File:
     def __init__(self, path: Path, adapter: str) -> None:
         self._path = path
         self._watch: _Watch | None = None
+        self.window: int | None = None
+        """The model's context window; a replay must shorten the conversation as the run did."""
         path.touch(mode=0o600, exist_ok=False)
         self.write({"wink_recording": 1, "adapter": adapter})
 
@@ -134,6 +146,9 @@ class _File:
 
     def _on_calls(self, calls: Mapping[int, str], seen: Seen) -> None:
         self.write({"calls": [*calls], "seen": seen})
+
+    def write_turn(self, line: Mapping[str, object]) -> None:
+        self.write(line if self.window is None else {**line, "context_window": self.window})
 
     def write(self, line: Mapping[str, object]) -> None:
         data = json.dumps(line, default=dump) + "\n"
@@ -150,12 +165,18 @@ class ReplayAdapter(Adapter):
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._name = path.name
-        self._lines = iter(_read(path))
+        lines = _read(path)
+        windows = (line["context_window"] for line in lines if "context_window" in line)
+        self._window: int | None = next(windows, None)
+        self._lines = iter(lines)
         self._next: dict[str, Any] | None = next(self._lines, None)
         self._strict = strict
         self._watch: _Watch | None = None
         self._turn = 0
         self.divergence: Divergence | None = None
+
+    async def context_window(self) -> int | None:
+        return self._window
 
     async def complete(self, request: ModelRequest) -> ModelTurn:
         self._watch = _watching(self._watch, request, self._on_calls)
@@ -274,8 +295,10 @@ class _Watch:
         """Return what is new in a request."""
         self._conversation = request.messages[-1].conversation
         new = takewhile(lambda message: message.role != "model", reversed(request.messages))
-        said = [message.text for message in new if message.role == "user"][::-1]
-        seen = {f"message {n}": _steady_text(text) for n, text in enumerate(said, 1)}
+        said = [message for message in new if message.role == "user"][::-1]
+        seen = {f"message {n}": _steady_text(each.text) for n, each in enumerate(said, 1)}
+        for n, each in enumerate(said, 1):
+            seen |= _media(f"message {n}", each.media)
         return {**seen, **self._offered(request.prompt), **self._changes()}
 
     def _offered(self, rendered: RenderedPrompt) -> Seen:
@@ -287,7 +310,7 @@ class _Watch:
         seen |= {name: text for name, text in tools.items() if self._tools.get(name) != text}
         seen |= {name: "not offered" for name in self._tools if name not in tools}
         self._tools = tools
-        return seen
+        return {**seen, **_media("prompt", rendered.media)}
 
     def _called(self, record: ToolInvoked) -> None:
         """Report a call; concurrent calls are reported together, when all have ended."""
@@ -303,7 +326,9 @@ class _Watch:
             return
         calls = {numbers[r.call_id]: r.tool_name for r in new}
         seen = {"calls": ", ".join(calls.values())}
-        seen |= {f"answer {numbers[r.call_id]}": _steady_text(r.result.render()) for r in new}
+        for r in new:
+            name = f"answer {numbers[r.call_id]}"
+            seen |= {name: _steady_text(r.result.render()), **_media(name, r.result.media)}
         self._on_calls(calls, {**seen, **self._changes()})
 
     def _is_of_the_model(self, message: Message) -> bool:
@@ -327,6 +352,12 @@ class _Watch:
             changed = files.changed_since(earlier)
             seen |= {f"file {path}": _content(files, path) for path in changed}
         return seen
+
+
+def _media(what: str, media: tuple[Media, ...]) -> Seen:
+    if not media:
+        return {}
+    return {f"media of {what}": ", ".join(f"{m.render()} sha256 {m.digest[:16]}" for m in media)}
 
 
 def _files_of(session: Session) -> Filesystem | None:
@@ -442,15 +473,24 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _turn_from_json(data: dict[str, Any]) -> ModelTurn:
     data["tool_calls"] = tuple(ToolCall(**call) for call in data["tool_calls"])
     data["usage"] = TokenUsage(**data["usage"])
+    data["media"] = tuple(parse(Media, each) for each in data.get("media", ()))
     return ModelTurn(**data)
 
 
-_ERRORS = (ProviderThrottled, ProviderUnavailable, ProviderRejected, MalformedResponse)
+_ERRORS = (
+    ProviderThrottled,
+    ProviderUnavailable,
+    ContextOverflow,
+    ProviderRejected,
+    MalformedResponse,
+)
 
 
 def _error_to_json(error: ProviderError) -> dict[str, Any]:
     kind = next((each for each in _ERRORS if isinstance(error, each)), ProviderError)
-    about = {"code": error.code, "retry_after": error.retry_after}
+    about: dict[str, Any] = {"code": error.code, "retry_after": error.retry_after}
+    if isinstance(error, ContextOverflow):
+        about |= {"limit": error.limit, "tokens": error.tokens}
     return {"kind": kind.__name__, "message": str(error), **about}
 
 

@@ -92,16 +92,6 @@ def summary_of(arguments: object, limit: int = 60) -> str:
     return shortened(str(main), limit)
 
 
-REACHES = {
-    "read": "changes nothing",
-    "reversible": "can be undone",
-    "compensable": "reaches outside the directory, and compensates for that if it fails",
-    "irreversible": "reaches outside the directory, and cannot be undone",
-    "unstated": "may reach outside the directory, and is undone only as far as possible",
-}
-"""The reaches of tools, in words."""
-
-
 # Workspaces and runs
 
 
@@ -175,7 +165,8 @@ def complete_calls(context: typer.Context, incomplete: str) -> list[str]:
     from weakincentives.runtime.calls import Calls
 
     with suppress(OSError, WinkError):
-        calls = reversed(Calls(_workspace(context)).latest(_MOST))
+        known = Calls(_workspace(context), detail=lambda path: False)
+        calls = reversed(known.latest(_MOST))
         return [call.name for call in calls if call.name.startswith(incomplete)]
     return []
 
@@ -233,11 +224,12 @@ Policy = Annotated[
     ),
 ]
 SandboxName = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--sandbox",
         metavar="NAME",
-        help="What commands run in: auto, podman, bubblewrap, namespaces or none.",
+        help="What commands run in: auto, podman, bubblewrap, namespaces or none. Or what they may "
+        "use: read=DIR, write=DIR, env=NAME, network=HOST. Can be repeated.",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Approve everything without asking.")]

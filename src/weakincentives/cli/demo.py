@@ -61,7 +61,7 @@ def _demo(
 
     project = _fresh_copy(into)
     try:
-        asked = load_settings(project).sandbox
+        asked = load_settings(project).sandbox.engine
         box = _sandbox(asked) or (_sandbox("none") if model is None else None)
         flags: dict[str, Any] = {
             "model": model or f"scripted:{_DATA / 'script.json'}",

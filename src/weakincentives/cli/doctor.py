@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -30,6 +30,9 @@ from weakincentives.text import harmless
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
+    from weakincentives.contrib.tools import Sandbox
+    from weakincentives.contrib.tools.sandbox.environment import ProjectEnvironment
+    from weakincentives.filesystem import CommandResult
 
 _EXAMPLES = examples(
     "wink doctor",
@@ -281,26 +284,114 @@ def _workspace(workspace: Path, settings: Settings | None, problem: str) -> Foun
 
 
 def _sandbox(settings: Settings | None) -> Found:
-    from weakincentives.contrib.tools import find_sandbox
+    from weakincentives.cli.trust import trust_of
+    from weakincentives.contrib.tools import SandboxSettings, find_sandbox
     from weakincentives.errors import SandboxUnavailable
+    from weakincentives.filesystem.store import location_of
 
-    choice = "auto" if settings is None else settings.sandbox
-    if choice == "none":
-        advice = f'remove sandbox = "none" from {FILE_NAME}'
-        yield "warning", "commands run without a sandbox, as configured", advice
-        return
+    chosen = SandboxSettings() if settings is None else settings.sandbox
     if settings is not None and "shell" not in settings.suites:
         yield "ok", "no commands: the suite `shell` is not enabled"
         return
+    if (
+        settings is not None
+        and settings.needs_file
+        and trust_of(settings.workspace).missing(settings)
+    ):
+        yield "warning", f"{FILE_NAME} is not approved: this is what the defaults would give"
+        chosen = SandboxSettings()
+    if chosen.engine == "none":
+        advice = f'remove sandbox = "none" from {FILE_NAME}'
+        yield "warning", "commands run without a sandbox, as configured", advice
     try:
-        sandbox = find_sandbox(cast("Any", choice))  # load_settings has checked it
+        sandbox = find_sandbox(chosen)
     except SandboxUnavailable as error:
         advice = "install podman or bubblewrap, or allow user namespaces"
-        yield "warning" if choice == "auto" else "error", str(error), advice
+        yield "warning" if chosen.engine == "auto" else "error", str(error), advice
         return
-    yield "ok", f"commands run in {sandbox.name}"
+    if sandbox.name != "none":
+        yield "ok", f"commands run in {sandbox.name}"
     for name, reason in sandbox.passed_over:
         yield "warning", f"{name} is preferred, but does not work here: {reason}"
+    if settings is not None:
+        root = settings.workspace
+        try:
+            project = sandbox.environment(root, location_of(root))
+        except ValueError as error:
+            yield "error", str(error), f"correct it in {FILE_NAME}, or the flag or variable"
+            return
+        yield from _seen(sandbox, project)
+        yield from _interpreter(sandbox, root)
+
+
+def _seen(sandbox: Sandbox, project: ProjectEnvironment) -> Found:
+    """Yield what a command sees and may use."""
+    from weakincentives.contrib.tools.sandbox.limits import binary_size
+
+    here, *others = project.places
+    yield "ok", f"they start in {here}" + "".join(f", which is also {each}" for each in others)
+    for each in project.toolchains:
+        yield "ok", f"{each.name}: {each.place}, found by {each.source}"
+    for place, reason in project.refused:
+        advice = "use another, or name what you trust in `read` and `path` of [sandbox]"
+        yield "warning", f"{place} is not shown: {reason}", advice
+    yield "ok", f"PATH is {project.env['PATH']}"
+    yield "ok", f"variables: {', '.join(sorted(project.env))}"
+    for name in sandbox.settings.env:
+        if name not in project.env and "=" not in name:
+            yield "warning", f"the variable {name} is to be passed on, but not set", "set it"
+    if sandbox.name == "none":
+        return
+    network = sandbox.settings.network
+    yield "ok", f"network: {network if isinstance(network, str) else ', '.join(network)}"
+    yield "ok", f"writable: the workspace, and {', '.join(('/tmp', *project.writable))}"
+    limits, longest = sandbox.limits, sandbox.settings.max_timeout
+    usual = min(sandbox.settings.timeout, longest)
+    yield (
+        "ok",
+        f"limits: {usual:g} s (up to {longest:g} s if the model asks), "
+        f"{binary_size(limits.memory)} of memory, {limits.processes} processes, "
+        f"{binary_size(limits.disk)} of disk, {limits.files:,} files",
+    )
+
+
+def _interpreter(sandbox: Sandbox, root: Path) -> Found:
+    """Run the project's Python in the sandbox; outside of one, nothing of a project is run."""
+    if sandbox.name == "none":
+        return
+    ask = "import platform, sys; print(platform.python_version(), 'in', sys.prefix)"
+    # It never exits with 0, so nothing that it changes is committed.
+    done = _tried(sandbox, root, ["sh", "-c", '"$@" && exit 64', "sh", sandbox.python, "-c", ask])
+    if done is None:
+        return
+    if done.returncode == 64:
+        yield "ok", f"Python runs there: {done.stdout.strip()}"
+        return
+    said = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+    advice = "make the environment again with a Python that commands see, or add it to `read`"
+    yield "error", f"Python does not run there: {said or done.stopped or 'it timed out'}", advice
+
+
+def _tried(sandbox: Sandbox, root: Path, words: list[str]) -> CommandResult | None:
+    """Run a command; return None if there is no place for its store."""
+    import logging
+    import tempfile
+
+    from weakincentives.filesystem import HostFilesystem
+
+    def refuse(record: object) -> bool:
+        return False  # other checks report how files are rolled back
+
+    log = logging.getLogger("weakincentives.filesystem")
+    with tempfile.TemporaryDirectory(prefix="wink-") as store:
+        if Path(store).resolve().is_relative_to(root):
+            return None
+        log.addFilter(refuse)
+        try:
+            with HostFilesystem(root, store=store) as files:
+                return sandbox.run(files, words, timeout=60)
+        finally:
+            log.removeFilter(refuse)
 
 
 def _engines(workspace: Path) -> Found:

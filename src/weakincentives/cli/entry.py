@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: the next file opened would take its descriptor
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):  # `git diff | wink send -` may not be UTF-8
         with suppress(AttributeError, ValueError):  # replaced by some other object
             cast("Any", stream).reconfigure(errors="backslashreplace")
     try:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name not in ("typer", "rich", "prompt_toolkit"):
             raise
         _fail(f"{error.name} is missing; run: pip install 'wink-runtime[cli]'", 2)
 
@@ -75,7 +75,7 @@ def make_app() -> typer.Typer:
     """Return the command line with all commands."""
     import typer
 
-    from weakincentives.cli import demo, doctor, history, mcp, run, tools
+    from weakincentives.cli import chat, demo, doctor, history, mcp, run, tools
 
     app = typer.Typer(
         name="wink",
@@ -103,6 +103,6 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in (demo, run, history, tools, doctor, mcp):
+    for module in (demo, run, chat, history, tools, doctor, mcp):
         module.register(app)
     return app

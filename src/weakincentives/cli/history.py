@@ -1,9 +1,10 @@
-"""`wink log`, `show`, `diff` and `undo`: what the calls on a workspace did, and how to undo it."""
+"""`wink log`, `show`, `diff` and `undo`: what runs and calls on a workspace did, and undoing it."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from weakincentives.cli.doctor import was_killed
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem import FileChange
+    from weakincentives.filesystem import Committed, FileChange
     from weakincentives.runtime.calls import Call, Calls, Run
 
 _PAGE = 'In the documentation: "History and undo".'
@@ -48,13 +49,15 @@ _SHOW_EXAMPLES = examples(
     more=_PAGE,
 )
 _DIFF_EXAMPLES = examples(
-    "wink diff                     # the last call that changed files",
-    "wink diff k3f/2",
+    "wink diff                     # all that the last run changed",
+    "wink diff k3f/2               # one call; or --last: the last one",
     "wink diff --run k3f | git apply --reverse",
-    more=_PAGE,
+    more=f"{_PAGE} The exit code is 1 if there is nothing to show, and 3 if the patch lacks "
+    "something: standard error says what.",
 )
 _UNDO_EXAMPLES = examples(
-    "wink undo                     # the last change; again: the one before",
+    "wink undo                     # the last run; again: the run before",
+    "wink undo --last              # only the last call",
     "wink undo k3f/2               # just this call",
     "wink undo --to k3f/2          # this call and everything after it",
     "wink undo --run k3f --dry-run",
@@ -71,6 +74,11 @@ CallName = Annotated[
         show_default=False,
     ),
 ]
+LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
+Everything = Annotated[
+    bool,
+    typer.Option("--all", "--ignored", help="Show ignored files, too, and long lists in full."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -86,54 +94,73 @@ def log(
     count: Annotated[
         int, typer.Option("-n", metavar="N", min=0, help="How many calls; 0 shows all.")
     ] = 20,
+    everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the calls on a directory, their outcomes, and what they changed."""
-    calls = _calls(workspace)
+    """List the calls on a directory by run, their outcomes, and what they changed."""
+    calls, files = _opened(workspace, everything)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)
     for sentence in (*calls.history.damaged(), *calls.damage()):
         say(sentence)
+    for each in {call.run.id: call.run for call in found if call.run is not None}.values():
+        if times := each.compactions:
+            how_often = "once" if times == 1 else f"{times} times"
+            echo(f"{each.mark}: the context window was full; compacted {how_often}", err=True)
     if as_json:
         for call in found:
-            echo(json.dumps(_summary(call)))
+            echo(json.dumps(_summary(call, files)))
         return
     if not found:
         echo(f"No calls yet in {calls.workspace}. Start with: wink run ...", err=True)
-    _print(_log_lines(found, calls.names()))
+    _print(_log_lines(found, calls, files))
 
 
-def show(call: CallName, workspace: Workspace = Path(), as_json: AsJson = False) -> None:
+def show(
+    call: CallName,
+    workspace: Workspace = Path(),
+    everything: Everything = False,
+    as_json: AsJson = False,
+) -> None:
     """Show one call: arguments, result, why it was denied, what it changed."""
-    calls = _calls(workspace)
+    calls, files = _opened(workspace, everything)
     (found,) = calls.with_files([_find(calls, str(call))])
     if as_json:
-        echo(json.dumps({**_summary(found), **_details(found)}))
+        echo(json.dumps({**_summary(found, files), **_details(found)}))
     else:
-        _print(_detail_lines(found))
+        _print(_detail_lines(found, files))
 
 
-def diff(call: CallName = None, workspace: Workspace = Path(), run: RunOption = None) -> int:
-    """Show what a call or a run changed in files, as a diff for `git apply`."""
-    calls = _calls(workspace)
-    chosen = _chosen(calls, call, run)
+def diff(
+    call: CallName = None,
+    workspace: Workspace = Path(),
+    run: RunOption = None,
+    last: LastCall = False,
+    everything: Everything = False,
+) -> int:
+    """Show what the last run, or another run or call, changed in files: a patch for `git apply`."""
+    calls, files = _opened(workspace, everything)
+    chosen = [each for each in _chosen(calls, call, run, last=last) if each.committed]
     committed = [each.committed for each in chosen if each.committed is not None]
     if not committed:
-        say(f"no files were changed here, or the history no longer has them; {_SEE}")
+        say(_nothing_left(calls) or f"no files were changed here, or {_FORGOTTEN}; {_SEE}")
         return 1
-    _print_diff(calls.history.diff(committed))
+    if all(each.is_undone for each in chosen):
+        say(f"{_named(chosen)} is undone; this is what it changed")
+    code = _print_diff(calls.history.diff(committed, detail=files.is_shown, raw=True), files)
     later = [path for path, by in calls.history.changed_since(committed).items() if not by]
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
-        say(f"these files have changed since, outside wink (not shown): {', '.join(later)}")
-    return 0
+        say(f"these files have changed since, outside wink (not shown): {_joined(later)}")
+    return code
 
 
 def undo(
     call: CallName = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
+    last: LastCall = False,
     to: Annotated[
         str | None,
         typer.Option(
@@ -150,37 +177,74 @@ def undo(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would change.")
     ] = False,
+    everything: Everything = False,
 ) -> int:
-    """Undo what a call or a run changed in files. An undo can be undone, too."""
-    if sum(each is not None for each in (call, run, to)) > 1:
-        raise Misuse("name only one of CALL, --run and --to")
-    calls = _calls(workspace)
+    """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
+    if to is not None and (last or call is not None or run is not None):
+        raise Misuse("name only one of CALL, --run, --last and --to")
+    calls, files = _opened(workspace, everything)
     killed = was_killed(calls.workspace)
     if killed and not dry_run:
-        calls = _recovered(calls)
-    chosen = _from(calls, to) if to is not None else _chosen(calls, call, run)
+        calls = _recovered(calls, files)
+    chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
     left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
-        say(f"nothing to undo: no files were changed here, or it is already undone; {_SEE}")
+        nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
+        say(f"nothing to undo: {_nothing_left(calls) or nothing}; {_SEE}")
         return 1
+    if not dry_run:
+        return _undo(calls, left, files, force=force)
     committed = [each.committed for each in left if each.committed is not None]
-    if killed and dry_run:
+    if killed:
         say(_KILLED)  # the killed call's changes may be in the way
     elif not force and (in_the_way := calls.history.changed_since(committed)):
         return _refuse(calls, in_the_way, left)
-    if dry_run:
-        _print_diff(calls.history.diff(committed, reverse=True))
-        return 0
-    return _undo(calls, left, force=force)
+    shown = calls.history.diff(committed, reverse=True, detail=files.is_shown, raw=True)
+    return _print_diff(shown, files)
+
+
+_FORGOTTEN = "the history no longer has them"
 
 
 # Choosing calls
 
 
-def _calls(workspace: Path) -> Calls:
+class _Files:
+    """What is shown of changed files: ignored ones are counted, and long lists cut."""
+
+    def __init__(self, workspace: Path, everything: bool) -> None:
+        from weakincentives.filesystem.ignored import IgnoredFiles
+
+        self.ignored = IgnoredFiles(workspace)
+        self.everything = everything
+
+    def is_shown(self, path: str) -> bool:
+        return self.everything or not self.ignored(path)
+
+    def hidden(self, files: Iterable[FileChange]) -> str:
+        """Return how many files are not shown, and where they are; or nothing."""
+        return "" if self.everything else self.ignored.summary(each.path for each in files)
+
+    def lines(self, files: Sequence[FileChange], indent: str = "") -> Iterable[Line]:
+        shown = [each for each in files if self.is_shown(each.path)]
+        most = len(shown) if self.everything else _MOST_FILES
+        for each in shown[:most]:
+            yield [(indent, ""), *_changed(each)]
+        if len(shown) > most:
+            yield [(f"{indent}  and {len(shown) - most} more files; --all lists them", "dim")]
+        if hidden := self.hidden(files):
+            yield [(f"{indent}  {hidden}", "dim")]
+
+
+_MOST_FILES = 10
+
+
+def _opened(workspace: Path, everything: bool) -> tuple[Calls, _Files]:
     from weakincentives.runtime.calls import Calls
 
-    return Calls(existing_directory(workspace))
+    directory = existing_directory(workspace)
+    files = _Files(directory, everything)
+    return Calls(directory, detail=files.is_shown), files
 
 
 def _find(calls: Calls, wanted: str) -> Call:
@@ -197,27 +261,68 @@ def _find(calls: Calls, wanted: str) -> Call:
 
 
 def _numbered(calls: Calls, run: Run, number: str) -> Call:
-    from weakincentives.errors import SnapshotError
-
-    try:
-        found = calls.of_run(run)
-    except (OSError, SnapshotError) as error:
-        raise Misuse(f"cannot read the run {run.id}: {error}") from error
+    found = _calls_of(calls, run)
     for call in found:
         if str(call.number) == number:
             return call
     raise Misuse(f"the run {run.id} has {len(found)} calls; there is no call {number}")
 
 
-def _chosen(calls: Calls, call: str | None, run: str | None) -> list[Call]:
-    """Return a call, those of a run, or the last that changed files and is not undone."""
-    if call is not None and run is not None:
-        raise Misuse("name a call or a run, not both")
+def _calls_of(calls: Calls, run: Run) -> list[Call]:
+    from weakincentives.errors import SnapshotError
+
+    try:
+        return calls.of_run(run)
+    except (OSError, SnapshotError) as error:
+        raise Misuse(f"cannot read the run {run.id}: {error}") from error
+
+
+def _chosen(calls: Calls, call: str | None, run: str | None, *, last: bool) -> list[Call]:
+    """Return a call, or those of a run, by default the last one that is not undone."""
+    from weakincentives.runtime.calls import in_place
+
+    if (call is not None) + (run is not None) + last > 1:
+        raise Misuse("name only one of CALL, --run and --last")
     if call is not None:
         return [_find(calls, call)]
     if run is not None:
-        return calls.latest(None, find_run(calls.workspace, run))
-    return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
+        found = _calls_of(calls, find_run(calls.workspace, run))
+        return in_place(found) or found
+    if last:
+        return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
+    groups = calls.by_run()
+    for group in reversed(groups):
+        if found := in_place(group):
+            if group is not groups[-1]:
+                say(f"{_named(groups[-1])} is already undone; before it came {_named(group)}")
+            return found
+    return []
+
+
+def _nothing_left(calls: Calls) -> str:
+    """Say that the last run is undone, if nothing else is left; else nothing."""
+    from weakincentives.runtime.calls import in_place
+
+    groups = calls.by_run()
+    if not groups or any(map(in_place, groups)):
+        return ""
+    every = "" if len(groups) == 1 else ", and so is everything before it"
+    return f"{_named(groups[-1])} is already undone{every}"
+
+
+def _named(chosen: Sequence[Call]) -> str:
+    """Return the name of a run, or of a few calls, for a message."""
+    run = chosen[0].run
+    if run is None or len(chosen) == 1:
+        return ", ".join(f"{each.name} {each.tool}".strip() for each in chosen[:3])
+    title = f": {shortened(run.title, 60)}" if run.title else ""
+    return f"the run {run.mark} ({len(chosen)} calls{title})"
+
+
+def _joined(paths: Sequence[str]) -> str:
+    named = ", ".join(map(harmless, paths[:_MOST_FILES]))
+    more = len(paths) - _MOST_FILES
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def _from(calls: Calls, first: str) -> list[Call]:
@@ -240,40 +345,38 @@ _KILLED = (
 )
 
 
-def _recovered(calls: Calls) -> Calls:
+def _recovered(calls: Calls, shown: _Files) -> Calls:
     """Roll back a killed call, and read the history again."""
     with open_workspace(calls.workspace) as files:
         left = files.recovered
     say("a call was killed; its changes were rolled back first")
     for sentence in left:
         say(sentence)
-    return _calls(calls.workspace)
+    return _opened(calls.workspace, shown.everything)[0]
 
 
-def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
+def _undo(calls: Calls, chosen: Sequence[Call], shown: _Files, *, force: bool) -> int:
     from weakincentives.errors import UndoRefused
     from weakincentives.filesystem import WorkspaceHistory
 
     with open_workspace(calls.workspace) as files:
         for sentence in files.recovered:
             say(sentence)
-        before = files.history()
+        ids = [each.call_id for each in chosen]
         try:
-            notes = files.undo(*(each.call_id for each in chosen), force=force)
+            notes = files.undo(*ids, force=force)
         except UndoRefused as error:  # changed at this very moment
             return _refuse(calls, error.paths, chosen)
         except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
-        is_changed = files.history() != before
     for sentence in notes:
         say(sentence)
-    if not is_changed:
+    done = next(WorkspaceHistory(calls.workspace).changes(shown.is_shown), None)
+    if done is None or done.call.undoes != tuple(ids):
         say("nothing was undone")
         return 1
-    done = next(WorkspaceHistory(calls.workspace).changes())
-    names = ", ".join(f"{each.name} {each.tool}".strip() for each in chosen)
-    _print([[(f"Undone: {names}", "bold")], *map(_changed, done.files)])
+    _print([[(f"Undone: {_named(chosen)}", "bold")], *shown.lines(done.files)])
     echo(f"To redo it: wink undo {done.call.call_id}")
     if any(each.run is not None for each in chosen):
         echo("Only files were undone; the session of the run still has the call.")
@@ -283,9 +386,11 @@ def _undo(calls: Calls, chosen: Sequence[Call], *, force: bool) -> int:
 def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> int:
     names = calls.names()
     say("nothing was undone: these files have changed since:")
-    for path, by in paths.items():
+    for path, by in list(paths.items())[:_MOST_FILES]:
         who = ", ".join(names.get(each, each) for each in by) or "someone else, outside wink"
         echo(f"  {harmless(path)}: changed by {who}", err=True)
+    if len(paths) > _MOST_FILES:
+        echo(f"  and {len(paths) - _MOST_FILES} more files", err=True)
     if any(paths.values()):
         echo(f"Undo all of these calls with: wink undo --to {chosen[0].name}", err=True)
     echo("Use --force to replace them anyway; the history keeps what they hold now.", err=True)
@@ -309,7 +414,7 @@ _STYLES = {
 }
 
 
-def _summary(call: Call) -> dict[str, object]:
+def _summary(call: Call, files: _Files) -> dict[str, object]:
     return {
         "call": call.name,
         "call_id": call.call_id,
@@ -320,7 +425,13 @@ def _summary(call: Call) -> dict[str, object]:
         "outcome": call.outcome,
         "nested_in": None if call.outer is None else call.outer.name,
         "files": [
-            {"path": f.path, "origin": f.origin, "added": f.added, "removed": f.removed}
+            {
+                "path": f.path,
+                "origin": f.origin,
+                "added": f.added,
+                "removed": f.removed,
+                "ignored": files.ignored(f.path),
+            }
             for f in call.files
         ],
         "undoes": list(call.undoes),
@@ -347,17 +458,17 @@ def _details(call: Call) -> dict[str, Any]:
     }
 
 
-def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line]:
+def _log_lines(found: Sequence[Call], calls: Calls, files: _Files) -> Iterable[Line]:
     from weakincentives.runtime.calls import plain
 
-    name = max((len(call.name) for call in calls), default=0)
-    tool = max((len(_tool(call)) for call in calls), default=0)
+    names = calls.names()
+    name = max((len(call.name) for call in found), default=0)
+    tool = max((len(_tool(call)) for call in found), default=0)
+    shown = Counter(call.run for call in found)
     run: Run | None = None
-    for call in calls:
+    for call in found:
         if call.run is not run and call.run is not None:
-            moment = _local(call.run.data.began).strftime("%Y-%m-%d %H:%M")
-            title = shortened(call.run.title, 60)
-            yield [(call.run.id, "bold cyan"), (f"  {moment}  ", "dim"), (title, "italic")]
+            yield _run_line(call.run, calls, shown.pop(call.run, 0))
         run = call.run
         moment = _local(call.time).strftime("%H:%M:%S" if call.run else "%Y-%m-%d %H:%M:%S")
         undoes = ", ".join(names.get(each, each) for each in call.undoes)
@@ -369,17 +480,40 @@ def _log_lines(calls: Sequence[Call], names: Mapping[str, str]) -> Iterable[Line
             (summary_of(call.arguments, 50) or (undoes and f"of {undoes}"), ""),
         ]
         indent = " " * (name + 2)
-        for change in call.files:
-            yield [(indent, ""), *_changed(change)]
+        yield from files.lines(call.files, indent)
         if call.outcome in ("denied", "refused", "rolled back"):
             message = str(plain(call.result.get("message", "")))
             yield [(f"{indent}  {shortened(message, 90)}", "dim")]
 
 
+def _run_line(run: Run, calls: Calls, shown: int) -> Line:
+    """Return the line above the calls of a run; ``shown`` is 0 where they go on after others."""
+    from weakincentives.runtime.calls import in_place
+
+    every = calls.of_run(run)
+    is_undone = any(each.committed for each in every) and not in_place(every)
+    about = ["continued"] if not shown else []
+    about += [f"{shown} of {len(every)} calls"] if 0 < shown < len(every) else []
+    about += ["undone"] if is_undone else []
+    return [
+        (run.id, "bold cyan"),
+        (f"  {_local(run.data.began):%Y-%m-%d %H:%M}  ", "dim"),
+        (shortened(run.title, 60), "italic"),
+        (f"  ({', '.join(about)})" if about else "", "dim"),
+    ]
+
+
 def _changed(change: FileChange) -> Line:
     origin = f"{harmless(change.origin)} -> " if change.origin else ""
+    path, what = f"  {origin}{harmless(change.path)}", change.note
+    if not what and change.is_binary:
+        what = "binary"
+    elif not what and "\nnew mode " in change.text:
+        what = "now executable" if "\nnew mode 100755" in change.text else "no longer executable"
+    if what and not change.added and not change.removed:
+        return [(f"{path}: {what}", "")]
     return [
-        (f"  {origin}{harmless(change.path)} ", ""),
+        (f"{path} ", ""),
         (f"+{change.added}", "green" if change.added else "dim"),
         (" ", ""),
         (f"-{change.removed}", "red" if change.removed else "dim"),
@@ -390,7 +524,7 @@ def _tool(call: Call) -> str:
     return harmless(call.tool) or ("undo" if call.undoes else "(no tool)")
 
 
-def _detail_lines(call: Call) -> Iterable[Line]:
+def _detail_lines(call: Call, files: _Files) -> Iterable[Line]:
     details = _details(call)
     took = f", took {details['duration']:.3f} s" if details else ""
     attempts = details.get("attempts", 1)
@@ -420,7 +554,7 @@ def _detail_lines(call: Call) -> Iterable[Line]:
         yield from _block("what the model saw", call.shown)
     if call.files:
         yield [("files", "bold")]
-        yield from map(_changed, call.files)
+        yield from files.lines(call.files)
         yield [(f"  wink diff {call.name}; wink undo {call.name}", "dim")]
     elif call.committed is None and call.outcome == "ok":
         yield [("files        ", "bold"), ("none changed, or the history no longer has them", "")]
@@ -442,14 +576,39 @@ def _print(lines: Iterable[Line]) -> None:
         console.print(Text.assemble(*((harmless(text, lines=True), style) for text, style in line)))
 
 
-def _print_diff(changes: Iterable[FileChange]) -> None:
-    if not sys.stdout.isatty():  # byte for byte, for `git apply`
-        text = "".join(change.text for change in changes)
+def _print_diff(changes: Sequence[FileChange], files: _Files) -> int:
+    """Print a patch, and on standard error what it lacks; return the exit code."""
+    if sys.stdout.isatty():
+        texts = (_without_binary(change) for change in changes)
+        _print([(line, diff_style(line))] for text in texts for line in text.split("\n")[:-1])
+    else:  # byte for byte, for `git apply`
         sys.stdout.flush()
-        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
-        return
-    lines = (line for change in changes for line in change.text.split("\n")[:-1])
-    _print([(line, diff_style(line))] for line in lines)
+        for change in changes:
+            sys.stdout.buffer.write(change.text.encode(errors="surrogateescape"))
+        sys.stdout.buffer.flush()
+    told = [f"{harmless(each.path)}: {each.note}" for each in changes if each.note]
+    most = len(told) if files.everything else _MOST_FILES
+    for note in told[:most]:
+        echo(note, err=True)
+    if len(told) > most:
+        echo(f"and {len(told) - most} more; --all lists them", err=True)
+    if hidden := files.hidden(changes):
+        echo(f"{hidden}; --all shows them", err=True)
+    lacking = [each.path for each in changes if not each.is_complete]
+    if lacking:
+        say(f"the patch is not complete: it lacks {_joined(lacking)}")
+    return 3 if lacking else 0
+
+
+def show_diff(workspace: Path, committed: Sequence[Committed]) -> None:
+    """Print what some calls changed, as `wink diff` does."""
+    calls, files = _opened(workspace, everything=False)
+    _print_diff(calls.history.diff(committed, detail=files.is_shown), files)
+
+
+def _without_binary(change: FileChange) -> str:
+    start = change.text.find("GIT binary patch\n") if change.is_binary else -1
+    return change.text if start < 0 else f"{change.text[:start]}Binary file\n"
 
 
 def _local(moment: float) -> datetime:

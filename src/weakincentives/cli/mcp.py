@@ -107,12 +107,15 @@ def _mcp(
 @contextmanager
 def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
     from weakincentives.cli.workbench import open_workbench
-    from weakincentives.mcp import McpServer
+    from weakincentives.mcp import McpServer, ask_client
 
     with open_workspace(settings.workspace):
         pass  # reports a directory in use before a session is opened
-    saved = (None if fresh else _last_session(settings)) or _new_session(settings)
-    with saved, open_workbench(settings, saved.session) as workbench:
+    saved = None if fresh else _last_session(settings)
+    if saved is not None:
+        saved.mark_resumed()
+    saved = saved or _new_session(settings)
+    with saved, open_workbench(settings, saved.session, ask=ask_client) as workbench:
         yield McpServer(workbench.prompt, session=saved.session, time_limit=settings.time_limit)
 
 

@@ -6,16 +6,18 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weakincentives.cli.common import Misuse, hint
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
 
 if TYPE_CHECKING:
     from weakincentives.adapters import Adapter
+    from weakincentives.budget import Budget, BudgetTracker, TokenPrice
+    from weakincentives.cli.config import Settings
+    from weakincentives.runtime import Session
 
 _CLAUDE_KEYS = (
     "ANTHROPIC_API_KEY",
@@ -135,14 +137,45 @@ def _path_of(name: str) -> Path | None:
     return Path(name).expanduser() if name else None
 
 
-def cost_of(name: str | None, input_tokens: int, output_tokens: int) -> float | None:
-    """Return what tokens cost in US dollars; None if the price is unknown."""
-    kind, _, rest = (name or "").partition(":")
-    if kind != "litellm":
+def budget_of(settings: Settings, adapter: Adapter) -> Budget | None:
+    """Return the limits of a run; raise Misuse if a limit in money could not be checked."""
+    from weakincentives.budget import Budget
+
+    if settings.max_tokens is None and settings.max_cost is None:
         return None
-    litellm: Any = import_module("litellm")
-    tokens = {"prompt_tokens": input_tokens, "completion_tokens": output_tokens}
-    try:
-        return sum(litellm.cost_per_token(model=rest, **tokens)) or None
-    except Exception:  # it knows the prices of some models only
+    price = price_of(settings, adapter)
+    if price is None and settings.max_cost is not None:
+        raise Misuse(
+            f"max_cost cannot be checked: the price of {settings.model} is unknown; give --price "
+            "INPUT/OUTPUT, in dollars per million tokens"
+        )
+    return Budget(max_total_tokens=settings.max_tokens, max_cost_usd=settings.max_cost, price=price)
+
+
+def tracker_of(settings: Settings, adapter: Adapter, session: Session) -> BudgetTracker | None:
+    """Return what checks the limits. Money counts from the start of the run, resumed or not."""
+    from weakincentives.adapters import ContextCompacted, Message
+    from weakincentives.budget import BudgetTracker
+
+    budget = budget_of(settings, adapter)
+    if budget is None:
         return None
+    usages = [each.usage for each in session[Message] if not each.depth]
+    usages += [each.usage for each in session[ContextCompacted]]
+    price = budget.price
+    spent = 0.0 if price is None else sum(price.of(usage) for usage in usages if usage is not None)
+    return BudgetTracker(budget, spent_usd=spent)
+
+
+def price_of(settings: Settings, adapter: Adapter) -> TokenPrice | None:
+    """Return the price of the model, or the one that is set if it is unknown.
+
+    In this order: the file of a directory must not make a model look cheap.
+    """
+    from weakincentives.budget import TokenPrice
+
+    known = adapter.price()
+    if known is not None or settings.price is None:
+        return known
+    read, written = settings.price.split("/")
+    return TokenPrice(input=float(read), output=float(written))

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import getpass
+import glob
 import json
 import os
 import re
+import select
+import shlex
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from weakincentives.cli.common import REACHES
-from weakincentives.prompt.approval import Approval, ApprovalRequest
-from weakincentives.text import visible
+from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, shortened
+from weakincentives.cli.view import is_utf8
+from weakincentives.errors import FilesystemError, InvalidArguments, ToolValidationError
+from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
+from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import View
@@ -22,37 +30,241 @@ if TYPE_CHECKING:
 class Approver:
     """Asks the person at the terminal."""
 
-    def __init__(self, view: View, *, yes: bool) -> None:
+    def __init__(
+        self, view: View, *, yes: bool, save: Callable[[ApprovalRule], object] | None = None
+    ) -> None:
         self._view = view
         self._yes = yes
-        self._always: set[str] = set()
+        self._save = save
+        """Saves a rule for all later runs."""
 
     def ask(self, request: ApprovalRequest) -> Approval:
         if self._yes:
             return Approval(True, by="--yes")
-        if request.tool_name in self._always:
-            return Approval(True, by=_person(), reason="always")
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             return Approval(False, reason="there is no terminal to ask at")
         try:
-            said = self._answer(request)
+            with self._view.asking() as out:
+                return self._approval(request, _Talk(out, lambda: not self._view.is_asking))
         except EOFError:
             return Approval(False, reason="the question was not answered")
-        if said == "a":
-            self._always.add(request.tool_name)
-        return Approval(said != "n", by=_person(), reason="always" if said == "a" else "")
 
-    def _answer(self, request: ApprovalRequest) -> str:
-        head = f"{request.tool_name} wants to run; it {REACHES[request.reach or 'unstated']}."
-        answers = {"y": "yes", "n": "no", "a": "always"}
-        width, height = os.get_terminal_size(sys.stderr.fileno())
-        asked = question(head, request.arguments, width=width, height=height)
-        more = {"v": "view all"} if asked.hidden else {}
-        said = self._view.ask(asked.lines, answers | more)
-        if said != "v":
-            return said
-        asked = question(head, request.arguments, width=width, height=None)
-        return self._view.ask(asked.lines, answers)
+    def _approval(self, request: ApprovalRequest, talk: _Talk) -> Approval:
+        arguments = None
+        while True:
+            said, by = _answer(request, talk), _person()
+            if said == "y":
+                return Approval(True, by, arguments=arguments)
+            if said == "n":
+                return Approval(False, by)
+            if said == "r":
+                return Approval(False, by, talk.line("Reason, for the model: "))
+            if said == "e":
+                request = _edited(request, talk)
+                arguments = request.arguments
+            elif (rule := self._rule(request, talk)) is not None:
+                return Approval(True, by, arguments=arguments, always=rule)
+
+    def _rule(self, request: ApprovalRequest, talk: _Talk) -> ApprovalRule | None:
+        """Ask which calls to approve from now on, and whether to save that; None to go back."""
+        try:
+            rule = _chosen_rule(request, talk)
+        except (FilesystemError, ValueError) as error:
+            talk.tell("No rule:", str(error))
+            return None
+        if rule is None:
+            return None
+        talk.tell("Approve without asking:", str(rule))
+        answers = {} if self._save is None else {"s": f"save to {FILE_NAME}"}
+        said = talk.choose([], {**answers, "o": "for this session only", "b": "back"})
+        if said == "s" and self._save is not None:
+            try:
+                self._save(rule)
+            except (Misuse, OSError) as error:
+                talk.tell("Not saved; it holds for this session only:", str(error))
+        return None if said == "b" else rule
+
+
+def _answer(request: ApprovalRequest, talk: _Talk) -> str:
+    width, height = _terminal_size()
+    answers = {"y": "yes", "n": "no", "r": "no with a reason", "e": "edit", "a": "always"}
+    asked = question(request, width=width, height=height)
+    said = talk.choose(asked.lines, {**answers, "v": "view all"} if asked.hidden else answers)
+    if said == "v":
+        asked = question(request, width=width, height=None)
+        said = talk.choose(asked.lines, answers)
+    return said
+
+
+def _edited(request: ApprovalRequest, talk: _Talk) -> ApprovalRequest:
+    """Let the person change one argument; return the request with it."""
+    # Numbered, since a name that a model made up could imitate the question.
+    names = {
+        name if _PLAIN_NAME.fullmatch(name) else f"#{number}": name
+        for number, name in enumerate(request.arguments, 1)
+    }
+    label = next(iter(names), "")
+    if len(names) > 1:
+        label = talk.line(f"Which argument ({', '.join(names)})? ")
+    if label not in names or request.revise is None:
+        talk.say("There is nothing to edit by that name.")
+        return request
+    name = names[label]
+    try:
+        value = talk.edited(label, request.arguments[name])
+        return request.revise({**request.arguments, name: value})
+    except (InvalidArguments, ToolValidationError, OSError, ValueError) as error:
+        talk.tell("Not changed:", str(error))
+        return request
+
+
+def _chosen_rule(request: ApprovalRequest, talk: _Talk) -> ApprovalRule | None:
+    tool, preview = request.tool_name, request.preview
+    kinds = {"t": f"all calls of {tool}"}
+    kinds |= {"p": "some paths"} if preview.paths else {}
+    kinds |= {"c": "some commands"} if preview.command else {}
+    said = talk.choose(["Approve from now on:"], {**kinds, "b": "back"})
+    if said == "b":
+        return None
+    rule = ApprovalRule(tool=tool)
+    if said == "p":
+        near = glob.escape(os.path.commonpath(preview.paths))
+        near += "/**" if near and len(preview.paths) > 1 else ""
+        path = talk.line(f"Paths, as a glob [{shortened(near, 60)}]: ") or near
+        if not path:  # without one, the rule would be for all calls
+            raise ValueError("give a glob of paths")
+        rule = ApprovalRule(tool=tool, path=path)
+    elif said == "c":
+        near = shortened(shlex.join(preview.command), 60)
+        typed = talk.line(f"Commands that begin with [{near}]: ")
+        command = plain_words(typed) if typed else preview.command
+        if not command:
+            raise ValueError("give the first words of a command, without shell syntax")
+        rule = ApprovalRule(tool=tool, command=command)
+    if not rule.covers(request):
+        raise ValueError("it would not cover this call")
+    return rule
+
+
+class _Talk:
+    """Questions and answers on a terminal, line by line."""
+
+    def __init__(self, out: TextIO, is_over: Callable[[], bool]) -> None:
+        self._out = out
+        self._is_over = is_over
+        self._terminal = sys.stdin.fileno()
+
+    def say(self, line: str, end: str = "\n", style: str = "") -> None:
+        if not is_utf8(self._out):
+            line = line.encode("ascii", "backslashreplace").decode()
+        if style:  # unless the person wants no colours
+            from rich.console import Console
+
+            console = Console(file=self._out, highlight=False, markup=False, emoji=False)
+            console.print(line, style=style, end=end, soft_wrap=True)
+        else:
+            print(line, file=self._out, end=end, flush=True)
+
+    def tell(self, head: str, text: str) -> None:
+        """Say something with text of others in it."""
+        self.say(head)
+        for line in _block(visible(text).split("\n"), max(_terminal_size()[0], 40)):
+            self.say(line)
+
+    def choose(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
+        """Ask, and return the key of an answer."""
+        is_diff = False
+        for line in question:
+            is_diff = line == _CHANGE or (is_diff and line.startswith("    "))
+            self.say(line, style=diff_style(line[len(_GUTTER) :]) if is_diff else "")
+        words, keys = ", ".join(answers.values()), f"[{'/'.join(answers)}]? "
+        is_narrow = len(words) + len(keys) + 8 > _terminal_size()[0]
+        choices = f"{words}\n{keys}" if is_narrow else f"{words} {keys}"
+        while True:
+            said = self.line(choices).lower()
+            for key, answer in answers.items():
+                if said in (key, answer):
+                    return key
+
+    def line(self, label: str) -> str:
+        """Return a line that a person types; what was typed before, or pasted, does not count.
+
+        Not ``input``: a thread that waits inside a file object when the program ends would crash.
+        """
+        import termios  # only where there are terminals
+
+        while True:
+            termios.tcflush(self._terminal, termios.TCIFLUSH)
+            self.say(label, end="")
+            said = b""
+            while not said.endswith(b"\n"):
+                if not self._is_ready(0.2):
+                    continue
+                more = os.read(self._terminal, 1024)
+                if not more:
+                    self.say("")
+                    raise EOFError("the terminal was closed")
+                said += more
+            if not self._is_ready(0.05):
+                return said.decode(errors="replace").strip()
+            self.say("Several lines came at once. Type one line.")
+
+    def _is_ready(self, seconds: float) -> bool:
+        if self._is_over():
+            raise EOFError("the call has ended")
+        return bool(select.select([self._terminal], [], [], seconds)[0])
+
+    def edited(self, label: str, value: object) -> object:
+        """Return a value that the person has changed in their editor, or typed."""
+        is_text = isinstance(value, str)
+        text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
+        editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "")
+        if editor:
+            new = self._in_editor(editor, text)
+            return new if is_text else json.loads(new)
+        new = self.line(f"New value of {label}, as text or JSON: ")
+        if not new:
+            raise ValueError("nothing was typed")
+        try:
+            return json.loads(new) if not is_text or new.startswith('"') else new
+        except ValueError:
+            return new
+
+    def _in_editor(self, editor: Sequence[str], text: str) -> str:
+        with tempfile.TemporaryDirectory(prefix="wink-") as folder:
+            path = Path(folder, "argument.txt")
+            path.write_text(text, "utf-8", newline="")
+            code = self._run([*editor, str(path)])
+            if code:
+                raise ValueError(f"the editor exited with code {code}")
+            new = path.read_bytes().decode()
+        # Editors add a line end.
+        return new.removesuffix("\n") if not text.endswith("\n") else new
+
+    def _run(self, argv: list[str]) -> int:
+        """Run a program in the foreground of the terminal: Ctrl-C is for it, not for us."""
+        # It may be redirected, but the editor needs the terminal.
+        screen = [(os.POSIX_SPAWN_DUP2, sys.stderr.fileno(), 1)]
+        signals = {signal.SIGTTOU}
+        # A program in the background may change the foreground only if it blocks this signal.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            child = os.posix_spawnp(
+                argv[0], argv, os.environ, file_actions=screen, setpgroup=0, setsigmask=before
+            )
+            os.tcsetpgrp(self._terminal, child)
+            while True:
+                _, status = os.waitpid(child, os.WUNTRACED)
+                if not os.WIFSTOPPED(status):
+                    return os.waitstatus_to_exitcode(status)
+                os.killpg(child, signal.SIGCONT)  # it read before it was in front, or by Ctrl-Z
+        finally:
+            os.tcsetpgrp(self._terminal, os.getpgrp())
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _terminal_size() -> tuple[int, int]:
+    return os.get_terminal_size(sys.stderr.fileno())
 
 
 def _person() -> str:
@@ -67,6 +279,7 @@ _GUTTER, _WRAPPED = "    | ", "    : "
 
 So no line begins with text from a model, which could imitate an argument or the question.
 """
+_CHANGE = "  the change:"
 _FIRST, _LAST = 10, 4
 """Lines shown of a long value."""
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
@@ -76,26 +289,44 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}", re.ASCII)
 class Question:
     lines: tuple[str, ...]
     hidden: int = 0
-    """How many lines are hidden; the last line says so."""
+    """How many lines, or arguments that are in the diff, are hidden; the lines say so."""
 
 
-def question(
-    head: str, arguments: Mapping[str, Any], *, width: int, height: int | None
-) -> Question:
+def question(request: ApprovalRequest, *, width: int, height: int | None) -> Question:
     """Return the question about a call; with a height, long values are cut and marked."""
     width = max(width, 40)
-    values = [list(_value_lines(*each, width)) for each in arguments.items()]
-    everything = [line for lines in values for line in lines] or ["  no arguments"]
+    preview = request.preview
+    in_diff = () if height is None else preview.in_diff
+    blocks = [list(_diff_lines(preview.diff, width))]
+    for name, value in request.arguments.items():
+        is_shown = name in in_diff
+        blocks.append(
+            [f"  {name}: in the diff"] if is_shown else list(_value_lines(name, value, width))
+        )
+    blocks.append(list(_fact_lines(preview.facts, width)))
+    everything = [line for lines in blocks for line in lines] or ["  no arguments"]
     if height is None or len(everything) + 2 <= height:
-        return Question((head, *everything))
+        return Question((request.question, *everything), len(in_diff))
     room = max(height - 4, _FIRST + _LAST + 2)
-    shown = [line for lines in values for line in _cut(lines)][:room]
+    shown = [line for lines in blocks for line in _cut(lines)][:room]
     marks = sum(line.startswith(_MARK) for line in shown)
     hidden = len(everything) - len(shown) + marks
     mark = (
         f"NOT EVERYTHING IS SHOWN: {hidden:,} of {len(everything):,} lines are hidden; v shows all."
     )
-    return Question((head, *shown, mark), hidden)
+    return Question((request.question, *shown, mark), hidden)
+
+
+def _diff_lines(diff: str, width: int) -> Iterator[str]:
+    if diff:
+        yield _CHANGE
+        yield from _block(visible(diff.replace("\\", "\\\\")).rstrip("\n").split("\n"), width)
+
+
+def _fact_lines(facts: Mapping[str, str], width: int) -> Iterator[str]:
+    if facts:
+        yield "  what it can reach:"
+        yield from _block([harmless(f"{name}: {text}") for name, text in facts.items()], width)
 
 
 _MARK = "    ... "
@@ -114,7 +345,7 @@ def _cut(lines: Sequence[str]) -> Iterator[str]:
 
 def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
     """Yield an argument: on one line as JSON, or as a block with a gutter."""
-    label = name if _PLAIN_NAME.fullmatch(name) else _json(name)
+    label = _label(name)
     if _cells(label) > width // 2 - 6:
         yield "  (a long name):"
         yield from _block([_json(name)], width)
@@ -137,6 +368,10 @@ def _value_lines(name: str, value: object, width: int) -> Iterator[str]:
         lines = visible(json.dumps(value, indent=2, ensure_ascii=False)).split("\n")
         yield f"  {label}: JSON, {_count(lines)}"
         yield from _block(lines, width)
+
+
+def _label(name: str) -> str:
+    return name if _PLAIN_NAME.fullmatch(name) else _json(name)
 
 
 def _json(value: object) -> str:

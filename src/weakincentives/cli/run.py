@@ -1,4 +1,4 @@
-"""`wink run` and `wink resume`: an agent on a real directory."""
+"""`wink run`, `wink resume` and `wink send`: an agent on a real directory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
@@ -25,6 +26,7 @@ from weakincentives.cli.common import (
     complete_models,
     complete_runs,
     complete_tools,
+    echo,
     examples,
     existing_directory,
     find_run,
@@ -35,13 +37,16 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SessionInUse, SnapshotError, WinkError
 
 if TYPE_CHECKING:
-    from weakincentives.adapters import Adapter
+    from weakincentives.adapters import Adapter, RunEvent, RunOptions
+    from weakincentives.budget import BudgetTracker
     from weakincentives.cli.config import Settings
     from weakincentives.cli.view import ChangedFile, Event, Outcome, View
     from weakincentives.cli.workbench import Workbench
     from weakincentives.filesystem import HostFilesystem
+    from weakincentives.filesystem.ignored import IgnoredFiles
+    from weakincentives.media import Content, Media
     from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
-    from weakincentives.runtime import SavedSession, ToolInvoked
+    from weakincentives.runtime import SavedSession
     from weakincentives.runtime.calls import Run
 
 KIND = "run"
@@ -62,6 +67,13 @@ _RESUME_EXAMPLES = examples(
     more='In the documentation: "The commands".',
 )
 
+_SEND_EXAMPLES = examples(
+    'wink send "use pytest, not unittest"     # to the run in progress on this directory',
+    'wink send "leave the docs" k3f -w ~/project',
+    "git diff | wink send -",
+    more='In the documentation: "The commands".',
+)
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +87,17 @@ Model = Annotated[
 ]
 MaxTurns = Annotated[int | None, typer.Option(metavar="N", help="Limit the model's turns.")]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Limit the tokens.")]
+MaxCost = Annotated[float | None, typer.Option(metavar="USD", help="Limit the cost, in dollars.")]
+Price = Annotated[
+    str | None,
+    typer.Option(
+        metavar="IN/OUT", help="Dollars per million tokens, if the model's price is not known."
+    ),
+]
+ContextWindow = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="The tokens the model takes, if its provider does not tell."),
+]
 TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit the time.")]
 Ask = Annotated[
     list[str] | None,
@@ -85,12 +108,21 @@ Ask = Annotated[
         autocompletion=complete_tools,
     ),
 ]
+Attach = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--attach",
+        metavar="FILE",
+        help="Show the model this picture or PDF with the message. Can be repeated.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")]
 
 
 def register(app: typer.Typer) -> None:
     app.command("run", epilog=_RUN_EXAMPLES)(run)
     app.command("resume", epilog=_RESUME_EXAMPLES)(resume)
+    app.command("send", epilog=_SEND_EXAMPLES)(send)
 
 
 def run(
@@ -102,9 +134,13 @@ def run(
     policy: Policy = None,
     max_turns: MaxTurns = None,
     max_tokens: MaxTokens = None,
+    max_cost: MaxCost = None,
+    price: Price = None,
+    context_window: ContextWindow = None,
     time_limit: TimeLimit = None,
     sandbox: SandboxName = None,
     ask: Ask = None,
+    attach: Attach = None,
     yes: Yes = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Roll back the whole run; show its diff.")
@@ -118,7 +154,8 @@ def run(
     task = sys.stdin.read() if task == "-" else task
     if not task.strip():
         raise Misuse('the task is empty: wink run "..."')
-    flags = _given(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
+    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
+    flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
     return AgentRun(
         settings=load_settings(workspace, **flags),
         flags=flags,
@@ -127,7 +164,17 @@ def run(
         dry_run=dry_run,
         as_json=as_json,
         quiet=quiet,
+        attached=_attached(attach),
     ).perform()
+
+
+def _attached(paths: list[Path] | None) -> Sequence[Media]:
+    from weakincentives.media import Media
+
+    try:
+        return [Media.from_file(path) for path in paths or ()]
+    except (OSError, ValueError) as error:
+        raise Misuse(f"--attach: {error}") from error
 
 
 def resume(
@@ -148,9 +195,13 @@ def resume(
     policy: Policy = None,
     max_turns: MaxTurns = None,
     max_tokens: MaxTokens = None,
+    max_cost: MaxCost = None,
+    price: Price = None,
+    context_window: ContextWindow = None,
     time_limit: TimeLimit = None,
     sandbox: SandboxName = None,
     ask: Ask = None,
+    attach: Attach = None,
     yes: Yes = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -160,13 +211,10 @@ def resume(
 
     if run_id is not None and message is None and " " in run_id:
         run_id, message = None, run_id  # wink resume "and the docs"
-    earlier = _run_to_resume(existing_directory(workspace), run_id, message)
-    flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
-    given = _given(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
-    stored = [each for each in flags.get("policy", ()) if each not in given.get("policy", ())]
-    for name in {"policy", "ask"} & given.keys():  # rules add up
-        given[name] = [*flags.get(name, ()), *given[name]]
-    flags |= given
+    earlier = run_to_resume(existing_directory(workspace), run_id, message)
+    flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
+    flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
+    flags, stored = with_flags_of(earlier, flags)
     return AgentRun(
         settings=load_settings(workspace, stored=stored, **flags),
         flags=flags,
@@ -174,32 +222,92 @@ def resume(
         yes=yes,
         as_json=as_json,
         quiet=quiet,
+        attached=_attached(attach),
         earlier=earlier,
     ).perform()
 
 
-def _given(
+def send(
+    message: Annotated[
+        str,
+        typer.Argument(metavar="MESSAGE", help="What to say; - reads it from standard input."),
+    ],
+    run_id: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Which run; by default the one in progress.",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    workspace: Workspace = Path(),
+) -> None:
+    """Send a message to a run in progress; the model reads it before its next turn."""
+    from weakincentives.errors import SessionError
+    from weakincentives.runtime import Inbox, SavedSession
+    from weakincentives.runtime.calls import runs_of
+
+    message = sys.stdin.read() if message == "-" else message
+    if not message.strip():
+        raise Misuse('the message is empty: wink send "..."')
+    directory = existing_directory(workspace)
+    runs = runs_of(directory)[::-1] if run_id is None else [find_run(directory, run_id)]
+    for run in runs:
+        with suppress(SessionError):
+            Inbox(inbox_of(run.path)).send(message)
+            echo(f"sent to {run.id}", err=True)
+            return
+    if run_id is None:
+        raise Misuse(f"no run is in progress in {directory}; nothing was sent")
+    name = runs[0].id
+    if SavedSession.is_in_use(runs[0].path):
+        raise Misuse(f"{name} is a chat that waits for input: type the message there")
+    raise Misuse(f'{name} is not in progress; to continue it: wink resume {name} "..."')
+
+
+def inbox_of(session: Path) -> Path:
+    """Return the inbox of a run; ``session`` is its file."""
+    return session.with_suffix(".inbox")
+
+
+def given_flags(
     model: str | None,
     policy: list[str] | None,
     max_turns: int | None,
     max_tokens: int | None,
     time_limit: float | None,
-    sandbox: str | None,
+    sandbox: list[str] | None,
     ask: list[str] | None,
 ) -> dict[str, Any]:
-    flags = {
-        "model": model and _absolute(model),
-        "policy": [_absolute(each) for each in policy or ()] or None,
-        "max_turns": max_turns,
-        "max_tokens": max_tokens,
-        "time_limit": time_limit,
-        "sandbox": sandbox,
-        "ask": ask or None,
-    }
+    return set_flags(
+        model=model and absolute(model),
+        policy=[absolute(each) for each in policy or ()] or None,
+        max_turns=max_turns,
+        max_tokens=max_tokens,
+        time_limit=time_limit,
+        sandbox=sandbox or None,
+        ask=ask or None,
+    )
+
+
+def set_flags(**flags: object) -> dict[str, Any]:
+    """Return the flags that are given."""
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _absolute(named: str) -> str:
+def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags of a run with those given now, and the rules that only the run has."""
+    flags = dict(cast("Mapping[str, Any]", earlier.data.about.get("flags", {})))
+    stored = [each for each in flags.get("policy", ()) if each not in given.get("policy", ())]
+    sandbox = flags.get("sandbox")
+    # Earlier versions stored a single name.
+    flags["sandbox"] = [sandbox] if isinstance(sandbox, str) else sandbox or []
+    for name in {"policy", "ask", "sandbox"} & given.keys():  # rules add up
+        given[name] = [*flags.get(name, ()), *given[name]]
+    return flags | given, stored
+
+
+def absolute(named: str) -> str:
     """Return a model or rule with an absolute path: a run may be resumed from elsewhere."""
     kind, colon, file = named.partition(":")
     if kind in ("scripted", "local") and file:
@@ -209,7 +317,7 @@ def _absolute(named: str) -> str:
     return named
 
 
-def _run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
+def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
     """Return the named run, or the last that can be resumed."""
     from weakincentives.runtime import SavedSessionData
     from weakincentives.runtime.calls import runs_of
@@ -247,6 +355,8 @@ class AgentRun:
     """
 
     name = "report"
+    patience = 0.3
+    """Seconds during which another signal does not stop it at once."""
 
     settings: Settings
     flags: Mapping[str, Any]
@@ -255,23 +365,28 @@ class AgentRun:
     dry_run: bool = False
     as_json: bool = False
     quiet: bool = False
+    attached: Sequence[Media] = ()
+    """Goes with the message."""
     earlier: Run | None = None
     watch: Callable[[Event], Event] | None = None
     """Sees every event first, and may replace it."""
 
     _view: View = field(init=False)
     _workbench: Workbench = field(init=False)
+    _run_file: Run = field(init=False)
+    _saved: SavedSession = field(init=False)
     _changed: dict[str, tuple[ChangedFile, ...]] = field(
         init=False, default_factory=dict[str, "tuple[ChangedFile, ...]"]
     )
     """What calls have changed, by id, until they commit or roll back."""
+    _ignored: IgnoredFiles | None = field(init=False, default=None)
 
     def perform(self) -> int:
         """Run the agent and return the exit code."""
         from weakincentives.cli.trust import trust_of
 
         trust_of(self.settings.workspace).admit(self.settings)
-        with _stopping() as stop:
+        with stopping(self.patience) as stop:
             try:
                 outcome = self._perform(stop)
             except KeyboardInterrupt:  # before the run began
@@ -279,9 +394,10 @@ class AgentRun:
                 outcome = "interrupted"
         return {"done": 0, "failed": 1, "interrupted": stop.exit_code}[outcome]
 
-    def _perform(self, stop: _Stop) -> Outcome:
-        from weakincentives.cli.models import cost_of, open_model
+    def _perform(self, stop: Stop) -> Outcome:
+        from weakincentives.cli.models import budget_of, open_model, price_of
         from weakincentives.cli.view import open_view
+        from weakincentives.filesystem.diffs import diff_text
 
         settings = self.settings
         turns = 0 if self.earlier is None else self.earlier.turns
@@ -292,18 +408,19 @@ class AgentRun:
             _trial(files) if self.dry_run else nullcontext(files) as work,
             open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
         ):
+            budget_of(settings, adapter)  # refuse a limit that cannot be checked, before anything
+            self._view.price = price_of(settings, adapter)
             result = self._view.totals
-            self._run(adapter, work, saved, stop)
-            result.seconds = SYSTEM_CLOCK.monotonic() - self._view.began
-            result.cost_usd = cost_of(settings.model, result.input_tokens, result.output_tokens)
+            with self._open_workbench(work, saved), self._recording(saved):
+                self._work(adapter, stop)
             if self.dry_run:
                 result.dry_run = True
-                result.diff = "".join(each.text for each in work.diff_here())
+                result.diff = diff_text(work.diff_here())
             elif result.outcome != "done" and result.run:
                 here = settings.workspace == Path.cwd()
                 where = "" if here else f" -w {shlex.quote(str(settings.workspace))}"
                 result.resume = f"wink resume {result.run}{where}"
-            self._show(result)
+            self._show_result()
         return result.outcome
 
     @contextmanager
@@ -323,44 +440,61 @@ class AgentRun:
         with saved:
             yield saved
 
-    def _run(
-        self, adapter: Adapter, files: HostFilesystem, saved: SavedSession | None, stop: _Stop
-    ) -> None:
-        """Let the model work, and note the outcome."""
+    @contextmanager
+    def _open_workbench(self, files: HostFilesystem, saved: SavedSession | None) -> Generator[None]:
+        from weakincentives.cli.config import save_rule
         from weakincentives.cli.question import Approver
         from weakincentives.cli.workbench import open_workbench
         from weakincentives.runtime import Session
+        from weakincentives.runtime.calls import new_run
 
         if saved is not None:
             saved.undo_unrecorded(files)
+        save = None if self.dry_run else partial(save_rule, self.settings.workspace)
+        with open_workbench(
+            self.settings,
+            Session() if saved is None else saved.session,
+            ask=Approver(self._view, yes=self.yes, save=save).ask,
+            files=files,
+            policies=[self, _OnlyReversible()] if self.dry_run else [self],
+        ) as self._workbench:
+            self._run_file = self.earlier or new_run(files.store)
+            yield
+
+    @contextmanager
+    def _recording(self, saved: SavedSession | None) -> Generator[None]:
+        """Save the session, and write the log next to it.
+
+        Only now: whatever is wrong with the settings has been reported.
+        """
         with (
-            open_workbench(
-                self.settings,
-                Session() if saved is None else saved.session,
-                ask=Approver(self._view, yes=self.yes).ask,
-                files=files,
-                policies=[self, _OnlyReversible()] if self.dry_run else [self],
-            ) as self._workbench,
-            # Saved only now: whatever is wrong with the settings has been reported.
-            self._new_session() if saved is None else nullcontext(saved) as session,
-            _logged_to(session.path.with_suffix(".log")),
+            self._new_session() if saved is None else nullcontext(saved) as self._saved,
+            _logged_to(self._saved.path.with_suffix(".log")),
         ):
-            result = self._view.totals
+            yield
+
+    def _work(self, adapter: Adapter, stop: Stop) -> None:
+        """Let the model work on the message, and note the outcome."""
+        result = self._view.totals
+        try:
             try:
-                try:
-                    self._start(session.path.stem)
-                    result.text = self._evaluate(adapter)
-                    result.outcome = "done"
-                except WinkError as error:
-                    result.error = str(error)
-                finally:
-                    stop.is_over = True
-            except KeyboardInterrupt:
-                result.outcome = "interrupted"
+                self._start()
+                result.text = self._evaluate(adapter)
+                result.outcome = "done"
+            except WinkError as error:
+                result.error = str(error)
+            finally:
+                stop.is_over = True
+        except KeyboardInterrupt:
+            result.outcome = "interrupted"
+
+    def _show_result(self) -> None:
+        result = self._view.totals
+        result.seconds = SYSTEM_CLOCK.monotonic() - self._view.began
+        self._show(result)
 
     def _new_session(self) -> SavedSession:
         from weakincentives.runtime import SavedSession
-        from weakincentives.runtime.calls import new_run
 
         about = {
             "kind": KIND,
@@ -369,16 +503,15 @@ class AgentRun:
             "dry_run": self.dry_run,
             "flags": dict(self.flags),
         }
-        run = new_run(self._workbench.filesystem.store)
-        return SavedSession.create(run.path, self._workbench.session, about=about)
+        return SavedSession.create(self._run_file.path, self._workbench.session, about=about)
 
-    def _start(self, run_id: str) -> None:
+    def _start(self) -> None:
         from weakincentives.cli.view import RunStarted
 
         workbench, settings = self._workbench, self.settings
-        self._view.totals.run = run_id
+        run_id = self._view.totals.run = self._run_file.id
         notes = workbench.filesystem.recovered
-        if settings.sandbox == "none" and workbench.shell is not None:
+        if settings.sandbox.engine == "none" and workbench.shell is not None:
             notes = (*notes, "Commands run without a sandbox: they can do everything you can.")
         self._show(
             RunStarted(
@@ -398,56 +531,66 @@ class AgentRun:
         task = None if self.earlier is None else self.earlier.data.about.get("task")
         return "\n\n".join(str(each) for each in (task, self.message) if each)
 
-    def _evaluate(self, adapter: Adapter) -> str:
-        from weakincentives.adapters import Message, RunConfig
-        from weakincentives.budget import Budget
-        from weakincentives.runtime import ToolInvoked
+    def _with_attached(self, message: str | None) -> Content | None:
+        return [*([message] if message else []), *self.attached] if self.attached else message
 
-        settings, session = self.settings, self._workbench.session
-        most = settings.max_tokens
+    def _evaluate(self, adapter: Adapter) -> str:
+        from weakincentives.runtime.conversation import Message, last_conversation
+
+        session = self._workbench.session
+        has_begun = bool(last_conversation(session))
+        # The task was sent, also if the user went back to before it: it is not sent again.
+        was_sent = session[Message].latest() is not None
+        options = self._options(adapter)
+        options["resume"], options["on_event"] = has_begun, self._hear
+        message = self._with_attached(self.message if was_sent else self._whole_task())
+        prompt = self._workbench.prompt
+        return adapter.evaluate(prompt, session, message=message, **options).text
+
+    def _options(self, adapter: Adapter) -> RunOptions:
+        from weakincentives.adapters import RunConfig
+        from weakincentives.runtime import Inbox
+
+        settings = self.settings
         config = RunConfig(
             max_turns=settings.max_turns,
             time_limit=settings.time_limit,
-            budget=None if most is None else Budget(max_total_tokens=most),
+            context_window=settings.context_window,
             completion=self._workbench.completion,
         )
-        has_begun = session[Message].latest() is not None
-        unsubscribe = session.dispatcher.subscribe(ToolInvoked, self._call_ended)
-        try:
-            response = adapter.evaluate(
-                self._workbench.prompt,
-                session,
-                message=self.message if has_begun else self._whole_task(),
-                resume=has_begun,
-                config=config,
-                on_event=self._show,
-            )
-        finally:
-            unsubscribe()
-        return response.text
+        return {
+            "config": config,
+            "budget": self._budget_tracker(adapter),
+            "inbox": Inbox(inbox_of(self._saved.path)),
+        }
+
+    def _budget_tracker(self, adapter: Adapter) -> BudgetTracker | None:
+        from weakincentives.cli.models import tracker_of
+
+        return tracker_of(self.settings, adapter, self._workbench.session)
 
     # What is shown
 
     def _show(self, event: Event) -> None:
         self._view.show(event if self.watch is None else self.watch(event))
 
-    def _call_ended(self, record: ToolInvoked) -> None:
-        """Show how a call of the model ended; nested calls are not shown."""
+    def _hear(self, event: RunEvent) -> None:
+        """Show an event of the run; the end of a call with what it changed."""
+        from weakincentives.adapters import ToolEnded, ToolRolledBack
         from weakincentives.cli.view import CallEnded
         from weakincentives.contrib.tools import Plan
+        from weakincentives.serde import dump
 
-        if record.call_id not in self._view.running:
+        if not isinstance(event, ToolEnded):
+            self._show(event)
             return
-        call, _ = self._view.running[record.call_id]
-        changed = self._changed.pop(record.call_id, ())
+        changed = self._changed.pop(event.call.id, ())
         self._show(
             CallEnded(
-                record=record,
-                arguments=call.params,
-                rolled_back=record.ran
-                and not record.success
-                and record.tool_name not in self._workbench.readers,
-                files=changed if record.success else (),
+                record=event.record,
+                arguments=dump(event.record.params) if event.record.edited else event.call.params,
+                rolled_back=isinstance(event, ToolRolledBack) and bool(event.undone),
+                files=changed if event.result.success else (),
             )
         )
         plan = self._workbench.session[Plan].latest()
@@ -465,17 +608,22 @@ class AgentRun:
         self, tool: Tool[Any, Any], params: object, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
         from weakincentives.cli.view import ChangedFile
+        from weakincentives.filesystem.ignored import IgnoredFiles
 
         if tool.reach == "read":
             return
         files = cast("HostFilesystem", context.filesystem)
         paths = files.changed_here()
-        if len(paths) > _MAX_COUNTED:
-            changed = tuple(map(ChangedFile, paths))
-        else:
-            diffs = files.diff_here()
-            changed = tuple(ChangedFile(each.path, each.added, each.removed) for each in diffs)
-        self._changed[context.call_id] = changed
+        if not paths:
+            return
+        if self._ignored is None or any(path.endswith(".gitignore") for path in paths):
+            self._ignored = IgnoredFiles(self.settings.workspace)
+        ignored = {path: self._ignored(path) for path in paths}
+        is_counted = sum(not each for each in ignored.values()) <= _MAX_COUNTED
+        self._changed[context.call_id] = tuple(
+            ChangedFile(each.path, each.added, each.removed, ignored[each.path])
+            for each in files.diff_here(lambda path: is_counted and not ignored[path])
+        )
 
 
 _MAX_COUNTED = 100
@@ -529,7 +677,7 @@ def _logged_to(path: Path) -> Generator[None]:
 
 
 @dataclass(slots=True)
-class _Stop:
+class Stop:
     """Which signal stopped the run, and when."""
 
     by: int = signal.SIGINT
@@ -543,9 +691,9 @@ class _Stop:
 
 
 @contextmanager
-def _stopping() -> Generator[_Stop]:
+def stopping(patience: float) -> Generator[Stop]:
     """Let the first signal stop the run at a clean point, and the next one at once."""
-    stop = _Stop()
+    stop = Stop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     terminals = [number for number in (1, 2) if os.isatty(number)]
@@ -556,7 +704,7 @@ def _stopping() -> Generator[_Stop]:
             if not stop.is_over:
                 raise KeyboardInterrupt
         # `timeout` and `make` pass one signal on twice, within moments.
-        if SYSTEM_CLOCK.monotonic() - stop.at > 0.3:
+        if SYSTEM_CLOCK.monotonic() - stop.at > patience:
             _end_at_once(stop)
 
     def terminate(number: int, frame: object) -> None:
@@ -584,8 +732,11 @@ def _stopping() -> Generator[_Stop]:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def _end_at_once(stop: _Stop) -> NoReturn:
+def _end_at_once(stop: Stop) -> NoReturn:
     """Exit like a kill: the next process to open the directory rolls back the current call."""
+    from weakincentives.cli.view import restore_terminal
+
+    restore_terminal()
     if sys.stderr.isatty():
         os.write(2, b"\x1b[?25h")  # the cursor, which the live view hides
     os.write(2, b"\nwink: stopped at once; the next wink command rolls back the current call\n")

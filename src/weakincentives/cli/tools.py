@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,6 @@ import typer
 
 from weakincentives.cli.common import (
     FILE_NAME,
-    REACHES,
     AsJson,
     Misuse,
     Policy,
@@ -231,6 +230,8 @@ def _verdict(offer: Offer, params: object, workbench: Workbench) -> tuple[str | 
 
 
 def _show(offer: Offer) -> None:
+    from weakincentives.prompt.approval import REACHES
+
     tool, reach = offer.tool, offer.tool.reach or "unstated"
     echo(f"{tool.name}: {harmless(tool.description)}\n")
     echo(f"Reach: {reach} ({REACHES[reach]})")
@@ -250,12 +251,16 @@ def _list_policies(settings: Settings, offers: Collection[Offer]) -> None:
     echo(f"{file}: {'valid' if file.exists() else 'no such file; using the defaults'}")
     governed: dict[str, list[str]] = {}
     purposes: dict[str, str] = {}
+    approved: dict[str, Sequence[object]] = {}
     for offer in offers:
         for policy in offer.policies:
             governed.setdefault(policy.name, []).append(offer.tool.name)
             document = type(policy.policy).__doc__ or ""
             purposes[policy.name] = " ".join(document.strip().split("\n\n")[0].split())
+            approved[policy.name] = getattr(policy.policy, "approved", ())
     for name, names in governed.items():
         which = "all tools" if len(names) == len(offers) else ", ".join(names)
         echo(f"{name}: {purposes[name]}" if purposes[name] else name)
         echo(f"  applies to {which}")
+        for rule in approved[name]:
+            echo(f"  approves without asking: {rule}")

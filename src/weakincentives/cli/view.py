@@ -6,25 +6,31 @@ models and files is escaped first: no control character of theirs ever reaches a
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import select
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 from weakincentives.cli.common import diff_style, shortened, summary_of
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools import Plan
+from weakincentives.locks import undisturbed
 from weakincentives.runtime.conversation import (
+    ContextCompacted,
+    MessageReceived,
+    ModelTurn,
     Retrying,
     RunEvent,
     SentBack,
     TextDelta,
+    ToolProgress,
     ToolStarted,
     TurnEnded,
     TurnStarted,
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+    from weakincentives.budget import TokenPrice
     from weakincentives.call import ToolCall
     from weakincentives.contrib.tools.planning import PlanStep
     from weakincentives.runtime import ToolInvoked
@@ -63,6 +70,8 @@ class ChangedFile:
     path: str
     added: int = 0
     removed: int = 0
+    ignored: bool = False
+    """Whether git ignores it, or a tool generated it: then it is only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,7 @@ class CallEnded:
 
     record: ToolInvoked
     arguments: Any
-    """As the model gave them."""
+    """As the model gave them, or as a person has edited them."""
     rolled_back: bool = False
     files: tuple[ChangedFile, ...] = ()
 
@@ -116,13 +125,15 @@ class RunResult:
     resume: str | None = None
     """The command that resumes it."""
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event, price: TokenPrice | None = None) -> None:
         match event:
             case TurnStarted():
                 self.turns = event.number
-            case TurnEnded(_, turn):
-                self.input_tokens += turn.usage.input_tokens
-                self.output_tokens += turn.usage.output_tokens
+            case TurnEnded(turn=ModelTurn(usage=usage)) | ContextCompacted(usage=usage):
+                self.input_tokens += usage.input_tokens
+                self.output_tokens += usage.output_tokens
+                if price is not None:
+                    self.cost_usd = (self.cost_usd or 0.0) + price.of(usage)
             case CallEnded():
                 self.calls += 1
                 self.rolled_back += event.rolled_back
@@ -130,7 +141,7 @@ class RunResult:
                 for each in event.files:
                     before = self.files.get(each.path, ChangedFile(each.path))
                     lines = before.added + each.added, before.removed + each.removed
-                    self.files[each.path] = ChangedFile(each.path, *lines)
+                    self.files[each.path] = ChangedFile(each.path, *lines, each.ignored)
             case _:
                 pass
 
@@ -172,6 +183,15 @@ def _json_fields(event: Event) -> dict[str, object] | None:
                 "tool": call.name,
                 "arguments": call.params,
             }
+        case ToolProgress(call, message, done, total):
+            return {
+                "type": "tool_progress",
+                "call": call.id,
+                "tool": call.name,
+                "message": message,
+                "done": done,
+                "total": total,
+            }
         case CallEnded(record=record):
             return {
                 "type": "tool_ended",
@@ -192,6 +212,12 @@ def _json_fields(event: Event) -> dict[str, object] | None:
             return {"type": "plan", "objective": event.objective, "steps": steps}
         case Retrying():
             return {"type": "retrying", "error": str(event.error), "wait": event.wait}
+        case ContextCompacted():
+            names = ("shortened", "removed", "summary", "tokens_before", "tokens_after", "window")
+            about = {name: getattr(event, name) for name in names}
+            return {"type": "context_compacted", **about}
+        case MessageReceived():
+            return {"type": "message", "text": event.text}
         case SentBack():
             return {"type": "sent_back", "reason": event.reason}
         case RunResult():
@@ -212,18 +238,32 @@ class View:
         self._words = Words(is_utf8(out))
         self._lock = threading.RLock()
         self.totals = RunResult()
+        self.price: TokenPrice | None = None
+        """The model's price; None if it is unknown."""
         self.text = ""
         """The end of what the model is saying."""
         self.plan: Plan | None = None
+        self._plan_before: Plan | None = None
+        """The plan when the run began."""
+        self.on_line: Callable[[str], bool] | None = None
+        """Sends a line that a person types meanwhile; tells whether it was sent."""
+        self.typed = ""
+        """What a person has typed of the next line."""
+        self.queued: list[str] = []
+        """Lines that were sent and not received yet."""
         self.running: dict[str, tuple[ToolCall, float]] = {}
         """The calls that run now, by id, with their start."""
+        self.progress: dict[str, str] = {}
+        """What running calls have reported last."""
         self.began = SYSTEM_CLOCK.monotonic()
+        self.is_asking = False
+        """Whether a question to the person is open; the end of the call closes it."""
 
     def show(self, event: Event) -> None:
         # Not while printing: the drawing thread then holds the console's lock and waits for ours.
         with self._lock:
             before = self.plan
-            self.totals.add(event)
+            self.totals.add(event, self.price)
             match event:
                 case TextDelta():
                     self.text = (self.text + event.text)[-2000:]
@@ -231,20 +271,44 @@ class View:
                     self.text = ""
                 case ToolStarted(call):
                     self.running[call.id] = call, SYSTEM_CLOCK.monotonic()
+                case ToolProgress(call, message, done, total):
+                    share = f"{done / total:.0%} " if done is not None and total else ""
+                    self.progress[call.id] = f"{share}{message}"
                 case CallEnded():
                     self.running.pop(event.record.call_id, None)
+                    self.progress.pop(event.record.call_id, None)
                 case Plan():
                     self.plan = event
+                case MessageReceived(text) if text in self.queued:
+                    self.queued.remove(text)
                 case _:
                     pass
         self._print(event, before)
+        if isinstance(event, CallEnded | RunResult):
+            self.is_asking = False  # Ctrl-C was the answer
 
     def _print(self, event: Event, before: Plan | None) -> None:
         raise NotImplementedError
 
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        """Ask the person at the terminal, and return the key of an answer."""
-        return _ask(self._out, question, answers)
+    @contextmanager
+    def asking(self) -> Generator[TextIO]:
+        """Yield the terminal for a question; nothing else is shown on it meanwhile."""
+        self.is_asking = True
+        try:
+            yield self._out
+        finally:
+            self.is_asking = False
+
+    def plan_text(self, plan: Plan) -> str:
+        return "\n".join(line.plain for line in self._words.plan_lines(plan))
+
+    def begin(self) -> None:
+        """Show another run, from zero; after ``close``, or after a result."""
+        self.totals = RunResult(run=self.totals.run)
+        self.text = ""
+        self._plan_before = self.plan
+        self.running.clear()
+        self.began = SYSTEM_CLOCK.monotonic()
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -274,8 +338,10 @@ class JsonView(View):
         if fields is not None:
             print(json.dumps(fields, default=repr), file=self._out, flush=True)
 
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
-        return _ask(sys.stderr, question, answers)
+    @contextmanager
+    def asking(self) -> Generator[TextIO]:
+        with super().asking():
+            yield sys.stderr
 
 
 class PlainView(View):
@@ -310,17 +376,18 @@ class LiveView(View):
         self._console = Console(file=out, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._switching = threading.Lock()
-        self._is_asking = self._is_closed = False
+        self._keys: _Keys | None = None
+        self._is_closed = False
         self._start()
 
     def _print(self, event: Event, before: Plan | None) -> None:
-        if self._is_asking:  # Ctrl-C was the answer: continue below the question
-            self._is_asking = False
+        if self.is_asking:  # Ctrl-C was the answer: continue below the question
             self._console.print()
         lines = self._words.lines(event)
         if isinstance(event, RunResult):
             self.close()
-            lines = [*self._words.plan_lines(self.plan), *lines]
+            if self.plan is not self._plan_before:
+                lines = [*self._words.plan_lines(self.plan), *lines]
         for line in lines:
             if line.no_wrap:
                 overflow = "ellipsis" if self._words.is_utf8 else "crop"  # "…" is not ASCII
@@ -334,14 +401,19 @@ class LiveView(View):
             if event.text:
                 self._console.print(_plain(f"\n{self._words.text(event.text, lines=True)}"))
 
-    def ask(self, question: Sequence[str], answers: Mapping[str, str]) -> str:
+    @contextmanager
+    def asking(self) -> Generator[TextIO]:
         self._pause()
-        self._is_asking = True
         try:
-            return super().ask(question, answers)
+            with super().asking() as out:
+                yield out
         finally:
-            self._is_asking = False
             self._start()
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_closed = False
+        self._start()
 
     def close(self) -> None:
         self._is_closed = True
@@ -350,8 +422,10 @@ class LiveView(View):
     def _start(self) -> None:
         from rich.live import Live
 
-        with self._switching:
-            if self._is_closed:  # a question was still open when the run ended
+        # Ctrl-C in between would leave the terminal without its echo, and nobody to restore it.
+        with undisturbed(), self._switching:
+            # A question was still open when the run ended, or when the next one began.
+            if self._is_closed or self._live is not None:
                 return
             self._live = Live(
                 get_renderable=self._region,
@@ -362,10 +436,15 @@ class LiveView(View):
                 redirect_stderr=False,
             )
             self._live.start()
+            if self.on_line is not None:
+                self._keys = _Keys(self)
 
     def _pause(self) -> None:
         with self._switching:
             live, self._live = self._live, None
+            keys, self._keys = self._keys, None
+        if keys is not None:
+            keys.stop()
         if live is not None:
             live.stop()  # without our lock: it waits for the drawing thread
 
@@ -378,41 +457,82 @@ class LiveView(View):
         return Group(*lines[-room:])
 
 
-def _ask(out: IO[str], question: Sequence[str], answers: Mapping[str, str]) -> str:
-    import termios  # only where there are terminals
+_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|O.|[^\[O])")
+_CUT_SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*|O)?$")
 
-    for line in question:
-        if not is_utf8(out):
-            line = line.encode("ascii", "backslashreplace").decode()
-        print(line, file=out, flush=True)
-    termios.tcflush(sys.stdin.fileno(), termios.TCIFLUSH)  # typed before the question
-    choices = f"{', '.join(answers.values())} [{'/'.join(answers)}]? "
-    while True:
-        print(choices, file=out, end="", flush=True)
+
+class _Keys:
+    """Reads what a person types below a live view, without the terminal's echo."""
+
+    def __init__(self, view: View) -> None:
+        import termios
+
+        self._view = view
+        self._is_over = threading.Event()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        terminal = sys.stdin.fileno()
+        self._before = termios.tcgetattr(terminal)
+        mode = termios.tcgetattr(terminal)
+        mode[3] &= ~(termios.ECHO | termios.ICANON)  # Ctrl-C is still a signal
+        termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
+        _at_exit.append(self._restore)
+        self._thread = threading.Thread(target=self._read, args=(terminal,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
         try:
-            said = _line_from(sys.stdin.fileno()).strip().lower()
-        except EOFError:
-            print(file=out, flush=True)
-            raise
-        for key, answer in answers.items():
-            if said in (key, answer):
-                return key
+            self._thread.join()
+        finally:
+            self._restore()
+            _at_exit.remove(self._restore)
+
+    def _restore(self) -> None:
+        import termios
+
+        with suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)
+
+    def _read(self, terminal: int) -> None:
+        rest = ""
+        while not self._is_over.is_set():
+            if not select.select([terminal], [], [], 0.05)[0]:
+                continue
+            try:
+                data = os.read(terminal, 1024)
+            except OSError:
+                return
+            if not data:
+                return
+            text = _SEQUENCE.sub("", rest + self._decode(data))
+            cut = _CUT_SEQUENCE.search(text)
+            rest = cut[0] if cut else ""
+            for key in text.removesuffix(rest):
+                self._press(key)
+
+    def _press(self, key: str) -> None:
+        view = self._view
+        if key in "\r\n":
+            line, view.typed = view.typed, ""
+            if view.on_line is not None and line.strip():
+                view.queued.append(line)
+                if not view.on_line(line):
+                    view.queued.remove(line)
+        elif key in "\x7f\b":
+            view.typed = view.typed[:-1]
+        elif key == "\x15":  # Ctrl-U
+            view.typed = ""
+        elif key.isprintable():
+            view.typed += key
 
 
-def _line_from(terminal: int) -> str:
-    """Return a line that a person types.
+_at_exit: list[Callable[[], None]] = []
 
-    Not ``input``: a thread that waits inside a file object when the program ends would crash it.
-    """
-    said = b""
-    while not said.endswith(b"\n"):
-        if not select.select([terminal], [], [], 0.2)[0]:
-            continue
-        more = os.read(terminal, 1024)
-        if not more:
-            raise EOFError("the terminal was closed")
-        said += more
-    return said.decode(errors="replace")
+
+def restore_terminal() -> None:
+    """Leave the terminal as it was, at an exit that closes nothing."""
+    for restore in _at_exit:
+        restore()
 
 
 # Words
@@ -433,6 +553,8 @@ _STEPS = {"done": "✓", "in-progress": "▸", "blocked": "!", "pending": "·"}
 _ASCII_STEPS = {"done": "[x]", "in-progress": "[>]", "blocked": "[!]", "pending": "[ ]"}
 _STEP_STYLES = {"done": "green", "in-progress": "bold", "blocked": "yellow"}
 _PLAN_LINES = 7
+_MOST_FILES = 10
+"""How many changed files the end of a run lists."""
 
 
 class Words:
@@ -461,6 +583,10 @@ class Words:
             case Retrying():
                 words = f"retrying in {event.wait:.0f} s: {self.text(str(event.error))}"
                 return [_plain(words, "yellow")]
+            case ContextCompacted():
+                return [_plain(compaction_line(event), "dim")]
+            case MessageReceived():
+                return [_plain(f"> {self.text(event.text, lines=True)}", "bold")]
             case SentBack():
                 return [_plain(f"sent back: {self.text(event.reason)}", "yellow")]
             case RunResult():
@@ -486,13 +612,14 @@ class Words:
             line.append(" rolled back", style="bold red")
         about = self.text(summary_of(event.arguments))
         line.append(f" {about}".rstrip())
-        for each in event.files[:3]:
+        files, ignored = _parted(event.files)
+        for each in files[:3]:
             path = self.text(shortened(each.path, 40))
             line.append("" if path == about else f" {path}")
-            line.append(f" +{each.added}" if each.added else "", style="green")
-            line.append(f" -{each.removed}" if each.removed else "", style="red")
-        if len(event.files) > 3:
-            line.append(f" and {len(event.files) - 3} more files")
+            _append_counts(line, each)
+        if len(files) > 3:
+            line.append(f" and {len(files) - 3} more files")
+        line.append(f" + {_count(ignored, 'ignored file')}" if ignored else "", style="dim")
         line.append(f" {_seconds(event.record.duration)}", style="dim")
         if event.outcome == "committed":
             return [line]
@@ -502,14 +629,23 @@ class Words:
 
     def _result(self, event: RunResult) -> list[Text]:
         parts = [_count(event.turns, "turn"), *event.counts]
+        files, ignored = _parted(event.files.values())
         if event.files and not event.dry_run:
-            parts.append(f"{_count(len(event.files), 'file')} changed")
+            parts.append(f"{_count(len(files), 'file')} changed")
         if event.tokens:
             parts.append(f"{event.tokens:,} tokens")
-        if event.cost_usd is not None:
+        if event.cost_usd:
             parts.append(f"${event.cost_usd:.4f}")
         totals = f"{event.outcome}: {', '.join(parts)}, {_seconds(event.seconds)}"
         lines = [_plain(totals, "green" if event.outcome == "done" else "red")]
+        if not event.dry_run:  # its diff shows them
+            for each in sorted(files, key=lambda file: file.path)[:_MOST_FILES]:
+                lines.append(_one_line(f"  {self.text(each.path)}"))
+                _append_counts(lines[-1], each)
+            if len(files) > _MOST_FILES:
+                lines.append(_one_line(f"  and {len(files) - _MOST_FILES} more files", "dim"))
+            if ignored:
+                lines.append(_one_line(f"  + {_count(ignored, 'ignored file')}", "dim"))
         if event.error:
             lines.append(_plain(self.text(event.error), "red"))
         if event.dry_run:
@@ -532,6 +668,7 @@ class Words:
             line.append(self.text(call.name), style="bold")
             line.append(f" {self.text(summary_of(call.params))}".rstrip())
             line.append(f" {_seconds(now - since)}", style="dim")
+            line.append(f" {self.text(view.progress.get(call.id, ''))}".rstrip(), style="dim")
             lines.append(line)
         if len(view.running) > 3:
             lines.append(_one_line(f"  and {len(view.running) - 3} more calls", "dim"))
@@ -540,6 +677,9 @@ class Words:
             turn = view.totals.turns
             what = f"turn {turn}: {doing}" if turn else "starting"
             lines.append(_one_line(f"{spinner} {what}", "cyan"))
+        lines += [_one_line(f"queued: {self.text(each)}", "dim") for each in view.queued[-2:]]
+        if view.typed:
+            lines.append(_one_line(f"> {self.text(view.typed[-max(width - 4, 10) :])}", "bold"))
         tokens = f"{view.totals.tokens:,} tokens"
         parts = [*view.totals.counts, tokens, _seconds(now - view.began)]
         lines.append(_one_line(f"  {', '.join(parts)}, Ctrl-C stops", "dim"))
@@ -573,6 +713,16 @@ class Words:
         return _one_line(f"  {sign} {number}. {self.text(step.title + note)}", style)
 
 
+def compaction_line(event: ContextCompacted) -> str:
+    """Return a line about what the model no longer sees."""
+    parts = [f"{_count(event.shortened, 'result')} shortened"] if event.shortened else []
+    if event.removed:
+        how = "summarized" if event.summary else "removed"
+        parts.append(f"{_count(event.removed, 'message')} {how}")
+    size = f"about {event.tokens_before:,} tokens became {event.tokens_after:,}"
+    return f"context compacted: {', '.join(parts) or 'nothing to remove'} ({size})"
+
+
 def _plain(text: str, style: str = "", overflow: Literal["fold", "ignore"] = "fold") -> Text:
     from rich.text import Text
 
@@ -583,6 +733,18 @@ def _one_line(text: str = "", style: str = "") -> Text:
     from rich.text import Text
 
     return Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")
+
+
+def _parted(files: Iterable[ChangedFile]) -> tuple[list[ChangedFile], int]:
+    """Return the files to list, and the number of ignored ones."""
+    files = list(files)
+    listed = [each for each in files if not each.ignored]
+    return listed, len(files) - len(listed)
+
+
+def _append_counts(line: Text, file: ChangedFile) -> None:
+    line.append(f" +{file.added}" if file.added else "", style="green")
+    line.append(f" -{file.removed}" if file.removed else "", style="red")
 
 
 def _seconds(seconds: float) -> str:

@@ -25,6 +25,7 @@ from weakincentives.filesystem import Filesystem, HostFilesystem
 from weakincentives.prompt import (
     Approval,
     ApprovalPolicy,
+    ApprovalRule,
     MarkdownSection,
     Prompt,
     PromptTemplate,
@@ -37,7 +38,7 @@ from weakincentives.prompt import (
     Tool,
 )
 from weakincentives.prompt.approval import ApprovalRequest, Ask
-from weakincentives.prompt.policies import attach
+from weakincentives.prompt.policies import AnyPolicy, attach
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
 from weakincentives.runtime import Session, ToolRegistry
@@ -79,11 +80,6 @@ class Workbench:
             for tool in section.tools
         }
 
-    @cached_property
-    def readers(self) -> set[str]:
-        """The tools that change nothing."""
-        return {name for name, offer in self.offers.items() if offer.tool.reach == "read"}
-
 
 @contextmanager
 def preview(settings: Settings, session: Session | None = None) -> Generator[Workbench]:
@@ -108,7 +104,7 @@ def open_workbench(
     *,
     ask: Ask | None = None,
     files: HostFilesystem | None = None,
-    policies: Sequence[object] = (),
+    policies: Sequence[AnyPolicy] = (),
 ) -> Generator[Workbench]:
     """Open the workspace and yield what an agent needs on it.
 
@@ -180,17 +176,23 @@ def _sections(
 
 
 def _shell(
-    settings: Settings, files: HostFilesystem, rules: tuple[object, ...]
+    settings: Settings, files: HostFilesystem, rules: Sequence[AnyPolicy]
 ) -> PodmanSandboxSection:
-    from weakincentives.contrib.tools import PodmanSandboxConfig, PodmanSandboxSection
+    from weakincentives.contrib.tools import (
+        PodmanSandboxConfig,
+        PodmanSandboxSection,
+        SandboxSettings,
+    )
 
-    config = PodmanSandboxConfig(filesystem=files, sandbox=cast("Any", settings.sandbox))
+    config = PodmanSandboxConfig(filesystem=files, sandbox=settings.sandbox)
     section = PodmanSandboxSection(config=config, policies=rules)
-    if settings.sandbox != "auto":  # a chosen sandbox must work
+    if settings.sandbox != SandboxSettings():  # chosen settings must work
         try:
-            _ = section.sandbox
+            section.sandbox.environment(files.root, files.store)
         except SandboxUnavailable as error:
-            raise Misuse(f"sandbox {settings.sandbox}: {error}") from error
+            raise Misuse(f"sandbox {settings.sandbox.engine}: {error}") from error
+        except ValueError as error:
+            raise Misuse(str(error)) from error
     return section
 
 
@@ -258,11 +260,11 @@ everything they ask for, and nothing else.
 # Rules
 
 
-def _policies(settings: Settings, ask: Ask) -> list[object]:
+def _policies(settings: Settings, ask: Ask) -> list[AnyPolicy]:
     """Return the rules for all tools; approval comes last, for what the others allow."""
     rules = settings.policy
     try:
-        policies: list[object] = [ProtectedPathsPolicy(_protected(settings))]
+        policies: list[AnyPolicy] = [ProtectedPathsPolicy(_protected(settings))]
     except FilesystemError as error:
         raise Misuse(f"policy.protect: {error}") from error
     if rules.deny:
@@ -282,7 +284,13 @@ def _policies(settings: Settings, ask: Ask) -> list[object]:
         reaches = frozenset[Any](known[name] for name in settings.ask if name in known)
         tools = frozenset(name for name in settings.ask if name not in known)
         # Ctrl-C ends the wait.
-        policies.append(ApprovalPolicy(ask=ask, tools=tools, reaches=reaches, timeout=None))
+        try:
+            approved = [ApprovalRule(**dict(each)) for each in settings.approve]
+        except (FilesystemError, ValueError) as error:
+            raise Misuse(f"approve: {error}") from error
+        policies.append(
+            ApprovalPolicy(ask=ask, tools=tools, reaches=reaches, timeout=None, approved=approved)
+        )
     return policies
 
 
@@ -318,7 +326,7 @@ class _DenyPolicy:
         return f"'{tool_name}' is not allowed here. Do without it, or explain why you need it"
 
 
-def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
+def _own_policies(spec: str, settings: Settings) -> Sequence[AnyPolicy]:
     found = _loaded("policy.use", spec, settings)
     if callable(found) and (isinstance(found, type) or not hasattr(found, "check")):
         found = _made(spec, found)
@@ -329,7 +337,7 @@ def _own_policies(spec: str, settings: Settings) -> Sequence[object]:
                 f"policy.use: {spec} is a {type(each).__name__}; expected a policy (with a method "
                 "check), a list of policies, or a function that returns one"
             )
-    return several
+    return cast("Sequence[AnyPolicy]", several)
 
 
 def _deny(request: ApprovalRequest) -> Approval:

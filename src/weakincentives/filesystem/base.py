@@ -198,7 +198,8 @@ class Filesystem(Participant):
     """Files below one root, read and changed by path.
 
     Paths are relative to the root, or absolute below a virtual prefix: ``a.txt``, ``./a.txt``,
-    ``x/../a.txt`` and ``/workspace/a.txt`` are one file. Every path a method returns is relative.
+    ``x/../a.txt`` and ``/workspace/a.txt`` are one file. For files on disk, absolute paths below
+    the directory itself work as well. Every path a method returns is relative.
     Nothing ever resolves outside the root.
 
     An operation takes effect as a whole or raises and changes nothing. What a model may have caused
@@ -206,6 +207,8 @@ class Filesystem(Participant):
     """
 
     _prefix: Parts
+    _real: tuple[Parts, ...] = ()
+    """The paths of the root itself, which commands use: absolute paths may start with them."""
     _read_lock: Any
     """Held while a private view is read."""
     _reads: Reads | None
@@ -275,9 +278,14 @@ class Filesystem(Participant):
         return join_path(self._parts(path))
 
     @reading
+    def real_path(self, path: str, *, follow: bool = True) -> str:
+        """Return the path with its links followed; that of its last name only if ``follow``."""
+        return join_path(self._find(self._parts(path), follow=follow)[0])
+
+    @reading
     def read(self, path: str) -> str:
         """Return a file's text, exactly as stored; one that is not UTF-8 raises ``BinaryFile``."""
-        parts = split_path(path, self._prefix)
+        parts = split_path(path, self._prefix, self._real)
         try:
             return self._content(parts).decode()
         except UnicodeDecodeError as error:
@@ -286,7 +294,7 @@ class Filesystem(Participant):
     @reading
     def read_bytes(self, path: str) -> bytes:
         """Return a file's bytes."""
-        return self._content(split_path(path, self._prefix))
+        return self._content(split_path(path, self._prefix, self._real))
 
     @reading
     def exists(self, path: str) -> bool:
@@ -337,7 +345,7 @@ class Filesystem(Participant):
         also none. Names that start with a dot are like any other. Links to directories are not
         followed.
         """
-        glob = GlobPattern(pattern, self._prefix)
+        glob = GlobPattern(pattern, self._prefix, self._real)
         parts = self._parts(path)
         return tuple(sorted(path for path, _ in self._walk(parts, self._directory(parts), glob)))
 
@@ -351,7 +359,7 @@ class Filesystem(Participant):
         """
         check_limit(limit)
         regex = compile_regex(pattern)
-        compiled = GlobPattern(glob, self._prefix)
+        compiled = GlobPattern(glob, self._prefix, self._real)
         parts = self._parts(path)
         where, node = self._existing(parts)
         files = [(join_path(parts), where)]
@@ -397,7 +405,7 @@ class Filesystem(Participant):
         self._put(path, content if type(content) is bytes else bytes(memoryview(content)))
 
     def _put(self, path: str, data: bytes) -> None:
-        where, _ = self._changeable(split_path(path, self._prefix))
+        where, _ = self._changeable(split_path(path, self._prefix, self._real))
         self._write(where, data)
 
     @writing
@@ -494,8 +502,17 @@ class Filesystem(Participant):
 
     # One part of an operation each. All act on exactly this object.
 
+    def replaced_here(
+        self, among: Callable[[str], bool], *, meanwhile: bool = False
+    ) -> list[tuple[str, bytes]]:
+        """Return the files that this view has changed or removed, with their content before.
+
+        ``meanwhile`` leaves them all out if none had changed since the view was forked.
+        """
+        return []
+
     def _parts(self, path: str) -> Parts:
-        return split_path(path, self._prefix)
+        return split_path(path, self._prefix, self._real)
 
     def _note(self, parts: Parts) -> None:
         if self._reads is not None:

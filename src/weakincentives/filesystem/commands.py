@@ -8,7 +8,6 @@ import os
 import selectors
 import shlex
 import signal
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.overlay import Overlay, Process, Way, find_way
+from weakincentives.filesystem.overlay import Overlay, Process, Started, Way, find_way
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import remove_tree
@@ -120,24 +119,22 @@ Ending = Literal["ended", "timed out", "stopped"]
 
 
 def _collect(
-    process: Process,
+    process: Started,
     outputs: tuple[Output, Output],
     timeout: float | None,
     stopped: Callable[[], bool],
 ) -> Ending:
     """Read a command's output until it ends, times out or is stopped; then kill what is left."""
-    popen = process.popen
     until = None if timeout is None else SYSTEM_CLOCK.monotonic() + timeout
-    with selectors.DefaultSelector() as selector, _exit_of(popen) as exited:
+    with selectors.DefaultSelector() as selector, process.exited() as exited:
         if exited is not None:
             selector.register(exited, selectors.EVENT_READ)
-        for stream, output in zip((popen.stdout, popen.stderr), outputs, strict=True):
-            assert stream is not None
+        for stream, output in zip(process.streams, outputs, strict=True):
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
             _take(selector, POLL)
-            if popen.poll() is not None:
+            if process.poll() is not None:
                 ending = "ended"
             elif stopped():
                 ending = "stopped"
@@ -149,20 +146,6 @@ def _collect(
             if not _take(selector, 0):
                 break
     return ending
-
-
-@contextlib.contextmanager
-def _exit_of(process: subprocess.Popen[bytes]) -> Generator[int | None]:
-    """Give a descriptor that becomes readable when the process ends, where the system has one."""
-    try:
-        exited = os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        yield None
-        return
-    try:
-        yield exited
-    finally:
-        os.close(exited)
 
 
 def _take(selector: selectors.BaseSelector, wait: float) -> bool:
@@ -194,6 +177,9 @@ class Running:
 Watch = Callable[[Running], str | None]
 """Called repeatedly while a command runs; returns why to kill the command, or None."""
 
+Start = Callable[[Overlay | None, bytes, Sequence[int]], Started]
+"""Starts a command over an overlay, with its input and with descriptors to keep open."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -207,6 +193,7 @@ class Command:
     output_limit: int = DEFAULT_OUTPUT_LIMIT
     check: bool = False
     watch: Watch | None = None
+    start: Start | None = None
 
     @classmethod
     def of(
@@ -312,11 +299,13 @@ def _discard(place: Path, remove: Callable[[], None]) -> None:
 def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) -> CommandResult:
     """Run a command over an overlay; the upper layer then has what it changed."""
 
-    def start() -> Process:
+    def start() -> Started:
+        if command.start is not None:
+            return command.start(overlay, command.stdin, ())
         return overlay.start(command.words, directory=command.directory, env=command.env)
 
     result = _run(command, start, overlay.upper, stopped, None)
-    if result.returncode != KILLED and not overlay.started:
+    if command.start is None and result.returncode != KILLED and not overlay.started:
         raise _not_started(result.stderr.strip())
     return _checked(result, command)
 
@@ -330,10 +319,24 @@ def run_plainly(
         stdin.flush()
         argv = ["/bin/sh", "-c", SCRIPT, "wink", stdin.name, *command.words]
 
-        def start() -> Process:
+        def start() -> Started:
+            if command.start is not None:
+                return command.start(None, command.stdin, [lock])
             return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
 
         return _checked(_run(command, start, None, stopped, reason), command)
+
+
+def run_alone(command: Command) -> CommandResult:
+    """Run a command that changes no workspace."""
+
+    def start() -> Started:
+        if command.start is not None:
+            return command.start(None, command.stdin, ())
+        argv = ["/bin/sh", "-c", SCRIPT, "wink", os.devnull, *command.words]
+        return Process(argv, cwd=command.directory, env=command.env)
+
+    return _run(command, start, None, lambda: False, "there is no workspace")
 
 
 def _not_started(reason: str | None) -> FilesystemError:
@@ -342,7 +345,7 @@ def _not_started(reason: str | None) -> FilesystemError:
 
 def _run(
     command: Command,
-    start: Callable[[], Process],
+    start: Callable[[], Started],
     layer: Path | None,
     stopped: Callable[[], bool],
     engine_reason: str | None,
@@ -363,13 +366,14 @@ def _run(
             except OSError as error:
                 raise _not_started(error.strerror) from error
             at_end.callback(process.end)
-        running = Running(process.popen.pid, layer)
+        running = Running(process.pid, layer)
         ending = _collect(process, (stdout, stderr), command.timeout, is_stopped)
     if ending == "ended" and command.watch is not None:
         # Once more: what is watched for may have happened between two looks.
         reason = command.watch(replace(running, ended=True))
         ending = ending if reason is None else "stopped"
-    code = process.popen.returncode
+    code = process.returncode
+    assert code is not None
     code = KILLED if ending != "ended" else code if code >= 0 else 128 - code
     return CommandResult(
         argv=command.argv,

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import re
 import stat
+import string
+import sys
+import zlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from difflib import Match, SequenceMatcher
-from typing import Any
+from itertools import islice
+from typing import Any, Literal
 
 from weakincentives.errors import ContentDamaged
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import File, Look, Node, names_of, walk
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 
-_MAX_COMPARED = 1 << 20
-"""Bytes; of a larger file only the size is shown."""
 _CONTEXT = 3
 """Unchanged lines shown around a change."""
+_MAX_TEXT = 8 << 20
+"""Bytes; a larger file is never compared line by line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +40,51 @@ class FileChange:
     added: int = 0
     """Lines."""
     removed: int = 0
-    text: str
-    """Its diff in ``git diff`` format, or a description where that format has none."""
+    text: str = ""
+    """A patch for ``git apply``."""
+    note: str = ""
+    """What the patch does not have, in words, such as an empty directory or permissions."""
+    is_binary: bool = False
+    is_complete: bool = True
+    """Whether the patch has the whole content. It does not if a file is too large or unknown."""
+
+
+def diff_text(changes: Iterable[FileChange]) -> str:
+    """Return changes as one patch, with their notes as comments at its start."""
+    changes = list(changes)
+    notes = [f"# {shown(each.path)}: {each.note}\n" for each in changes if each.note]
+    return "".join([*notes, *(each.text for each in changes)])
+
+
+@dataclass(slots=True)
+class Effort:
+    """What a diff may cost; beyond that, changes are coarser or only named."""
+
+    left: int = 500_000
+    """Search steps, about one second."""
+    size: int = 128 << 20
+    """Bytes of all files."""
+    largest: int = 32 << 20
+    """Bytes of one file."""
+    files: int = sys.maxsize
+    """How many files are compared."""
+    raw: bool = False
+    """Whether lines that are not UTF-8 are shown, with lone surrogates; else they are binary."""
+
+
+Detail = Callable[[str], bool]
+"""Tells whether a path's content is compared; of the others only the path is returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
     """What is at a path in one look."""
 
-    node: Node | None
-    data: bytes | None
-    """A file's content or a link's target; None if unknown."""
-    is_damaged: bool = False
+    node: Node | None = None
+    data: bytes | None = None
+    """A file's content or a link's target; None if it was not read."""
+    problem: Literal["", "damaged", "large", "unknown"] = ""
+    """Why the content was not read."""
 
     @property
     def kind(self) -> NodeKind | None:
@@ -55,9 +94,13 @@ class _Side:
     def words(self) -> str:
         if self.node is None:
             return "nothing"
-        if self.is_damaged:
+        if self.problem == "damaged":
             return "a file whose saved content is damaged"
-        return f"a file of {self.node.size} bytes" if self.kind == "file" else f"a {self.kind}"
+        if self.kind == "file":
+            return f"a file of {self.node.size} bytes"
+        if self.kind == "other":
+            return "a named pipe" if self.node.pipe else "a special file"
+        return f"a {self.kind}"
 
     @property
     def mode(self) -> str:
@@ -68,8 +111,13 @@ class _Side:
             return "120000"
         return "100755" if self.node.mode & stat.S_IXUSR else "100644"
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the patch can have it; a directory is only in the names of its files."""
+        return not self.problem and (self.data is not None or self.kind in (None, "directory"))
 
-_NOTHING = _Side(None, None)
+
+_NOTHING = _Side()
 _UNKNOWN = Node("other", 0, 0, 0, 0)
 _NOTHING_BELOW = (errno.ENOTDIR, errno.ELOOP)
 """The errors of a look if a file or link is above the path."""
@@ -102,117 +150,193 @@ def all_changed(
     return sorted(found)
 
 
-def file_changes(paths: Iterable[Parts], before: Look, now: Look) -> list[FileChange]:
+def file_changes(
+    paths: Iterable[Parts],
+    before: Look,
+    now: Look,
+    *,
+    detail: Detail | None = None,
+    effort: Effort | None = None,
+) -> list[FileChange]:
     """Return the differences of two looks at some paths, in order."""
-    sides = {parts: (_side(before, parts), _side(now, parts)) for parts in paths}
-    origins = _origins(sides)
+    effort = effort or Effort()
+    nodes = {parts: (_node(before, parts), _node(now, parts)) for parts in paths}
+    filled = [{parts[:-1] for parts, two in nodes.items() if two[n] is not None} for n in (0, 1)]
+    every = (parts for parts in nodes if detail is None or detail(join_path(parts)))
+    wanted = set(islice(every, effort.files))
+    origins = _origins(nodes, wanted)
     moved = set(origins.values())
     found: list[FileChange] = []
-    effort = Effort()
-    for parts, (old, new) in sides.items():
+    for parts, (_, new_node) in nodes.items():
         origin = origins.get(parts)
-        if origin is not None:
-            found.append(_change(parts, sides[origin][0], new, effort, origin))
-        elif parts not in moved and _differ(old, new):
-            found.append(_change(parts, old, new, effort))
+        old_node = nodes[origin or parts][0]
+        two = old_node, new_node
+        if parts in moved or (origin is None and _is_same(*two)):
+            continue
+        if None in two and any(
+            node is not None and node.is_directory and parts in full
+            for node, full in zip(two, filled, strict=True)
+        ):
+            continue  # the paths of its files imply it
+        if parts not in wanted:
+            found.append(FileChange(path=join_path(parts)))
+            continue
+        old = _side(before, origin or parts, old_node, effort)
+        new = _side(now, parts, new_node, effort)
+        if origin is not None or _differ(old, new):
+            found.append(_change(parts, old, new, effort, origin))
     return found
 
 
-def _side(look: Look, parts: Parts) -> _Side:
+def _node(look: Look, parts: Parts) -> Node | None:
     try:
-        node = look.node(parts)
-        data = None
-        if node is not None and node.kind == "file" and node.size <= _MAX_COMPARED:
-            data = look.read(parts)
-        elif node is not None and node.kind == "link":
-            data = look.link_target(parts).encode(errors="surrogateescape")
-        return _Side(node, data)
-    except ContentDamaged:
-        return _Side(_UNKNOWN, None, is_damaged=True)
+        return look.node(parts)
     except OSError as error:
-        if error.errno in _NOTHING_BELOW:
-            return _NOTHING
-        return _Side(_UNKNOWN, None)  # not saved, unreadable, or just removed
+        return None if error.errno in _NOTHING_BELOW else _UNKNOWN
 
 
-def _origins(sides: dict[Parts, tuple[_Side, _Side]]) -> dict[Parts, Parts]:
-    """Return the previous path of each moved file."""
+def _side(look: Look, parts: Parts, node: Node | None, effort: Effort) -> _Side:
+    if node is None or node.is_directory or (node.kind == "other" and node != _UNKNOWN):
+        return _Side(node)
+    try:
+        if node.kind == "link":
+            return _Side(node, look.link_target(parts).encode(errors="surrogateescape"))
+        if node.size > min(effort.largest, effort.size):
+            return _Side(node, problem="large")
+        effort.size -= node.size
+        return _Side(node, look.read(parts))
+    except ContentDamaged:
+        return _Side(_UNKNOWN, problem="damaged")
+    except OSError:  # not saved, unreadable, or changed since
+        return _Side(_UNKNOWN, problem="unknown")
+
+
+def _origins(
+    nodes: Mapping[Parts, tuple[Node | None, Node | None]], wanted: AbstractSet[Parts]
+) -> dict[Parts, Parts]:
+    """Return the previous path of each moved file; both have detail, or none has."""
     gone = {
-        old.node.file: parts
-        for parts, (old, new) in sides.items()
-        if old.node is not None and old.node.file is not None and new.node is None
+        (old.file, parts in wanted): parts
+        for parts, (old, new) in nodes.items()
+        if old is not None and old.file is not None and new is None
     }
     came = (
-        (parts, new.node.file)
-        for parts, (old, new) in sides.items()
-        if old.node is None and new.node is not None and new.node.file is not None
+        (parts, (new.file, parts in wanted))
+        for parts, (old, new) in nodes.items()
+        if old is None and new is not None and new.file is not None
     )
     # A hard-linked file can appear at several paths; only one is its move.
     return {parts: gone.pop(file) for parts, file in came if file in gone}
 
 
+def _is_same(old: Node | None, new: Node | None) -> bool:
+    """Tell whether the status alone shows that nothing has changed."""
+    if old is None or new is None or old == _UNKNOWN or new == _UNKNOWN:
+        return old is new
+    if old.is_directory and new.is_directory:
+        return not _attributes(old, new)  # entries of a directory are compared by themselves
+    return old[:7] == new[:7] and bool(old.ctime_ns) and old.ctime_ns == new.ctime_ns
+
+
 def _differ(old: _Side, new: _Side) -> bool:
-    if old.is_damaged or new.is_damaged:
-        return True
+    if old.problem or new.problem:
+        is_large = "large" in (old.problem, new.problem) and None not in (old.node, new.node)
+        return not is_large or (old.node or ())[:7] != (new.node or ())[:7]
     if old.node is None or new.node is None or old.kind != new.kind:
-        return old.kind != new.kind
-    if old.kind not in ("file", "link"):
-        return False  # entries of a directory are compared by themselves
-    if old.data is None or new.data is None:
-        return old.node[:7] != new.node[:7]  # the whole status except the change time
-    return old.data != new.data or old.mode != new.mode
+        return True
+    return old.data != new.data or old.mode != new.mode or bool(_attributes(old.node, new.node))
+
+
+def _attributes(old: Node, new: Node) -> str:
+    """Return what has changed of the attributes that git does not know, in words."""
+    words: list[str] = []
+    if old.kind == new.kind != "link":
+        ignored = 0o111 if old.kind == "file" and (old.mode ^ new.mode) & stat.S_IXUSR else 0
+        if (old.mode ^ new.mode) & ~ignored:
+            words.append(f"permissions {old.mode:04o} became {new.mode:04o}")
+        if None not in (old.digest, new.digest):  # from the history: all of it is known
+            if (old.uid, old.gid) != (new.uid, new.gid):
+                words.append(f"owner {old.uid}:{old.gid} became {new.uid}:{new.gid}")
+            if old.xattrs != new.xattrs:
+                words.append("extended attributes changed")
+    return ", ".join(words)
 
 
 # The text
 
 
 def _change(
-    parts: Parts, old: _Side, new: _Side, effort: Effort, origin: Parts | None = None
+    parts: Parts, old: _Side, new: _Side, effort: Effort, origin: Parts | None
 ) -> FileChange:
-    path = join_path(parts)
+    path, source = join_path(parts), "" if origin is None else join_path(origin)
+    is_complete = old.is_known and new.is_known
+    is_special = {old.kind, new.kind} == {None, "other"} and not (old.problem or new.problem)
+    pieces: list[tuple[_Side, _Side]] = []
+    if is_complete:
+        # For git, what becomes something of another kind is deleted, then created.
+        sides = [_NOTHING if side.kind == "directory" else side for side in (old, new)]
+        both = None not in (sides[0].kind, sides[1].kind) and sides[0].kind != sides[1].kind
+        pieces = [(sides[0], _NOTHING), (_NOTHING, sides[1])] if both else [(sides[0], sides[1])]
     lines: list[str] = []
-    added = removed = 0
-    if not _has_a_diff(old, new):
-        lines.append(f"{shown(path)}: {_in_words(old, new)}\n")
-        # For git, a file that becomes a directory is deleted; its entries are shown separately.
-        old, new = (_NOTHING if side.kind == "directory" else side for side in (old, new))
-    if _has_a_diff(old, new):
-        lines += _header(path, old, new, None if origin is None else join_path(origin))
-        found = list(_hunks(old, new, effort))
-        if found:
-            names = _names(join_path(origin or parts), path, old, new)
-            lines += [*names, *found] if len(found) > 1 else found
-        added = sum(line.startswith("+") for line in found)
-        removed = sum(line.startswith("-") for line in found)
+    body: list[str] = []
+    is_binary = False
+    for before, after in pieces:
+        if before.kind is None and after.kind is None:
+            continue
+        data = before.data or b"", after.data or b""
+        is_piece_binary = not all(_is_text(each, effort) for each in data)
+        header = list(_header(path, before, after, source, full=is_piece_binary))
+        if len(header) == 1 and data[0] == data[1]:
+            continue  # git knows nothing of what has changed
+        lines += header
+        is_binary = is_binary or is_piece_binary
+        if is_piece_binary:
+            lines += _binary(*data)
+        elif hunk := list(_hunks(*data, effort)):
+            lines += [*_names(source or path, path, before, after), *hunk]
+            body += hunk
     return FileChange(
         path=path,
-        origin="" if origin is None else join_path(origin),
-        added=added,
-        removed=removed,
+        origin=source,
+        added=sum(line.startswith("+") for line in body),
+        removed=sum(line.startswith("-") for line in body),
         text="".join(lines),
+        note=_in_words(old, new),
+        is_binary=is_binary,
+        is_complete=is_complete or is_special,  # git knows no pipes
     )
 
 
+def _is_text(data: bytes, effort: Effort) -> bool:
+    if len(data) > _MAX_TEXT or b"\0" in data:
+        return False
+    try:
+        data.decode(errors="surrogateescape" if effort.raw else "strict")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _in_words(old: _Side, new: _Side) -> str:
-    if new.kind == "directory" and old.kind is None:
-        return "new directory"
-    if old.kind == "directory" and new.kind is None:
-        return "directory deleted"
-    if old.node == _UNKNOWN and not old.is_damaged:
+    if "large" in (old.problem, new.problem):
+        return f"too large for a diff: {old.words} became {new.words}"
+    if old.problem == "unknown":
         return f"changed; the previous version is not saved, now {new.words}"
-    if new.node and new.node.kind == "other" and new.node.ino == 0 and not new.is_damaged:
+    if new.problem == "unknown":
         return f"{'created' if old.node is None else 'changed'}, and changed since by somebody else"
+    if old.node is None or new.node is None:
+        if new.kind == "directory":
+            return "new empty directory"
+        if old.kind == "directory":
+            return "empty directory deleted"
+    elif old.kind == new.kind and not (old.problem or new.problem):
+        return _attributes(old.node, new.node)
+    if old.is_known and new.is_known:
+        return ""
     return f"{old.words} became {new.words}"
 
 
-def _has_a_diff(old: _Side, new: _Side) -> bool:
-    """Whether git can show it: both are files or links of known content, or nothing."""
-    kinds = {old.kind, new.kind} - {None}
-    known = all(side.kind is None or side.data is not None for side in (old, new))
-    return known and len(kinds) == 1 and kinds <= {"file", "link"}
-
-
-def _header(path: str, old: _Side, new: _Side, origin: str | None) -> Iterator[str]:
+def _header(path: str, old: _Side, new: _Side, origin: str, *, full: bool) -> Iterator[str]:
     yield f"diff --git {_quoted(f'a/{origin or path}')} {_quoted(f'b/{path}')}\n"
     if old.node is None:
         yield f"new file mode {new.mode}\n"
@@ -221,31 +345,53 @@ def _header(path: str, old: _Side, new: _Side, origin: str | None) -> Iterator[s
     elif old.mode != new.mode:
         yield f"old mode {old.mode}\n"
         yield f"new mode {new.mode}\n"
-    if origin is not None:
+    if origin:
         if old.data == new.data:
             yield "similarity index 100%\n"
         yield f"rename from {_quoted(origin)}\n"
         yield f"rename to {_quoted(path)}\n"
+    if full and old.data != new.data:
+        yield f"index {_blob(old.data)}..{_blob(new.data)}\n"
+
+
+def _blob(data: bytes | None) -> str:
+    """Return the name of a file's content in git, which a binary patch must have."""
+    if data is None:
+        return "0" * 40
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+_LENGTHS = string.ascii_uppercase + string.ascii_lowercase
+"""Git's first letter of a line: the number of bytes in it, at most 52."""
+
+
+def _binary(old: bytes, new: bytes) -> Iterator[str]:
+    if old == new:
+        return
+    yield "GIT binary patch\n"
+    for data in (new, old):  # forward, then for --reverse
+        packed = zlib.compress(data)
+        yield f"literal {len(data)}\n"
+        for start in range(0, len(packed), 52 << 10):
+            chunk = packed[start : start + (52 << 10)]
+            text = base64.b85encode(chunk, pad=True).decode()
+            for n in range(0, len(chunk), 52):
+                begin = n // 4 * 5
+                yield f"{_LENGTHS[min(len(chunk) - n, 52) - 1]}{text[begin : begin + 65]}\n"
+        yield "\n"
 
 
 def _names(origin: str, path: str, old: _Side, new: _Side) -> Iterator[str]:
     before = "/dev/null" if old.node is None else _quoted(f"a/{origin}")
     after = "/dev/null" if new.node is None else _quoted(f"b/{path}")
-    for mark, name in (("---", before), ("+++", after)):
-        # A tab ends a name that contains a space, as in git.
-        yield f"{mark} {name}" + ("\t\n" if " " in name else "\n")
+    yield f"--- {before}\n"
+    yield f"+++ {after}\n"
 
 
-def _hunks(old: _Side, new: _Side, effort: Effort) -> Iterator[str]:
-    before, after = old.data or b"", new.data or b""
-    if before == after:
-        return
-    try:
-        old_lines, new_lines = (_lines(data.decode()) for data in (before, after))
-    except UnicodeDecodeError:
-        yield f"Binary files differ: {len(before)} bytes became {len(after)}\n"
-        return
-    yield from hunks(old_lines, new_lines, effort)
+def _hunks(old: bytes, new: bytes, effort: Effort) -> Iterator[str]:
+    if old != new:
+        before, after = (_lines(data.decode(errors="surrogateescape")) for data in (old, new))
+        yield from hunks(before, after, effort)
 
 
 def _lines(text: str) -> list[str]:
@@ -254,8 +400,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as git writes it, quoted if it has unusual characters."""
-    if path.isprintable() and not set(path) & {'"', "\\"}:
+    """Return a path as git reads it, quoted if it has unusual characters.
+
+    Also if it has spaces: git cannot always tell where such a name ends in a patch without lines.
+    """
+    if path.isprintable() and not set(path) & {'"', "\\", " "}:
         return path
     data = path.encode("utf-8", "surrogateescape")
     return '"' + "".join(_ESCAPES.get(byte) or f"\\{byte:03o}" for byte in data) + '"'
@@ -273,13 +422,6 @@ _ESCAPES = {
 # that occur exactly once in both texts are matched first, as in a patience diff. Between them,
 # Myers' algorithm finds the shortest edit within a budget; when that is used up, the whole block is
 # replaced, which is longer but also correct.
-
-
-@dataclass(slots=True)
-class Effort:
-    """The budget of search steps, about one second."""
-
-    left: int = 500_000
 
 
 class _Matcher(SequenceMatcher[str]):

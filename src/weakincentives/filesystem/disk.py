@@ -6,7 +6,8 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +24,29 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
-from weakincentives.filesystem.base import Filesystem, Reads, reading, worded
+from weakincentives.filesystem.base import Filesystem, Reads, kind_at, reading, worded
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
     Command,
     CommandResult,
+    Start,
     Watch,
     run_over,
     run_plainly,
 )
-from weakincentives.filesystem.diffs import FileChange, all_changed, file_changes
+from weakincentives.filesystem.diffs import Detail, FileChange, all_changed, file_changes
 from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
-from weakincentives.filesystem.layers import Layer, Look, Node, names_of, walk
+from weakincentives.filesystem.journal import Record
+from weakincentives.filesystem.layers import (
+    Changed,
+    Layer,
+    Look,
+    Node,
+    Present,
+    names_of,
+    walk,
+)
 from weakincentives.filesystem.overlay import Overlay, Step, find_way
 from weakincentives.filesystem.paths import (
     BARRED,
@@ -61,6 +72,10 @@ T = TypeVar("T")
 
 # Errors of a replayed change whose path has changed.
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
+
+
+_TICK_NS = 20_000_000
+"""How far the times of files may be behind the clock."""
 
 
 class HostFilesystem(Filesystem):
@@ -122,6 +137,7 @@ class HostFilesystem(Filesystem):
         self._workspace = workspace = Workspace(
             Path(root), opened, limit=history_limit, clock=clock, unprotected=unprotected
         )
+        self._real = workspace.tree.spellings
         self._read_lock = workspace.lock
         self._look = workspace.disk
         self.root = workspace.tree.path
@@ -154,6 +170,10 @@ class HostFilesystem(Filesystem):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_changing_files(self) -> bool:
+        return self._lock._is_owned()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
     # Reading
 
@@ -403,10 +423,32 @@ class HostFilesystem(Filesystem):
         with self._workspace.lock, self._lock:
             return tuple(map(join_path, self._changed_here()[0]))
 
-    def diff_here(self) -> tuple[FileChange, ...]:
-        """Return what this view has changed since it was forked, file by file."""
+    def diff_here(self, detail: Detail | None = None) -> tuple[FileChange, ...]:
+        """Return what this view has changed since it was forked, file by file.
+
+        Paths for which ``detail`` returns false are only named.
+        """
         with self._workspace.lock, self._lock:
-            return tuple(file_changes(*self._changed_here()))
+            return tuple(file_changes(*self._changed_here(), detail=detail))
+
+    def replaced_here(
+        self, among: Callable[[str], bool], *, meanwhile: bool = False
+    ) -> list[tuple[str, bytes]]:
+        with self._workspace.lock, self._lock:
+            if meanwhile and not self._has_replaced_new():
+                return []
+            changed, before, _ = self._changed_here()
+            named = [(join_path(parts), parts) for parts in changed]
+            found = [(path, before.node(parts), parts) for path, parts in named if among(path)]
+            return [
+                (path, before.read(parts))
+                for path, node, parts in found
+                if node is not None and node.kind == "file"
+            ]
+
+    def _has_replaced_new(self) -> bool:
+        """Whether this view may have replaced a file that changed after the view was forked."""
+        return True
 
     def _changed_here(self) -> tuple[list[Parts], Look, Look]:
         """Return the changed paths, and a look at the state before and at the present state."""
@@ -425,6 +467,7 @@ class HostFilesystem(Filesystem):
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
         check: bool = False,
         watch: Watch | None = None,
+        start: Start | None = None,
     ) -> CommandResult:
         """Run a command in the directory; its changes are committed or undone with the call.
 
@@ -447,6 +490,7 @@ class HostFilesystem(Filesystem):
                 it ends with exit code 0.
             watch: Called repeatedly while the command runs; it returns why to kill the command,
                 or None.
+            start: Starts the command, in place of this process: sandboxes use it.
         """
         command = Command.of(
             argv,
@@ -456,6 +500,7 @@ class HostFilesystem(Filesystem):
             output_limit=output_limit,
             check=check,
             watch=watch,
+            start=start,
         )
         return current_view(self)._run(command, cwd)
 
@@ -487,7 +532,10 @@ class HostFilesystem(Filesystem):
             return tuple(delta.committed for delta in history.readable(history.serials()))
 
     def diff(self, call_id: str) -> str:
-        """Return what a call changed, as a unified diff."""
+        """Return what a call changed, as a patch for ``git apply``.
+
+        Lines at its start that begin with ``#`` say what a patch cannot have.
+        """
         workspace = self._workspace
         with workspace.lock:
             return diff_of(workspace.history, [self._serial_of(call_id)], workspace.disk)
@@ -525,9 +573,9 @@ class HostFilesystem(Filesystem):
         """
         self._check_has_history()
         workspace = self._workspace
-        with workspace.lock, self._lock:
+        with workspace.lock, self._lock, workspace.history.keeping():
             self.check_writable("undo")
-            serials = [self._serial_of(call_id) for call_id in call_ids]
+            serials = self._serials_of(call_ids)
             if not serials:
                 return ()
 
@@ -540,11 +588,21 @@ class HostFilesystem(Filesystem):
         """Raise ValueError in a private view."""
 
     def _serial_of(self, call_id: str) -> int:
-        history = self._workspace.history
-        for delta in history.readable(reversed(history.serials())):
-            if delta.committed.call_id == call_id:
-                return delta.committed.serial
-        raise LookupError(f"the history has no call {call_id!r}")
+        return self._serials_of([call_id])[0]
+
+    def _serials_of(self, call_ids: Sequence[str]) -> list[int]:
+        """Return the newest serial of each call."""
+        history, missing = self._workspace.history, set(call_ids)
+        found: dict[str, int] = {}
+        for serial in reversed(history.serials()) if missing else ():
+            for delta in history.readable([serial]):
+                found.setdefault(delta.committed.call_id, serial)
+                missing.discard(delta.committed.call_id)
+            if not missing:
+                break
+        if missing:
+            raise LookupError(f"the history has no call {min(missing)!r}")
+        return [found[call_id] for call_id in call_ids]
 
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
@@ -617,6 +675,7 @@ class _View(HostFilesystem):
         try:
             overlay.prepare(command.stdin)
             self._cover(overlay)
+            began_ns = self._workspace.now_ns()
             result = run_over(overlay, command, self._is_sealed)
             steps = overlay.steps(self._workspace.tree) if result.kept else []
             if steps and self.read_only is not None:
@@ -625,6 +684,7 @@ class _View(HostFilesystem):
                 # Not undisturbed: it may take long, and undoes itself when it is interrupted.
                 with self._lock:
                     self.check_writable("run")
+                    self._check_meanwhile(steps, began_ns)
                     self._atomically(partial(self._apply, steps))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. All changes of the command are undone") from error
@@ -638,6 +698,19 @@ class _View(HostFilesystem):
 
     def _cover(self, overlay: Overlay) -> None:
         """Let a command see what this view shows."""
+
+    def _check_meanwhile(self, steps: Sequence[Step], began_ns: int) -> None:
+        """Raise MergeConflict if someone changed, during a command, a file that it changed."""
+
+    def _changed_meanwhile(
+        self, tops: Iterable[Parts], began_ns: int, is_ours: Callable[[Parts, Node], bool]
+    ) -> list[str]:
+        """Return the files at and below some paths that others have changed since a time."""
+        return sorted(
+            join_path(parts)
+            for parts, node in walk(self._workspace.disk, tops)
+            if node.kind != "directory" and node.ctime_ns > began_ns and not is_ours(parts, node)
+        )
 
     def _apply(self, steps: Sequence[Step]) -> None:
         for step in steps:
@@ -676,6 +749,7 @@ class _ViewInPlace(_View):
         self._undoes: tuple[str, ...] = ()
         """The calls that this view has undone."""
         self._nested: list[_ViewInPlace] = []
+        self._began_ns = int(SYSTEM_CLOCK.time() * 1e9) - _TICK_NS
         # Last: the transaction that begins here must end through this view.
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
@@ -757,6 +831,34 @@ class _ViewInPlace(_View):
         self._workspace.settle(self._changes)
         return self._workspace.changed_by(self._changes.since(self._savepoint))
 
+    def _has_replaced_new(self) -> bool:
+        # Of a directory, a file in it may have changed.
+        found = (record.before for record in self._changes.since(self._savepoint))
+        return any(b and (b.is_directory or b.ctime_ns > self._began_ns) for b in found)
+
+    def covers(self, path: str) -> bool:
+        root = f"{self.root}/"
+        if not path.startswith(root):
+            return False
+        parts = tuple(path.removeprefix(root).split("/"))
+        return _have_changed(self._changes.since(self._savepoint), parts)
+
+    def _check_meanwhile(self, steps: Sequence[Step], began_ns: int) -> None:
+        removed = [step.parts for step in steps if step.action == "remove"]
+        put = [step.parts for step in steps if step.action not in ("remove", "directory")]
+        files = [parts for parts in put if kind_at(self._look, parts) != "directory"]
+
+        def is_ours(parts: Parts, node: Node) -> bool:  # made in another thread of the call
+            return _have_changed(self._changes.records, parts)
+
+        names = self._changed_meanwhile((*removed, *files), began_ns, is_ours)
+        if names:
+            raise MergeConflict(
+                f"Someone else changed {_some(names)} while the command ran, and so did the "
+                "command. All changes of the command are undone. Read it again, then retry",
+                names,
+            )
+
     def _run_scanned(self, command: Command, reason: str) -> CommandResult:
         if self.read_only is not None:
             return super()._run_scanned(command, reason)
@@ -807,6 +909,7 @@ class _PrivateView(_View):
         self._look = self._edit = self._staging = Staging(base, workspace.store)
         self._reads = Reads()
         self._place = place
+        self._began_ns = workspace.now_ns() if place is not None else 0
         workspace.private.add(self)
 
     def _step(self, do: Callable[[], R]) -> R:
@@ -859,6 +962,8 @@ class _PrivateView(_View):
             parent._reads.include(self._reads)
         if not staging.changed:
             return
+        if self._reads is not None and not isinstance(parent, _PrivateView):
+            self._check_people(self._reads.touched)
         try:
             parent._atomically(lambda: staging.replay(parent._edit, parent._go_to), self.call)
         except OSError as error:
@@ -867,6 +972,22 @@ class _PrivateView(_View):
             if error.errno in _NOT_AS_IT_WAS:
                 raise MergeConflict(f"Changed by someone else in the meantime: {error}") from error
             raise worded(error, "changed") from error
+
+    def _check_people(self, touched: AbstractSet[Parts]) -> None:
+        """Raise MergeConflict if a file that was read or changed here was changed on disk, too."""
+        disk, written = self._workspace.disk, self._staging.written
+        tops = [each for each in touched if each in written or kind_at(disk, each) != "directory"]
+        base = self._staging.base
+        ours = base.changed() if isinstance(base, Present) else Changed(set(), set())
+
+        def is_ours(parts: Parts, node: Node) -> bool:  # compared with what the view has read
+            return node.file in ours.files or any(
+                parts[:depth] in ours.paths for depth in range(len(parts) + 1)
+            )
+
+        names = self._changed_meanwhile(tops, self._began_ns, is_ours)
+        if names:
+            raise MergeConflict(f"Changed by someone else in the meantime: {_some(names)}", names)
 
     def _undo_all(self) -> tuple[str, ...]:
         self._workspace.private.discard(self)
@@ -885,6 +1006,20 @@ class _PrivateView(_View):
     def _cover(self, overlay: Overlay) -> None:
         self._note(())  # the command may read anything
         overlay.cover(self._staging, self._staging.covered, self._workspace.tree)
+
+
+def _have_changed(records: Iterable[Record], parts: Parts) -> bool:
+    """Whether records have changed a path, or a directory around it as a whole."""
+    return any(
+        parts == own or (record.is_whole and parts[: len(own)] == own)
+        for record in records
+        for own in record.paths
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(shown, names[:5])) + more
 
 
 def _is_text(name: str) -> bool:

@@ -14,7 +14,7 @@ import stat
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ logger = logging.getLogger("weakincentives.filesystem")
 
 DEFAULT_LIMIT = 256 << 20
 MAX_ENTRIES = 10_000
+MAX_KEPT = 100_000
+"""Records in memory, of about one kilobyte each, while the history is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +94,26 @@ class Past:
     Calls may be committed or trimmed at any time.
     """
 
-    def __init__(self, store: Path, seals: Seals) -> None:
+    def __init__(self, store: Path, seals: Seals, *, room: int = 0) -> None:
         self.objects = Objects(store / "objects")
         self._path = store / "history"
         self._seals = seals
         self._sizes: dict[int, int] | None = None
         self._last = 0
         self._logged: set[int] = set()
+        self._kept: dict[int, Delta] = {}
+        self._room = room
+        """How many records may still be kept in memory, because they are read several times."""
+
+    @contextlib.contextmanager
+    def keeping(self) -> Generator[None]:
+        """Keep what is read in the block in memory."""
+        self._room = MAX_KEPT
+        try:
+            yield
+        finally:
+            self._room = 0
+            self._kept.clear()
 
     @property
     def last(self) -> int:
@@ -122,6 +137,8 @@ class Past:
             HistoryDamaged: Its record is damaged.
         """
         path = self._file(serial)
+        if serial in self._kept and path.exists():
+            return self._kept[serial]
         records, damage = read_journal(path, self._seals)
         if not records and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "trimmed from the history", str(path))
@@ -129,9 +146,13 @@ class Past:
         if damage != "whole" or meta is None or meta.get("serial") != serial:
             raise _damaged(path, serial)
         try:
-            return self._delta(records[:-1], meta)
+            delta = self._delta(records[:-1], meta)
         except (LookupError, TypeError, ValueError) as error:
             raise _damaged(path, serial) from error
+        if len(delta.records) < self._room:
+            self._room -= len(delta.records)
+            self._kept[serial] = delta
+        return delta
 
     def readable(self, serials: Iterable[int]) -> Iterator[Delta]:
         """Yield what some calls changed; skip trimmed and damaged ones."""

@@ -85,6 +85,8 @@ _GONE = Cover(None)
 _NOTHING: HashTrieMap[Parts, HashTrieMap[str, Cover]] = HashTrieMap()
 _NO_COVERS: HashTrieMap[str, Cover] = HashTrieMap()
 _NO_FILES: HashTrieMap[File, Cover] = HashTrieMap()
+_NO_INNER: HashTrieMap[Parts, HashTrieSet[str]] = HashTrieMap()
+_NO_NAMES: HashTrieSet[str] = HashTrieSet()
 _UNCHANGED: HashTrieSet[Parts] = HashTrieSet()
 
 
@@ -95,7 +97,7 @@ class Layer:
     names show a change made through one.
     """
 
-    __slots__ = ("_covers", "below", "changed", "files")
+    __slots__ = ("_covers", "_inner", "below", "changed", "files")
 
     def __init__(
         self,
@@ -103,9 +105,12 @@ class Layer:
         covers: HashTrieMap[Parts, HashTrieMap[str, Cover]] = _NOTHING,
         changed: HashTrieSet[Parts] = _UNCHANGED,
         files: HashTrieMap[File, Cover] = _NO_FILES,
+        inner: HashTrieMap[Parts, HashTrieSet[str]] = _NO_INNER,
     ) -> None:
         self.below = below
         self._covers = covers
+        self._inner = inner
+        """For each directory the names in it that have, or had, covers at or below them."""
         self.changed = changed
         self.files = files
 
@@ -273,26 +278,43 @@ class Layer:
         return Changed(paths, files)
 
     def _put(self, parts: Parts, cover: Cover) -> Layer:
-        return self._insert(self._without_below(parts), parts, cover)
+        covers = self._covers
+        for known in self._covered(parts):
+            covers = covers.remove(known)
+        return self._insert(covers, parts, cover)
 
     def _insert(
         self, covers: HashTrieMap[Parts, HashTrieMap[str, Cover]], parts: Parts, cover: Cover
     ) -> Layer:
         inside = covers.get(parts[:-1]) or _NO_COVERS
         covers = covers.insert(parts[:-1], inside.insert(parts[-1], cover))
-        return Layer(self.below, covers, self.changed.insert(parts), self.files)
+        inner = _with_directory(self._inner, parts[:-1])
+        return Layer(self.below, covers, self.changed.insert(parts), self.files, inner)
 
     def _with_file(self, cover: Cover) -> Layer:
         node = cover.node
         if node is None or node.file is None or node.links < 2:
             return self
         files = self.files.insert(node.file, cover)
-        return Layer(self.below, self._covers, self.changed, files)
+        return Layer(self.below, self._covers, self.changed, files, self._inner)
 
     def _transfer(self, origin: Parts, target: Parts) -> Layer:
         layer = self._put(target, self._cover_of(origin))
-        covers = layer._covers.update(self._moved(origin, target))
-        return Layer(self.below, covers, layer.changed, self.files)
+        covers, inner = layer._covers, layer._inner
+        for known in self._covered(origin):
+            place = (*target, *known[len(origin) :])
+            covers = covers.insert(place, self._covers[known])
+            inner = _with_directory(inner, place)
+        return Layer(self.below, covers, layer.changed, self.files, inner)
+
+    def _covered(self, parts: Parts) -> Iterator[Parts]:
+        """Yield the directories at or below a path that have covers."""
+        pending = [parts]
+        while pending:
+            here = pending.pop()
+            if here in self._covers:
+                yield here
+            pending += [(*here, name) for name in self._inner.get(here) or _NO_NAMES]
 
     def _links_below(self, parts: Parts) -> Iterable[list[Parts]]:
         """Return the names, at or below a path, of each hard-linked file."""
@@ -309,20 +331,18 @@ class Layer:
         node = where[0].node(where[1])
         return _GONE if node is None else Cover(node, where)
 
-    def _moved(self, origin: Parts, target: Parts) -> dict[Parts, HashTrieMap[str, Cover]]:
-        """Return the layer's entries below one path, renamed to another."""
-        return {
-            (*target, *parts[len(origin) :]): inside
-            for parts, inside in self._covers.items()
-            if parts[: len(origin)] == origin
-        }
 
-    def _without_below(self, parts: Parts) -> HashTrieMap[Parts, HashTrieMap[str, Cover]]:
-        depth = len(parts)
-        covers = self._covers
-        for known in [known for known in covers if known[:depth] == parts]:
-            covers = covers.remove(known)
-        return covers
+def _with_directory(
+    inner: HashTrieMap[Parts, HashTrieSet[str]], parts: Parts
+) -> HashTrieMap[Parts, HashTrieSet[str]]:
+    """Add a directory to the names in the directories above it."""
+    for depth in range(len(parts), 0, -1):
+        above, name = parts[: depth - 1], parts[depth - 1]
+        names = inner.get(above) or _NO_NAMES
+        if name in names:
+            break
+        inner = inner.insert(above, names.insert(name))
+    return inner
 
 
 class Forward:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, Protocol
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
@@ -81,7 +81,36 @@ class Way:
     """The user and group of the command; None for root, which needs no user namespace."""
 
 
-class Process:
+class Started(Protocol):
+    """A program that was started, with everything that it starts."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Its stdout and stderr."""
+        ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None:
+        """Return its exit code if it has ended."""
+        ...
+
+    def exited(self) -> contextlib.AbstractContextManager[int | None]:
+        """Give a descriptor that becomes readable when it ends, where the system has one."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it."""
+
+    def end(self) -> None:
+        """Kill it, and wait until nothing of it is left."""
+
+
+class Process(Started):
     """A program and everything that it starts. All of it is killed when we say so, or die.
 
     Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
@@ -130,6 +159,35 @@ class Process:
         finally:
             os.close(reading)
 
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
+        assert self.popen.stdout is not None
+        assert self.popen.stderr is not None
+        return self.popen.stdout, self.popen.stderr
+
+    @property
+    def returncode(self) -> int | None:
+        return self.popen.returncode
+
+    def poll(self) -> int | None:
+        return self.popen.poll()
+
+    @contextlib.contextmanager
+    def exited(self) -> Generator[int | None]:
+        try:
+            exited = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            yield None
+            return
+        try:
+            yield exited
+        finally:
+            os.close(exited)
+
     def kill(self) -> None:
         """Kill the program and everything that it started."""
         lifeline, self._lifeline = self._lifeline, None
@@ -141,9 +199,8 @@ class Process:
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
         self.kill()
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
+        for stream in self.streams:
+            stream.close()
         if not self._namespace:
             # What it was just writing would come after the scan.
             wait_for_group(self.popen)
@@ -294,9 +351,7 @@ class Overlay:
         self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
     ) -> Process:
         """Start the command over the overlay."""
-        way = self._way
-        lower = "staged:lower" if self.staged.exists() else "lower"
-        options = f"lowerdir={lower},{way.options}"
+        way, (_, options, _, _) = self._way, self.mount
         wrapped = [way.unshare, "--mount", "--mount-proc"]
         inner = [str(directory), str(self.place)]
         before = None
@@ -312,6 +367,15 @@ class Overlay:
             wrapped += [way.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
         argv = [*wrapped, *argv]
         return Process(argv, cwd=self.place, env=env, before=before, namespace=True)
+
+    @property
+    def mount(self) -> tuple[str, str, str, bool]:
+        """How to mount it: from which directory, with which options and where, and whether only
+        the root of a user namespace may.
+        """
+        lower = "staged:lower" if self.staged.exists() else "lower"
+        options = f"lowerdir={lower},{self._way.options}"
+        return str(self.place), options, str(self.workspace), self._way.owner is not None
 
     def _enter(self, options: str) -> None:
         """Move this thread, and what it starts, into namespaces with the overlay mounted.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,18 +71,22 @@ def split_root(root: str) -> Parts:
         raise ValueError(f"not a usable root: {error}") from error
 
 
-def split_path(path: str, root: Parts = ()) -> Parts:
+def split_path(path: str, root: Parts = (), real: Sequence[Parts] = ()) -> Parts:
     """Return the one spelling of ``path``, name by name, relative to the root.
 
-    Only the text counts: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is.
+    Only the text counts: ``x/../a.txt`` is ``a.txt`` whatever ``x`` is. An absolute path starts
+    with a virtual prefix, ``root``, or with the path of the directory itself, ``real``.
     """
     if "\0" in path:
         raise FilesystemError(f"A path cannot contain a NUL character: {shown(path)}")
     parts = [part for part in path.split("/") if part and part != "."]
     if path.startswith("/"):
-        if tuple(parts[: len(root)]) != root:
+        for prefix in (*real, root):
+            if tuple(parts[: len(prefix)]) == prefix:
+                del parts[: len(prefix)]
+                break
+        else:
             raise _outside(path, root)
-        del parts[: len(root)]
     if ".." in parts:
         parts = _climb(parts, path, root)
     if len(path) > MAX_NAME_BYTES or not path.isascii():

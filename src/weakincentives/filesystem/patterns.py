@@ -19,10 +19,10 @@ class GlobPattern:
     without positions cannot contain a match, so it is never entered.
     """
 
-    def __init__(self, pattern: str, root: Parts = ()) -> None:
+    def __init__(self, pattern: str, root: Parts = (), real: Sequence[Parts] = ()) -> None:
         if ".." in pattern.split("/"):
             raise FilesystemError(f"A pattern cannot contain '..': {shown(pattern)}")
-        segments = split_path(pattern, root)
+        segments = split_path(pattern, root, real)
         if segments and segments[-1] == _ANY_DEPTH:
             # "a/**" is what is below a, never a file called a.
             segments = (*segments, "*")
@@ -61,6 +61,13 @@ class GlobPattern:
     def matched(self, positions: frozenset[int]) -> bool:
         """Tell whether a path with these positions matches."""
         return bool(self._segments) and len(self._segments) in positions
+
+    def covers(self, path: str) -> bool:
+        """Tell whether a normalised path matches as a whole."""
+        positions = self._onward[0]
+        for name in path.split("/"):
+            positions = self.step(positions, name)
+        return self.matched(positions)
 
     def names(self, positions: frozenset[int]) -> frozenset[str] | None:
         """Return the only names that can lead on from here, or None when any might."""

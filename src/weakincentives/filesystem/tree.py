@@ -74,7 +74,9 @@ class Tree:
 
     def __init__(self, root: Path, *, openat2: bool = True) -> None:
         self.path = Path(os.path.realpath(root))
-        self._spellings = {self.path.parts[1:], Path(os.path.abspath(root)).parts[1:]}
+        named = Path(os.path.abspath(root))
+        self.spellings = tuple(dict.fromkeys((self.path.parts[1:], named.parts[1:])))
+        """The paths of the root: as the system names it, and as the caller did."""
         self.fd = os.open(self.path, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
         # A view keeps trees open for as long as it lives, and is not always closed.
         self._closed = weakref.finalize(self, os.close, self.fd)
@@ -207,7 +209,7 @@ class Tree:
     def below_root(self, target: str) -> list[str] | None:
         """Return the names that an absolute path has below the root; None for one outside."""
         names = [name for name in target.split("/") if name and name != "."]
-        for spelling in self._spellings:
+        for spelling in self.spellings:
             if tuple(names[: len(spelling)]) == spelling:
                 return names[len(spelling) :]
         return None

@@ -6,17 +6,25 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem.changes import Changes
-from weakincentives.filesystem.diffs import FileChange, changed_paths, file_changes
+from weakincentives.filesystem.diffs import (
+    Detail,
+    Effort,
+    FileChange,
+    changed_paths,
+    diff_text,
+    file_changes,
+)
 from weakincentives.filesystem.entry import Entry, apply_entry, capture, create, matches
-from weakincentives.filesystem.history import Committed, Delta, History, Past
+from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
 from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
 from weakincentives.filesystem.paths import Parts, join_path, shown
@@ -46,7 +54,8 @@ class WorkspaceHistory:
     ) -> None:
         self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
         note = Note.read(self.store)
-        self._past = Past(self.store, Seals("nothing") if note is None else note.seals(JOURNAL))
+        seals = Seals("nothing") if note is None else note.seals(JOURNAL)
+        self._past = Past(self.store, seals, room=MAX_KEPT)
         self._disk = Disk(Tree(Path(root)))
 
     def calls(self) -> tuple[Committed, ...]:
@@ -58,21 +67,37 @@ class WorkspaceHistory:
         """Return a sentence for each damaged call; the other methods skip these."""
         return tuple(str(error) for error in self._past.damaged().values())
 
-    def changes(self) -> Iterator[CallChanges]:
+    def changes(self, detail: Detail | None = None) -> Iterator[CallChanges]:
         """Yield what each call changed, newest first.
 
-        Later changes by others are never shown: such a file is named instead of diffed.
+        Later changes by others are never shown: such a file is named instead of diffed. So is a
+        file of more than 1 MiB, every path for which ``detail`` returns false, and of a call's
+        other paths all but the first thousand.
         """
         for delta, before, after in _backwards(self._past, self._disk):
             left = _Left(after)
             left.include(delta)
             paths = changed_paths(delta.records, before, after)
-            yield CallChanges(delta.committed, tuple(file_changes(paths, before, left)))
+            effort = Effort(largest=1 << 20, files=1000)
+            files = file_changes(paths, before, left, detail=detail, effort=effort)
+            yield CallChanges(delta.committed, tuple(files))
 
-    def diff(self, calls: Iterable[Committed], *, reverse: bool = False) -> tuple[FileChange, ...]:
-        """Return what some calls changed together, ordered by path; or the reverse."""
-        serials = {call.serial for call in calls}
-        return _changes_of(self._past, serials, self._disk, reverse=reverse)
+    def diff(
+        self,
+        calls: Iterable[Committed],
+        *,
+        reverse: bool = False,
+        detail: Detail | None = None,
+        raw: bool = False,
+    ) -> tuple[FileChange, ...]:
+        """Return what some calls changed together, ordered by path; or the reverse.
+
+        Paths for which ``detail`` returns false are only named. With ``raw``, lines that are not
+        UTF-8 have lone surrogates, to be encoded with ``surrogateescape``; else they are binary.
+        """
+        serials, effort = {call.serial for call in calls}, Effort(raw=raw)
+        disk = self._disk
+        return _changes_of(self._past, serials, disk, reverse=reverse, detail=detail, effort=effort)
 
     def changed_since(self, calls: Iterable[Committed]) -> dict[str, tuple[str, ...]]:
         """Return the paths that differ from how some calls left them.
@@ -86,11 +111,17 @@ class WorkspaceHistory:
 
 def diff_of(past: Past, serials: Iterable[int], disk: Look) -> str:
     """Return what some calls changed together, as a patch for ``git apply``."""
-    return "".join(change.text for change in _changes_of(past, set(serials), disk))
+    return diff_text(_changes_of(past, set(serials), disk))
 
 
 def _changes_of(
-    past: Past, serials: set[int], disk: Look, *, reverse: bool = False
+    past: Past,
+    serials: set[int],
+    disk: Look,
+    *,
+    reverse: bool = False,
+    detail: Detail | None = None,
+    effort: Effort | None = None,
 ) -> tuple[FileChange, ...]:
     """Compare before the first and after the last of some calls, at the paths they changed."""
     paths: set[Parts] = set()
@@ -105,7 +136,7 @@ def _changes_of(
             paths.update(changed_paths(delta.records, before, after))
         if serial == min(serials):
             sides = (newest, before) if reverse else (before, newest)
-            return tuple(file_changes(sorted(paths), *sides))
+            return tuple(file_changes(sorted(paths), *sides, detail=detail, effort=effort))
     return ()
 
 
@@ -116,14 +147,21 @@ class _Left(Forward):
         self.look = look
         self._after: dict[Parts, Entry | None] = {}
         self._known: dict[Parts, bool] = {}
-        """Directories that arrived as a whole: whether all their entries are known."""
+        """Directories that arrived or went as a whole: whether all their entries are known."""
 
     def include(self, delta: Delta) -> None:
-        """Add an earlier call."""
-        self._after = {**delta.after, **self._after}
+        """Add an earlier call; what later calls replaced as a whole is not as it left it."""
+        for parts, entry in delta.after.items():
+            if not any(parts[:depth] in self._known for depth in range(len(parts))):
+                self._after.setdefault(parts, entry)
         for record in delta.records:
             if record.op == "moved":
                 self._known.setdefault(record.path, False)
+            for parts in record.paths:
+                left = delta.after.get(parts)
+                was_directory = record.before is not None and record.before.is_directory
+                if was_directory and not (left is not None and left.is_directory):
+                    self._known.setdefault(parts, True)
         for parts in _put_directories(delta):
             self._known.setdefault(parts, True)
 
@@ -134,7 +172,9 @@ class _Left(Forward):
             is_known = next((self._known[each] for each in above if each in self._known), False)
             return None if is_known else now
         left = self._after[parts]
-        return now if matches(left, now) else left
+        if left is None or now is None or not matches(left, now):
+            return left
+        return now._replace(xattrs=left.xattrs, digest=left.digest)
 
     def read(self, parts: Parts) -> bytes:
         data = self.look.read(parts)
@@ -193,6 +233,7 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
     others: list[Delta] = []
     undoing: set[Parts] = set()
     again = _recreated(deltas, wanted)
+    touched = _Touched()
     layer = Layer(disk)
     with contextlib.ExitStack() as opened:
         for delta in deltas:
@@ -206,7 +247,7 @@ def _conflicts(past: Past, wanted: Set[int], disk: Disk) -> dict[int, list[_Conf
                 for parts in left_there.union(parts for parts, _ in walk(layer, [top])):
                     checked.setdefault(parts, top)
             found[delta.committed.serial] = [
-                _Conflict(parts, _changed_by(others, parts, disk), top)
+                _Conflict(parts, _changed_by(others, parts, disk, touched), top)
                 for parts, top in checked.items()
                 if not _is_as_left(parts, delta.after.get(parts), layer, again, top)
                 # A path that a later call changed is checked against the history only.
@@ -223,12 +264,14 @@ def _named(conflicts: Iterable[list[_Conflict]]) -> dict[str, tuple[str, ...]]:
     return {join_path(parts): calls for parts, calls in sorted(found.items())}
 
 
-def _changed_by(others: Sequence[Delta], parts: Parts, disk: Look) -> tuple[str, ...]:
+def _changed_by(
+    others: Sequence[Delta], parts: Parts, disk: Look, touched: _Touched
+) -> tuple[str, ...]:
     """Return the calls that changed a path, newest first; none if it has changed since."""
     left = [each for each in others if parts in each.after]
     if left and not _is_as_left(parts, left[0].after[parts], disk):
         return ()
-    return tuple(each.committed.call_id for each in others if _touches(each.committed, parts))
+    return tuple(each.committed.call_id for each in others if touched.by(each.committed, parts))
 
 
 def _is_as_left(
@@ -284,7 +327,8 @@ def _recreated(deltas: Iterable[Delta], wanted: Set[int]) -> dict[Parts, int]:
         for parts, left in delta.after.items():
             if left is not None and left.is_directory:
                 found.setdefault(parts, left.ino)
-    return {p: ino for p, ino in found.items() if not any(_touches(each, p) for each in others)}
+    touched = _Touched()
+    return {p: ino for p, ino in found.items() if not any(touched.by(each, p) for each in others)}
 
 
 def _put_directories(delta: Delta) -> Iterator[Parts]:
@@ -295,12 +339,24 @@ def _put_directories(delta: Delta) -> Iterator[Parts]:
             yield record.path
 
 
-def _touches(call: Committed, parts: Parts) -> bool:
-    path = join_path(parts)
-    return any(
-        path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/")
-        for other in call.paths
-    )
+class _Touched:
+    """The paths that calls changed, by call."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[set[str], set[str]]] = {}
+
+    def by(self, call: Committed, parts: Parts) -> bool:
+        """Tell whether a call changed a path, or something above or below it."""
+        if call.serial not in self._known:
+            above = {each[: m.start()] for each in call.paths for m in re.finditer("/", each)}
+            self._known[call.serial] = set(call.paths), above
+        paths, above = self._known[call.serial]
+        path = join_path(parts)
+        return (
+            path in above
+            or any(join_path(parts[:depth]) in paths for depth in range(len(parts), 0, -1))
+            or path in paths
+        )
 
 
 # Undoing
@@ -345,6 +401,42 @@ def undo_calls(
     return tuple(undo.sentences)
 
 
+class _Times:
+    """Modification times of directories, as a tree: a subtree is moved or removed at once."""
+
+    def __init__(self) -> None:
+        self._top: dict[str, Any] = {}
+        """By name what is in a directory; its time has the name ``/``."""
+
+    def __iter__(self) -> Iterator[tuple[Parts, int]]:
+        pending: list[tuple[Parts, dict[str, Any]]] = [((), self._top)]
+        while pending:
+            parts, node = pending.pop()
+            if "/" in node:
+                yield parts, node["/"]
+            pending += [((*parts, name), inner) for name, inner in node.items() if name != "/"]
+
+    def set(self, parts: Parts, mtime: int, *, keep: bool = False) -> None:
+        node = self._node(parts)
+        if not keep or "/" not in node:
+            node["/"] = mtime
+
+    def remove(self, parts: Parts) -> dict[str, Any]:
+        """Forget a directory that is replaced, and everything below it."""
+        found = self._node(parts[:-1]).pop(parts[-1], None)
+        return {} if found is None else found
+
+    def move(self, path: Parts, origin: Parts) -> None:
+        if found := self.remove(path):
+            self._node(origin[:-1])[origin[-1]] = found
+
+    def _node(self, parts: Parts) -> dict[str, Any]:
+        node = self._top
+        for name in parts:
+            node = node.setdefault(name, {})
+        return node
+
+
 class _Undo:
     """Undoes committed calls, newest first."""
 
@@ -356,7 +448,7 @@ class _Undo:
         self.sentences: list[str] = []
         self._left: set[Parts] = set()
         """Paths left alone, with everything below them."""
-        self._times: dict[Parts, int] = {}
+        self._times = _Times()
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
         """Undo one committed call except for its conflicts."""
@@ -414,21 +506,11 @@ class _Undo:
     def _undo(self, record: Record, delta: Delta) -> None:
         if record.op == "moved" and record.origin is not None:
             self.changes.rename(record.path, record.origin)
-            self._follow(record.path, record.origin)
+            self._times.move(record.path, record.origin)
         else:
             self._put_back(record, delta)
-        self._times.update(record.times)
-
-    def _follow(self, path: Parts, origin: Parts) -> None:
-        """Update known paths after a move back."""
-        depth = len(path)
-        for known in [known for known in self._times if known[:depth] == path]:
-            self._times[(*origin, *known[depth:])] = self._times.pop(known)
-
-    def _forget(self, parts: Parts) -> None:
-        """Forget directory times at and below a path that is replaced."""
-        depth = len(parts)
-        self._times = {p: mtime for p, mtime in self._times.items() if p[:depth] != parts}
+        for parts, mtime in record.times:
+            self._times.set(parts, mtime)
 
     def _holds_more(self, parts: Parts) -> bool:
         """Leave a directory alone that still holds other entries; False if it is empty."""
@@ -453,7 +535,7 @@ class _Undo:
             if not is_directory:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
-            self._times[parts] = before.mtime_ns
+            self._times.set(parts, before.mtime_ns)
         elif is_directory and not record.is_whole and self._holds_more(parts):
             return  # its remaining entries are someone else's
         elif before is None:
@@ -493,17 +575,16 @@ class _Undo:
             self._make(record, before, store.tree, staged.name, delta)
         except FileNotFoundError:
             return False
-        self._forget(parts)
+        self._times.remove(parts)
         above = self.changes.tree.status(parts[:-1])
-        if (
-            above is not None
-        ):  # another hard link may be in a directory that the call did not change
-            self._times.setdefault(parts[:-1], above.st_mtime_ns)
+        if above is not None:
+            # Another hard link may be in a directory that the call did not change.
+            self._times.set(parts[:-1], above.st_mtime_ns, keep=True)
         self.changes.put_file(parts, staged)
         return True
 
     def _remove(self, parts: Parts) -> None:
-        self._forget(parts)
+        self._times.remove(parts)
         try:
             self.changes.remove(parts)
         except PermissionError:
@@ -535,7 +616,7 @@ class _Undo:
 
     def set_times(self) -> None:
         """Restore directory times, after all other changes."""
-        for parts, mtime in self._times.items():
+        for parts, mtime in self._times:
             with contextlib.suppress(OSError):  # gone, or no longer a directory
                 status = self.changes.tree.status(parts)
                 if status is not None and stat.S_ISDIR(status.st_mode):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Generator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from weakincentives.call import ToolCall
 from weakincentives.clock import Clock
 from weakincentives.errors import FilesystemError, ProtectedPath
+from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
 from weakincentives.filesystem.diffs import changed_paths
@@ -62,9 +64,10 @@ class Workspace:
             self.external = External(self.tree, self.store)
             self.commands = Commands(self.store)
             self.reserved = Reserved(self.tree.path, store=self.store.path, unprotected=unprotected)
+            watched = Watched(self.tree.path, self.store.path)
             opened.pop_all()
         self.closing = weakref.finalize(
-            self, _close, self.commands, self.external, self.tree, self.store
+            self, _close, watched, self.commands, self.external, self.tree, self.store
         )
         self.lock = threading.RLock()
         self.gate = Gate()
@@ -96,6 +99,11 @@ class Workspace:
         place = Place(self.history.last, self)
         self.places.add(place)
         return place
+
+    def now_ns(self) -> int:
+        """Return the time as files have it: one that changes later has a later change time."""
+        os.utime(self.store.tx_fd)
+        return os.fstat(self.store.tx_fd).st_ctime_ns
 
     def at(self, place: Place) -> Look:
         """Return the state at a position."""
@@ -279,6 +287,6 @@ def _oldest(places: weakref.WeakSet[Place]) -> int | None:
     return min((place.serial for place in places if not place.expired), default=None)
 
 
-def _close(*opened: Store | Tree | External | Commands) -> None:
+def _close(*opened: Watched | Store | Tree | External | Commands) -> None:
     for each in opened:
         each.close()

@@ -9,6 +9,7 @@ load_lazily(__name__)
 if TYPE_CHECKING:
     from weakincentives.mcp.connection import HttpServer as HttpServer
     from weakincentives.mcp.connection import StdioServer as StdioServer
+    from weakincentives.mcp.elicitation import ask_client as ask_client
     from weakincentives.mcp.output import McpMedia as McpMedia
     from weakincentives.mcp.output import McpOutput as McpOutput
     from weakincentives.mcp.server import McpServer as McpServer

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mcp import Client, types
 
 T = TypeVar("T")
+OnProgress: TypeAlias = "Callable[[float, float | None, str | None], object]"
+"""Given what is done, the total and a message."""
 
 _logger = get_logger(__name__)
 
@@ -143,7 +145,7 @@ class McpConnection:
         name: str,
         arguments: Mapping[str, Any],
         *,
-        on_progress: Callable[[], object] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> types.CallToolResult:
         """Call a tool; raises McpServerError when the server fails, MCPError when it refuses.
 
@@ -224,11 +226,11 @@ class _Runner:
         return (await self._linked()).tools
 
     async def call(
-        self, name: str, arguments: dict[str, Any], on_progress: Callable[[], object] | None
+        self, name: str, arguments: dict[str, Any], on_progress: OnProgress | None
     ) -> types.CallToolResult:
         async def progress(progress: float, total: float | None, message: str | None) -> None:
             if on_progress is not None:
-                on_progress()
+                on_progress(progress, total, message)
 
         link = await self._linked()
         try:

@@ -6,17 +6,25 @@ Saved sessions name these types by this module.
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from weakincentives.media import MAX_MEDIA_BYTES, SNIFFED, Media, sniff
+from weakincentives.text import harmless, size_of
 
 if TYPE_CHECKING:
     from mcp import types
 
+_MAX_PARTS = 50
+"""Media after so many parts of an answer are left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class McpMedia:
-    """An image, sound or binary file: for programs, not for the model."""
+    """An image, sound or binary file in a session that an earlier version saved."""
 
     kind: Literal["image", "audio", "resource"]
     mime_type: str
@@ -30,10 +38,10 @@ class McpOutput:
     """A server's answer."""
 
     text: str
-    """What the model sees."""
+    """What the model sees, with a placeholder for each picture or file."""
     structured: Any = None
     """The answer as data, if the server gives it."""
-    media: tuple[McpMedia, ...] = ()
+    media: tuple[Media | McpMedia, ...] = ()
 
     def render(self) -> str:
         return self.text
@@ -42,7 +50,8 @@ class McpOutput:
 def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
     """Return an answer with at most ``limit`` characters of text for the model."""
     structured = answer.structured_content
-    text = "\n".join(_texts(answer.content))
+    parts = list(_parts(answer.content))
+    text = "\n".join(part if isinstance(part, str) else part.render() for part in parts)
     if not text and structured is not None:
         text = json.dumps(structured, ensure_ascii=False)
     if len(text) > limit:
@@ -50,41 +59,59 @@ def output_of(answer: types.CallToolResult, *, limit: int) -> McpOutput:
             f"{text[:limit]}\n[Truncated: the first {limit} of {len(text)} characters. "
             "Ask for less.]"
         )
-    return McpOutput(text, structured, tuple(_media(answer.content)))
+    return McpOutput(text, structured, tuple(part for part in parts if isinstance(part, Media)))
 
 
-def _texts(content: Iterable[types.ContentBlock]) -> Iterator[str]:
+def _parts(content: Iterable[types.ContentBlock]) -> Iterator[str | Media]:
+    """Yield the texts and the media of an answer; a text about media that cannot be taken."""
     from mcp import types
 
-    for part in content:
+    left = MAX_MEDIA_BYTES
+    for number, part in enumerate(content, 1):
         match part:
             case types.TextContent():
                 yield part.text
+                continue
             case types.ImageContent() | types.AudioContent():
-                yield _placeholder(part.type, part.mime_type, part.data)
+                data, kind, name = part.data, part.mime_type, ""
+            case types.EmbeddedResource(resource=types.BlobResourceContents() as file):
+                data, kind, name = file.blob, file.mime_type or "", _name(str(file.uri))
+            case types.EmbeddedResource(resource=types.TextResourceContents() as file):
+                yield f"[{file.uri}]\n{file.text}"
+                continue
             case types.ResourceLink():
                 about = f": {part.description}" if part.description else ""
                 yield f"[link to {part.title or part.name}, {part.uri}{about}]"
-            case types.EmbeddedResource(resource=types.TextResourceContents() as file):
-                yield f"[{file.uri}]\n{file.text}"
-            case types.EmbeddedResource(resource=types.BlobResourceContents() as file):
-                yield _placeholder(file.uri, file.mime_type or "binary", file.blob)
+                continue
             case _:
                 yield f"[{part.type}: not shown]"
+                continue
+        made = _media(data, kind, name, left if number <= _MAX_PARTS else 0)
+        if isinstance(made, Media):
+            left -= len(made.data)
+        yield made
 
 
-def _placeholder(what: str, mime_type: str, data: str) -> str:
-    return f"[{what}, {mime_type}, {len(data) * 3 // 4} bytes: not shown]"
+def _media(data: str, kind: str, name: str, room: int) -> str | Media:
+    """Return media from a server, which is not trusted, or a text that says what is wrong."""
+    what = f"{harmless(kind)[:100] or 'binary data'}, {size_of(len(data) * 3 // 4)}"
+    if len(data) * 3 // 4 > room:
+        return f"[{what}: not shown, the answer is too large]"
+    try:
+        content = b64decode(data, validate=True)
+    except ValueError:
+        return f"[{what}: not shown, it is not base64]"
+    try:
+        media = Media(content, kind or sniff(content) or "application/octet-stream", name)
+    except ValueError as error:
+        return f"[{what}: not shown, {error}]"
+    found = sniff(content)
+    if media.media_type in SNIFFED and found != media.media_type:
+        if not found.startswith("image/"):
+            return f"[{what}: not shown, it is not {media.media_type}]"
+        return Media(content, found, name)
+    return media
 
 
-def _media(content: Iterable[types.ContentBlock]) -> Iterator[McpMedia]:
-    from mcp import types
-
-    for part in content:
-        match part:
-            case types.ImageContent() | types.AudioContent():
-                yield McpMedia(part.type, part.mime_type, part.data)
-            case types.EmbeddedResource(resource=types.BlobResourceContents() as file):
-                yield McpMedia("resource", file.mime_type or "", file.blob, file.uri)
-            case _:
-                pass
+def _name(uri: str) -> str:
+    return harmless(unquote(urlsplit(uri).path).rstrip("/").rpartition("/")[2])[:200]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
 from weakincentives import __version__
+from weakincentives.adapters.media import mcp_block
 from weakincentives.call import RunContext, ToolCall, new_id
 from weakincentives.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
@@ -18,18 +19,20 @@ from weakincentives.errors import (
     Suspended,
     VisibilityExpansionRequired,
 )
-from weakincentives.events import ToolInvoked
+from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.logs import get_logger
+from weakincentives.mcp.elicitation import ClientCall, client_call
 from weakincentives.mcp.undo import UndoTools
 from weakincentives.prompt.policies import AttachedPolicy
 from weakincentives.prompt.prompt import Offer, Prompt, PromptTemplate, RenderedPrompt
 from weakincentives.prompt.section import Section, expand
-from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Reach, Tool, ToolContext
 from weakincentives.runtime.registry import ToolRegistry
 from weakincentives.runtime.tool_call import aexecute_tool
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.serde import dump, schema
 from weakincentives.session import Session
-from weakincentives.tool_result import ToolResult
+from weakincentives.tool_result import ToolResult, dump_shown, is_shortened
 
 try:
     import anyio
@@ -54,6 +57,7 @@ Served = Prompt[Any] | ToolRegistry | Section[Any] | Iterable[Section[Any]]
 
 _logger = get_logger(__name__)
 
+_MOST_WAITING = 100
 # What ends a run.
 _ENDING = (PromptEvaluationError, Suspended)
 
@@ -119,11 +123,15 @@ class McpServer:
         self._time_limit = time_limit
         self._undo = UndoTools(self.session) if undo else None
         self._offered: _Offered | None = None
+        self._has_shortened = False
+        """Whether a result was shortened: then clients get the tool that reads the rest."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
         self._clients: WeakSet[Connection] = WeakSet()
         self._bus = InMemorySubscriptionBus()
         self._notices: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, ClientCall] = {}
+        """The calls that wait for an answer of their client's user."""
         self.protocol: Server[Any] = _Protocol(
             name,
             version=__version__,
@@ -165,9 +173,12 @@ class McpServer:
     def _look(self) -> _Offered:
         """Return the current tools; notify clients if they have changed."""
         rendered, before = self._render(), self._offered
-        if before is not None and before.rendered is rendered:
-            return before
         extra = () if self._undo is None else self._undo.tools
+        if self._has_shortened:
+            extra = (*extra, read_result_tool())
+        if before is not None and before.rendered is rendered and before.extra == extra:
+            return before
+        given = extra
         # A tool of the user replaces ours of the same name.
         extra = tuple(tool for tool in extra if tool.name not in rendered.offers)
         offers = {
@@ -175,7 +186,8 @@ class McpServer:
         } | dict(rendered.offers)
         tools = tuple(tool for tool in rendered.tools if tool.handler is not None)
         whole = replace(rendered, tools=(*tools, *extra), offers=offers)
-        now = _Offered(rendered, self._context().having(rendered_prompt=whole), whole)
+        context = self._context().having(rendered_prompt=whole)
+        now = _Offered(rendered, context, whole, given)
         self._offered = now
         guide = () if self._undo is None else (self._undo.guide,)
         self.protocol.instructions = "\n\n".join(filter(None, (rendered.text, *guide))) or None
@@ -209,27 +221,49 @@ class McpServer:
     async def _call_tool(
         self, request: ServerRequestContext, params: CallToolRequestParams
     ) -> dict[str, Any]:
-        call = ToolCall(params.name, params.arguments or {})
+        # A call that waited for its user comes again, once: with what they have answered.
+        earlier = self._waiting.pop(params.request_state or "", None)
+        made = ClientCall(request, earlier, params.input_responses)
+        call = ToolCall(params.name, params.arguments or {}, made.id)
         client = request.session.client_params
         ids = self._ids.filled(agent_id="mcp" if client is None else client.client_info.name)
-        return await _cancelled_once(self._take(call, _Beats(request.session), ids))
+        client_call.set(made)
+        taken = self._take(call, _Beats(request.session), ids)
+        tool, result, text = await _cancelled_once(taken)
+        if made.form is None or result.failure is None or result.failure.code != SUSPENDED:
+            return _answer(tool, result, text)
+        state = new_id()
+        self._waiting[state] = made
+        for oldest in list(self._waiting)[:-_MOST_WAITING]:
+            del self._waiting[oldest]
+        return made.form_to_fill_in(state)
 
-    async def _take(self, call: ToolCall, beats: _Beats, ids: RunContext) -> dict[str, Any]:
+    async def _take(
+        self, call: ToolCall, beats: _Beats, ids: RunContext
+    ) -> tuple[Tool[Any, Any] | None, ToolResult[Any], str]:
         async with self._turn():
             offered = self._look()
             offer = offered.whole.offers.get(call.name)
             limit = self._time_limit
             deadline = None if limit is None else Deadline.after(limit, clock=self.session.clock)
             context = offered.context.having(
-                deadline=deadline, heartbeat=beats.heart, run_context=ids
+                deadline=deadline,
+                heartbeat=beats.heart,
+                run_context=ids,
+                on_report=beats.report,
             )
             if self._undo is not None:
                 self._undo.before(call, offer, context)
             result = await self._result(call, context)
             # Before the next call, but after the answer.
             asyncio.get_running_loop().call_soon(self._settle, call, result)
+            tool = None if offer is None else offer.tool
+            text = result.render(
+                DEFAULT_MAX_RESULT_CHARS if tool is None else tool.max_result_chars
+            )
+            self._has_shortened = self._has_shortened or is_shortened(text)
         await beats.end()
-        return _answer(None if offer is None else offer.tool, result)
+        return tool, result, text
 
     def _turn(self) -> asyncio.Lock:
         """Return the lock that lets calls run one at a time, in order of arrival."""
@@ -272,6 +306,8 @@ class _Offered:
     """The context of the next call."""
     whole: RenderedPrompt
     """With the server's own tools."""
+    extra: tuple[Tool[Any, Any], ...]
+    """The server's own tools."""
 
 
 class _Protocol(Server[Any]):
@@ -336,7 +372,7 @@ def _output_schema(tool: Tool[Any, Any]) -> dict[str, Any] | None:
     return found
 
 
-def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, Any]:
+def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any], text: str) -> dict[str, Any]:
     """Return a result in the wire format, which the ``mcp`` package validates."""
     meta: dict[str, Any] = {CALL_ID: result.call_id}
     if (failure := result.failure) is not None:
@@ -347,41 +383,51 @@ def _answer(tool: Tool[Any, Any] | None, result: ToolResult[Any]) -> dict[str, A
             "undone": list(result.metadata.undone),
             "notUndone": list(result.metadata.not_undone),
         }
-    text = result.render()
     answer: dict[str, Any] = {
-        "content": [{"type": "text", "text": text}] if text else [],
+        "content": [
+            *([{"type": "text", "text": text}] if text else []),
+            *map(mcp_block, result.media),
+        ],
         "isError": not result.success,
         "resultType": "complete",
         "_meta": meta,
     }
-    structured = None if tool is None else _structured(tool, result)
+    structured = None if tool is None else _structured(tool, result, is_shortened(text))
     if structured is not None:
         answer["structuredContent"] = structured
     return answer
 
 
-def _structured(tool: Tool[Any, Any], result: ToolResult[Any]) -> Mapping[str, Any] | None:
+def _structured(
+    tool: Tool[Any, Any], result: ToolResult[Any], is_cut: bool
+) -> Mapping[str, Any] | None:
     if not result.success or _definition(tool).output_schema is None:
         return None
     value: object = result.value
     # Exactly: a subclass may not fit the schema.
-    if result.exclude_value_from_context or type(value) is not tool.result_type:
+    if is_cut or result.exclude_value_from_context or type(value) is not tool.result_type:
         return {}
-    return cast("Mapping[str, Any]", dump(value))
+    return cast("Mapping[str, Any]", dump_shown(value))
 
 
 # Running calls
 
 
 class _Beats:
-    """Reports a handler's heartbeats, from any thread, to the client as progress."""
+    """Reports a handler's heartbeats and progress, from any thread, to the client."""
 
     def __init__(self, client: ServerSession) -> None:
         self.heart = Heartbeat(on_beat=self._beat)
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._told = 1  # the first beat is the runtime's own
+        self._message: str | None = None
         self._telling: asyncio.Task[None] | None = None
+
+    def report(self, call_id: str, message: str, done: float | None, total: float | None) -> None:
+        """Set the message of the next notification, which the beat that follows sends."""
+        share = f"{done / total:.0%} " if done is not None and total else ""
+        self._message = f"{share}{message}" or None
 
     def _beat(self) -> None:
         if self.heart.beats > 1:
@@ -394,7 +440,8 @@ class _Beats:
     async def _tell(self) -> None:
         while self._told < self.heart.beats:  # beats in between share a notification
             self._told = self.heart.beats
-            await self._client.report_progress(self._told - 1)
+            # The count, not the share that is done: progress may never go back.
+            await self._client.report_progress(self._told - 1, message=self._message)
 
     async def end(self) -> None:
         """Wait for the last report: nothing may follow the answer."""

@@ -332,10 +332,15 @@ class McpToolsSection(Section[None]):
         self, terms: _Terms, params: dict[str, Any], context: ToolContext
     ) -> types.CallToolResult:
         limit, by_deadline = _limit(terms, context)
-        beat = partial(asyncio.get_running_loop().call_soon_threadsafe, context.beat)
+        loop = asyncio.get_running_loop()
+
+        def report(done: float, total: float | None, message: str | None) -> None:
+            said = partial(context.report, message or "", done=done, total=total)
+            loop.call_soon_threadsafe(said)
+
         try:
             async with asyncio.timeout(limit):
-                return await self._connection.call(terms.name, params, on_progress=beat)
+                return await self._connection.call(terms.name, params, on_progress=report)
         except TimeoutError:
             await self._halt(terms)
             if by_deadline:

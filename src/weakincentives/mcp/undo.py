@@ -18,6 +18,7 @@ from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, ToolValidationError, UndoRefused
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
+from weakincentives.filesystem.ignored import IgnoredFiles
 from weakincentives.participant import Participant
 from weakincentives.prompt.policies import CompletedTools, PolicyState
 from weakincentives.prompt.prompt import Offer
@@ -29,6 +30,10 @@ from weakincentives.tool_result import ToolResult
 
 _MAX_POINTS = 200
 """Calls whose session state can be undone; the history of files is on disk."""
+
+
+_MAX_PATHS = 10
+"""Files listed for one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,11 @@ class CallSummary:
     success: bool
     time: str
     paths: tuple[str, ...] = ()
-    """The files that it changed."""
+    """The files that it changed, at most ten."""
+    more: int = 0
+    """How many other files it changed."""
+    ignored: int = 0
+    """How many files it changed that git ignores, or that are generated."""
     undone: bool = False
     checkpoint: str = ""
 
@@ -107,6 +116,8 @@ class CallSummary:
         how = "undone" if self.undone else "ok" if self.success else "failed"
         about = f' "{self.checkpoint}"' if self.checkpoint else ""
         changed = f": {', '.join(self.paths)}" if self.paths else ""
+        changed += f" and {self.more} more files" if self.more else ""
+        changed += f" + {self.ignored} ignored files" if self.ignored else ""
         return f"{self.time} {self.call_id} {self.tool}{about} {how}{changed}"
 
 
@@ -207,8 +218,9 @@ class UndoTools:
         self.tools: tuple[Tool[Any, Any], ...] = (
             Tool[UndoParams, Undone](
                 name="undo",
-                description="Undo the last change, or everything since a call or a checkpoint: "
-                "files and session state. Changes by others are never lost.",
+                description="Undo one call, by default the last that changed something, or "
+                "everything since a call or a checkpoint: files and session state. Changes by "
+                "others are never lost.",
                 handler=self._undo,
                 reach="reversible",
             ),
@@ -360,16 +372,24 @@ class UndoTools:
             return ToolResult.ok(History((), diff))
         calls: list[CallSummary] = []
         undone = set(past.undone)
-        for record in islice(context.session[ToolInvoked].newest_first(), max(params.limit, 1)):
+        ignored = None if past.files is None else IgnoredFiles(past.files.root)
+        records = context.session[ToolInvoked].newest_first()
+        ended = (each for each in records if not each.suspended)
+        for record in islice(ended, max(params.limit, 1)):
             value = record.result.value
-            paths = past.paths.get(record.call_id, ())
+            changed = past.paths.get(record.call_id, ())
+            directories = {".", *(path.rpartition("/")[0] for path in changed)}
+            paths = [path for path in changed if path not in directories]
+            shown = [path for path in paths if ignored is None or not ignored(path)]
             calls.append(
                 CallSummary(
                     call_id=record.call_id,
                     tool=record.tool_name,
                     success=record.success,
                     time=f"{datetime.fromtimestamp(record.timestamp, UTC):%Y-%m-%d %H:%M:%SZ}",
-                    paths=tuple(path for path in paths if path != "."),
+                    paths=tuple(shown[:_MAX_PATHS]),
+                    more=max(len(shown) - _MAX_PATHS, 0),
+                    ignored=len(paths) - len(shown),
                     undone=record.call_id in undone,
                     checkpoint=value.name if isinstance(value, Checkpoint) else "",
                 )

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval as Approval
     from weakincentives.prompt.approval import ApprovalPolicy as ApprovalPolicy
     from weakincentives.prompt.approval import ApprovalRequest as ApprovalRequest
+    from weakincentives.prompt.approval import ApprovalRule as ApprovalRule
+    from weakincentives.prompt.approval import CallPreview as CallPreview
+    from weakincentives.prompt.approval import StandingApproval as StandingApproval
     from weakincentives.prompt.completion import AllOf as AllOf
     from weakincentives.prompt.completion import AnyOf as AnyOf
     from weakincentives.prompt.completion import CompletionResult as CompletionResult
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.overrides import TextOverride as TextOverride
     from weakincentives.prompt.overrides import ToolOverride as ToolOverride
     from weakincentives.prompt.overrides import describe as describe
+    from weakincentives.prompt.policies import AnyPolicy as AnyPolicy
     from weakincentives.prompt.policies import PolicyDecision as PolicyDecision
     from weakincentives.prompt.policies import PolicyState as PolicyState
     from weakincentives.prompt.policies import ProtectedPathsPolicy as ProtectedPathsPolicy
@@ -83,6 +87,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.structured_output import (
         parse_structured_output as parse_structured_output,
     )
+    from weakincentives.prompt.tool import FunctionTool as FunctionTool
     from weakincentives.prompt.tool import Reach as Reach
     from weakincentives.prompt.tool import Tool as Tool
     from weakincentives.prompt.tool import ToolExample as ToolExample

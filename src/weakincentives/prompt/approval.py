@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+import json
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from weakincentives.errors import Suspended
+from weakincentives.errors import InvalidArguments, Suspended, ToolValidationError
+from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.logs import get_logger
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import ALLOWED, PolicyDecision
 from weakincentives.prompt.signatures import is_async
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.serde import dump
-from weakincentives.text import visible
+from weakincentives.slices import SlicePolicy, slice_policy
+from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     from weakincentives.tool_result import ToolResult
@@ -24,9 +29,46 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
+REACHES = {
+    "read": "changes nothing",
+    "reversible": "can be undone",
+    "compensable": "reaches outside the directory, and compensates for that if it fails",
+    "irreversible": "reaches outside the directory, and cannot be undone",
+    "unstated": "may reach outside the directory, and is undone only as far as possible",
+}
+"""The reaches of tools, in words."""
+
+_PREVIEW_SECONDS = 10.0
+_CHANGED = "what it works on has changed since. Look at it again, then retry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPreview:
+    """What a call would do: returned by a tool's ``preview``, which must not change anything.
+
+    A preview that raises ToolValidationError says that the call would fail: nobody is asked then.
+    """
+
+    diff: str = ""
+    """How files would change, in ``git diff`` format."""
+    in_diff: tuple[str, ...] = ()
+    """The arguments that the diff shows in full."""
+    facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the call can reach, by name: ``{"network": "none"}``."""
+    paths: tuple[str, ...] = ()
+    """The paths that the call changes, with links followed. Rules for paths look at them."""
+    command: tuple[str, ...] = ()
+    """The words of a command that is nothing but words. Rules for commands look at them."""
+    state: str = ""
+    """Differs whenever what the preview is based on differs: a digest of the files, for example."""
+
+
+_NO_PREVIEW = CallPreview()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApprovalRequest:
-    """A call that waits for a person's approval."""
+    """A call that waits for a person's approval, with everything they need to decide."""
 
     tool_name: str
     description: str
@@ -34,6 +76,52 @@ class ApprovalRequest:
     reach: Reach | None
     call_id: str
     session_id: str
+    preview: CallPreview = _NO_PREVIEW
+    policy_name: str = ""
+    """Which policy asks: a call may need several approvals."""
+    revise: Callable[[Mapping[str, Any]], ApprovalRequest] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Returns the request for other arguments; raises InvalidArguments. To show an edited call
+    before it is approved."""
+
+    @property
+    def question(self) -> str:
+        """The question in words."""
+        return f"{self.tool_name} wants to run; it {REACHES[self.reach or 'unstated']}."
+
+    def describe(self, most: int) -> str:
+        """Return everything in plain text of at most about ``most`` characters.
+
+        No line begins with text from a model, which could imitate the question.
+        """
+        preview = self.preview
+        lines = [self.question]
+        if preview.diff:
+            text = visible(preview.diff.replace("\\", "\\\\")).rstrip("\n")
+            lines += ["The change:", *(f"  | {line}" for line in text.split("\n"))]
+        lines += ["Arguments:"] if self.arguments else ["No arguments."]
+        for name, value in self.arguments.items():
+            shown = json.dumps(value, ensure_ascii=False, default=repr)
+            shown = "in the change" if name in preview.in_diff else visible(shown)
+            lines.append(f"  | {visible(json.dumps(name, ensure_ascii=False))[1:-1]}: {shown}")
+        lines += ["What it can reach:"] if preview.facts else []
+        lines += [f"  | {harmless(f'{name}: {text}')}" for name, text in preview.facts.items()]
+        text = "\n".join(lines)
+        if len(text) <= most:
+            return text
+        return (
+            f"{text[:most]}\nNOT EVERYTHING IS SHOWN: {len(text) - most:,} characters are hidden."
+        )
+
+    def shows_the_same_as(self, other: ApprovalRequest) -> bool:
+        """Whether an answer to this request is one to the other, too."""
+        return (
+            self.tool_name == other.tool_name
+            and self.policy_name == other.policy_name
+            and self.preview == other.preview
+            and _same(self, other)
+        )
 
     # For a prompt on a terminal: everything on one line, invisible characters escaped.
     def __str__(self) -> str:
@@ -45,6 +133,66 @@ def _name(name: str) -> str:
     return name if name.isidentifier() else repr(name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApprovalRule:
+    """Calls to approve without asking: of a tool, on some paths, or with some commands.
+
+    >>> rules = ApprovalRule(tool="write_file", path="docs/**"), ApprovalRule(
+    ...     tool="shell_execute", command=("python", "-m", "pytest")
+    ... )
+    """
+
+    tool: str
+    path: str = ""
+    """A glob from the root, such as ``docs/**``: everything that the call changes must match.
+
+    Not only a directory that it is in: ``*.md`` is never ``notes.md/run.py``.
+    """
+    command: tuple[str, ...] = ()
+    """The first words of the command. A command with shell syntax is never covered."""
+
+    def __post_init__(self) -> None:
+        if not self.tool or (self.path and self.command):
+            raise ValueError("a rule names a tool, and either a path or a command or neither")
+        if isinstance(self.command, str):
+            raise TypeError(f"command takes the words of a command, got {self.command!r}")
+        if self.path:
+            self._glob()  # raises for an invalid one
+
+    def covers(self, request: ApprovalRequest) -> bool:
+        """Whether a call is approved by this rule."""
+        if request.tool_name != self.tool:
+            return False
+        preview = request.preview
+        if self.path:
+            glob = self._glob()
+            return bool(preview.paths) and all(map(glob.covers, preview.paths))
+        if self.command:
+            return preview.command[: len(self.command)] == self.command
+        return True
+
+    def _glob(self) -> GlobPattern:
+        path = self.path.removeprefix("/")
+        return GlobPattern(f"{path}**" if path.endswith("/") else path)
+
+    def __str__(self) -> str:
+        return visible(" ".join(filter(None, (self.tool, self.path, shlex.join(self.command)))))
+
+
+def plain_words(command: str) -> tuple[str, ...]:
+    """Return the words of a shell command; none if it has any syntax but words and quotes."""
+    if not command.isprintable() or _SHELL_SYNTAX.search(command):
+        return ()
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:  # an open quote
+        return ()
+
+
+# Also inside quotes, where most of it means nothing: then a person is asked once more.
+_SHELL_SYNTAX = re.compile(r"[;&|<>(){}$`\\!#~]")
+
+
 @dataclass(frozen=True, slots=True)
 class Approval:
     """A person's answer."""
@@ -53,6 +201,20 @@ class Approval:
     by: str = ""
     reason: str = ""
     """For the model, when it was denied."""
+    arguments: Mapping[str, Any] | None = None
+    """Run the call with these arguments instead. All policies check them like the model's."""
+    always: ApprovalRule | None = None
+    """Approve such calls without asking for the rest of the session. It must cover this call."""
+
+
+@slice_policy(SlicePolicy.LOG)
+@dataclass(frozen=True, slots=True)
+class StandingApproval:
+    """The answer "always": it holds for the rest of the session, also after a resume."""
+
+    policy_name: str
+    rule: ApprovalRule
+    by: str = ""
 
 
 Ask = Callable[[ApprovalRequest], "bool | Approval | Awaitable[bool | Approval]"]
@@ -64,7 +226,8 @@ class ApprovalPolicy:
 
     It covers the tools of these names and those of these reaches; without either, all tools.
     ``when`` narrows that to calls for which it is true. A late or invalid answer denies the call,
-    and so does an ``ask`` that raises.
+    and so does an ``ask`` that raises. An approval is for exactly the arguments and the files that
+    were shown: if those change meanwhile, the call is refused.
 
     >>> policy = ApprovalPolicy(ask=lambda request: input(f"{request}? ") == "y",
     ...                         reaches={"irreversible"})
@@ -78,6 +241,8 @@ class ApprovalPolicy:
     when: Callable[[Tool[Any, Any], Any, ToolContext], bool] | None = None
     timeout: float | None = 300.0
     """Seconds to wait for the answer."""
+    approved: Sequence[ApprovalRule] = ()
+    """Calls that need no question."""
     name: str = "approval"
     asks_a_person: ClassVar[bool] = True
 
@@ -100,30 +265,66 @@ class ApprovalPolicy:
             return ALLOWED
         if self.when is not None and not self.when(tool, params, context):
             return ALLOWED
-        arguments = cast("Mapping[str, Any]", dump(params) or {})
-        request = ApprovalRequest(
-            tool_name=tool.name,
-            description=tool.description,
-            arguments=arguments,
-            reach=tool.reach,
-            call_id=context.call_id,
-            session_id=context.session_id,
-        )
-        return _decision(request, await self._answer(request))
+        shown: list[ApprovalRequest] = []
+
+        def request_for(params: Any) -> ApprovalRequest:
+            return replace(_request(tool, params, context), policy_name=self.name, revise=revise)
+
+        def revise(arguments: Mapping[str, Any]) -> ApprovalRequest:
+            shown.append(request_for(tool.parse(arguments)))
+            return shown[-1]
+
+        try:
+            request = await _in_time(tool, lambda: request_for(params))
+        except ToolValidationError as error:
+            return PolicyDecision.deny(str(error))  # as the call itself would say
+        shown.append(request)
+        standing = self._standing(request, context)
+        if standing is not None:
+            return PolicyDecision(allowed=True, note=standing)
+        answer = await self._answer(request)
+        if answer.approved is not True:
+            return _decision(request, answer)
+        try:
+            chosen = params if answer.arguments is None else tool.parse(answer.arguments)
+            now = await _in_time(tool, lambda: request_for(chosen))
+        except (InvalidArguments, ToolValidationError) as error:
+            return _decision(request, replace(answer, approved=False, reason=str(error)))
+        seen = next((each for each in reversed(shown) if _same(each, now)), None)
+        if seen is not None and seen.preview != now.preview:
+            return _decision(request, Approval(False, answer.by, _CHANGED))
+        if answer.always is not None:
+            if not answer.always.covers(now):
+                _logger.error("the rule %s does not cover the call it was given for", answer.always)
+                return _decision(request, Approval(False, reason="the answer was invalid"))
+            rule = StandingApproval(self.name, answer.always, answer.by)
+            context.session[StandingApproval].append(rule)
+        return _decision(request, answer, None if _same(request, now) else now.arguments)
+
+    def _standing(self, request: ApprovalRequest, context: ToolContext) -> str | None:
+        """Return the note of a rule that approves the call, or None."""
+        for rule in self.approved:
+            if rule.covers(request):
+                return f"approved by the rule: {rule}"
+        for each in context.session[StandingApproval].all():
+            if each.policy_name == self.name and each.rule.covers(request):
+                by = f" by {each.by}" if each.by else ""
+                return f"approved{by} for the session: {each.rule}"
+        return None
 
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        """Remember nothing: every call needs its own approval."""
+        """Remember nothing: only the answer "always" holds for other calls."""
 
     async def _answer(self, request: ApprovalRequest) -> Approval:
         try:
             answer = await asyncio.wait_for(self._asked(request), self.timeout)
-        except TimeoutError:
-            return Approval(False, reason=f"no answer within {self.timeout:g} s")
         except Exception as error:
             if isinstance(error, Suspended):  # the answer comes later
                 raise
+            if isinstance(error, TimeoutError) and self.timeout is not None:
+                return Approval(False, reason=f"no answer within {self.timeout:g} s")
             _logger.exception("asking for approval of %s failed", request.tool_name)
             return Approval(False, reason=f"asking failed: {error!r}")
         if isinstance(answer, Approval):
@@ -143,11 +344,62 @@ class ApprovalPolicy:
         return await answer if inspect.isawaitable(answer) else answer
 
 
-def _decision(request: ApprovalRequest, answer: Approval) -> PolicyDecision:
+def _request(tool: Tool[Any, Any], params: Any, context: ToolContext) -> ApprovalRequest:
+    preview = _NO_PREVIEW
+    if tool.preview is not None:
+        try:
+            preview = tool.preview(params, context=context)
+            if not isinstance(cast("object", preview), CallPreview):
+                raise TypeError(f"a preview must be a CallPreview, got {preview!r}")
+        except ToolValidationError:
+            raise
+        except Exception as error:
+            _logger.exception("the preview of %s failed", tool.name)
+            preview = CallPreview(facts={"preview": f"failed: {error!r}"})
+    return ApprovalRequest(
+        tool_name=tool.name,
+        description=tool.description,
+        arguments=cast("Mapping[str, Any]", dump(params) or {}),
+        reach=tool.reach,
+        call_id=context.call_id,
+        session_id=context.session_id,
+        preview=preview,
+    )
+
+
+async def _in_time(tool: Tool[Any, Any], request: Callable[[], ApprovalRequest]) -> ApprovalRequest:
+    """Return a request, with its preview made in a thread, for a limited time."""
+    from weakincentives.loops import in_thread
+
+    if tool.preview is None:
+        return request()
+    try:
+        return await asyncio.wait_for(in_thread(request), _PREVIEW_SECONDS)
+    except TimeoutError:
+        raise ToolValidationError(
+            f"Nobody could be asked about '{tool.name}': its preview took longer than "
+            f"{_PREVIEW_SECONDS:g} s"
+        ) from None
+
+
+def _same(one: ApprovalRequest, other: ApprovalRequest) -> bool:
+    """Whether both have the same arguments. As JSON: for Python, 1 equals True."""
+    return _json(one.arguments) == _json(other.arguments)
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, sort_keys=True, default=repr)
+
+
+def _decision(
+    request: ApprovalRequest, answer: Approval, edited: Mapping[str, Any] | None = None
+) -> PolicyDecision:
     by = f" by {answer.by}" if answer.by else ""
     because = f": {answer.reason}" if answer.reason else ""
     if answer.approved is True:
-        return PolicyDecision(allowed=True, note=f"approved{by}{because}")
+        always = f", always: {answer.always}" if answer.always is not None else ""
+        note = f"approved{by}{always}{because}"
+        return PolicyDecision(allowed=True, note=note, arguments=edited)
     note = f"not approved{by}{because}"
     return PolicyDecision(
         allowed=False, reason=f"Call to '{request.tool_name}' was {note}", note=note

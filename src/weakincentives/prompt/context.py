@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,6 +81,10 @@ class ToolContext:
     """Set when nobody waits for the call any more."""
     degraded: tuple[str, ...] = ()
     """What is missing that the tool would rather have: preconditions that are not critical."""
+    on_report: Callable[[str, str, float | None, float | None], object] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Receives the progress that tools report: call id, message, done, total."""
 
     if TYPE_CHECKING:
         # Says what dataclasses cannot: resources are taken in more forms than they are given.
@@ -100,6 +104,7 @@ class ToolContext:
             config: Mapping[str, object] = ...,
             signal: CancellationToken = ...,
             degraded: tuple[str, ...] = (),
+            on_report: Callable[[str, str, float | None, float | None], object] | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -177,3 +182,17 @@ class ToolContext:
         """Say that a long operation is alive."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
+
+    def report(
+        self, message: str, *, done: float | None = None, total: float | None = None
+    ) -> None:
+        """Report the progress of a long operation; whoever runs the call sees it at once.
+
+        Unlike a result it is not rolled back and not recorded. A call that has ended reports
+        nothing.
+        """
+        if self.signal.cancelled:
+            return
+        if self.on_report is not None:
+            self.on_report(self.call_id, message, done, total)
+        self.beat()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_origin
 
 from rpds import HashTrieMap, HashTrieSet
 
@@ -21,7 +21,7 @@ from weakincentives.errors import FilesystemError, PolicyDenied
 from weakincentives.filesystem import Filesystem
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.prompt.signatures import is_async, misfit
+from weakincentives.prompt.signatures import hints_of, is_async, misfit
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ V = TypeVar("V")
 
 _MINUTE = 60.0
 _CHANGED = (
-    "Cannot write to {path}: it has changed since it was last read or written here\n"
+    "Cannot {do} {path}: it has changed since it was last read or written here\n"
     "Read it again, then retry"
 )
 
@@ -48,6 +48,8 @@ class PolicyDecision:
     reason: str | None = None
     note: str | None = None
     """Stored in the call's record, allowed or not: who approved it, for example."""
+    arguments: Mapping[str, Any] | None = None
+    """Of an allowed call: run it with these instead. The other policies check them again."""
 
     @classmethod
     def allow(cls) -> PolicyDecision:
@@ -66,7 +68,8 @@ class ToolPolicy(Protocol):
 
     A policy may also have ``on_start(tool, params, *, context)``, called right before an allowed
     call runs, to count attempts; and ``applies_to(tool)``, which limits the tools it governs. An
-    ``on_result`` that raises PolicyDenied undoes the whole call.
+    ``on_result`` that raises PolicyDenied undoes the whole call; a text that it returns is added to
+    the result's message, for the model.
     """
 
     @property
@@ -78,7 +81,23 @@ class ToolPolicy(Protocol):
 
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
-    ) -> None: ...
+    ) -> str | None: ...
+
+
+class _FullCheck(Protocol):
+    def check(
+        self, tool: Tool[Any, Any], params: Any, /, *, context: ToolContext
+    ) -> PolicyDecision | Awaitable[PolicyDecision]: ...
+
+
+class _SmallCheck(Protocol):
+    def check(
+        self, tool_name: str, params: Any, context: ToolContext, /
+    ) -> str | PolicyDecision | Awaitable[str | PolicyDecision | None] | None: ...
+
+
+AnyPolicy = ToolPolicy | _FullCheck | _SmallCheck
+"""What ``policies=`` takes: a ToolPolicy, or any object with a ``check`` of either form."""
 
 
 # State
@@ -100,6 +119,8 @@ class PolicyState:
     """Pairs of a tool and its subject: a path, for example."""
     contents: Mapping[str, str] = _NO_CONTENTS
     """By path, the digest of a file when it was last read or written."""
+    left: Mapping[str, str] = _NO_CONTENTS
+    """By path, the digest of such a file after a command of the agent changed it."""
 
 
 @slice_policy(SlicePolicy.LOG)
@@ -270,7 +291,9 @@ class ReadBeforeWritePolicy(_Remembers):
     """A file may be replaced once the model knows its content.
 
     The model knows a file that it has read or written in this session, until someone else changes
-    it. A file that it copies or moves is known at its new path, too.
+    it. A file that it copies or moves is known at its new path, too. A file that it knew and that
+    someone else has changed must be read again before it is deleted or moved, too. A command may
+    change any file, but the model is told if someone else had changed it.
     """
 
     read_tools: AbstractSet[str] = frozenset({"read_file"})
@@ -279,24 +302,63 @@ class ReadBeforeWritePolicy(_Remembers):
     transfer_tools: AbstractSet[str] = frozenset({"copy_file", "move_file"})
     """Tools that replace a ``destination`` by a ``source``."""
     name: str = "read_before_write"
+    removal_tools: AbstractSet[str] = frozenset({"delete_file", "move_file"})
+    """Tools that remove a file, or the ``source`` of a transfer."""
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
-        is_transfer = tool.name in self.transfer_tools
-        if not is_transfer and tool.name not in self.write_tools:
-            return ALLOWED
-        if is_transfer and _field(params, "overwrite") is False:
-            return ALLOWED
-        named = "destination" if is_transfer else self.path_field
-        path = _text_field(params, named)
-        if path is None:
-            return PolicyDecision.deny(
-                f"Cannot tell which file '{tool.name}' writes: it has no text parameter '{named}'"
-            )
         try:
-            problem = self._problem(path, context, replaces_directories=is_transfer)
+            problem = self._removal_problem(tool, params, context)
+            problem = problem or self._write_problem(tool, params, context)
         except FilesystemError as error:
             problem = str(error)
         return ALLOWED if problem is None else PolicyDecision.deny(problem)
+
+    def _removal_problem(
+        self, tool: Tool[Any, Any], params: Any, context: ToolContext
+    ) -> str | None:
+        if tool.name not in self.removal_tools:
+            return None
+        is_transfer = tool.name in self.transfer_tools
+        path = _text_field(params, "source" if is_transfer else self.path_field)
+        files = context.resources.find(Filesystem)
+        if path is None or files is None:
+            return None
+        key = files.normalize(path)
+        below = f"{key}/".removeprefix("./")
+
+        def known(state: PolicyState) -> tuple[tuple[str, str, str | None], ...]:
+            return tuple(
+                (each, digest, state.left.get(each))
+                for each, digest in state.contents.items()
+                if each == key or each.startswith(below)
+            )
+
+        for each, *digests in self._ask(context, known):
+            now = _digest(each, files)
+            if now is not None and now not in digests:
+                do = "move" if is_transfer else "delete"
+                return _CHANGED.format(do=do, path=path if each == key else shown(each))
+        return None
+
+    def _write_problem(self, tool: Tool[Any, Any], params: Any, context: ToolContext) -> str | None:
+        named = self._target_field(tool)
+        if named is None:
+            return None
+        is_transfer = tool.name in self.transfer_tools
+        if is_transfer and _field(params, "overwrite") is False:
+            return None
+        path = _text_field(params, named)
+        if path is None:
+            return (
+                f"Cannot tell which file '{tool.name}' writes: it has no text parameter '{named}'"
+            )
+        return self._problem(path, context, replaces_directories=is_transfer)
+
+    def _target_field(self, tool: Tool[Any, Any]) -> str | None:
+        """Return the parameter that names what a tool replaces, if it replaces anything."""
+        if tool.name in self.transfer_tools:
+            return "destination"
+        return self.path_field if tool.name in self.write_tools else None
 
     def _problem(
         self, path: str, context: ToolContext, *, replaces_directories: bool = False
@@ -315,7 +377,7 @@ class ReadBeforeWritePolicy(_Remembers):
         if not files.exists(key):
             return None
         if files.stat(key).kind != "directory":
-            return unread if seen is None else _CHANGED.format(path=path)
+            return unread if seen is None else _CHANGED.format(do="write to", path=path)
         if replaces_directories:  # other tools refuse a directory themselves
             for each in files.glob("**/*", key):
                 if self._problem(each, context) is not None:
@@ -324,13 +386,72 @@ class ReadBeforeWritePolicy(_Remembers):
 
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
-    ) -> None:
+    ) -> str | None:
+        told = None
+        # The merge of a concurrent call finds what others have changed meanwhile.
+        if tool.reach != "read" and not context.session.tracks_reads:
+            if tool.writes != "api":
+                told = self._note_command(context)
+            elif tool.name in self.removal_tools or self._target_field(tool) is not None:
+                self._check_replaced(tool, params, context)
         if tool.name in self.transfer_tools:
             self._note_transfer(params, context)
         elif tool.name in self.read_tools or tool.name in self.write_tools:
             path = _text_field(params, self.path_field)
             if path is not None:
                 self._note(tool.name, path, result.value, context)
+        return told
+
+    def _check_replaced(self, tool: Tool[Any, Any], params: object, context: ToolContext) -> None:
+        """Deny a call if someone has changed a file between the check and the call's change."""
+        files = context.resources.find(Filesystem)
+        if files is None:
+            return
+        target = _text_field(params, self._target_field(tool) or "")
+        key = None if target is None else files.normalize(target)
+        others, _ = self._replaced(files, context, key, meanwhile=True)
+        if others:
+            denied = _CHANGED.format(do="replace", path=shown(others[0]))
+            raise PolicyDenied(denied, policy=self.name)
+
+    def _note_command(self, context: ToolContext) -> str | None:
+        """Note what a command has left; return what to tell the model if it replaced a change."""
+        files = context.resources.find(Filesystem)
+        if files is None:
+            return None
+        others, replaced = self._replaced(files, context)
+        digests = {path: _digest(path, files) for path in replaced}
+        left = {path: digest for path, digest in digests.items() if digest is not None}
+        if left:
+            self._remember(context, lambda state: replace(state, left=_updated(state.left, left)))
+        if not others:
+            return None
+        names = ", ".join(map(shown, others[:5])) + (" and more" if len(others) > 5 else "")
+        return (
+            f"Note: someone else had changed {names} since you last read or wrote it, before this "
+            "call changed it, too. Read it again"
+        )
+
+    def _replaced(
+        self,
+        files: Filesystem,
+        context: ToolContext,
+        target: str | None = None,
+        *,
+        meanwhile: bool = False,
+    ) -> tuple[list[str], list[str]]:
+        """Return the known files that this call has replaced: those others had changed, and all."""
+        state = self._mine(context.session.read_slice(PolicyState).all())
+        known, left = state.contents, state.left
+        found = files.replaced_here(
+            lambda path: path == target or path in known, meanwhile=meanwhile
+        )
+        others = [
+            path
+            for path, content in found
+            if content_digest(content) not in (known.get(path), left.get(path))
+        ]
+        return others, [path for path, _ in found]
 
     def _note(self, tool_name: str, path: str, value: object, context: ToolContext) -> None:
         files = context.resources.find(Filesystem)
@@ -554,7 +675,7 @@ class AttachedPolicy:
     check: Callable[..., Any]
     """``check(tool, params, context=...)`` gives the verdict in the policy's own form."""
     on_start: Callable[..., None] | None
-    on_result: Callable[..., None] | None
+    on_result: Callable[..., object] | None
     is_async: bool
     is_small: bool
     applies_to: Callable[[Tool[Any, Any]], bool] | None = None
@@ -575,7 +696,7 @@ class AttachedPolicy:
         raise TypeError(f"policy '{self.name}' must return {expected}, got {verdict!r}")
 
 
-def attach(policies: Iterable[object]) -> tuple[AttachedPolicy, ...]:
+def attach(policies: Iterable[AnyPolicy]) -> tuple[AttachedPolicy, ...]:
     """Adapt policies of either form; refuse anything else."""
     return tuple(_attach(policy) for policy in policies)
 
@@ -620,6 +741,12 @@ def _attach(policy: Any) -> AttachedPolicy:
 def _takes_context_by_position(check: Callable[..., Any]) -> bool:
     parameters = inspect.signature(check).parameters
     context = parameters.get("context")
+    if context is not None and context.kind is context.POSITIONAL_OR_KEYWORD:
+        from weakincentives.prompt.tool import Tool
+
+        # Either form could be meant: the annotation of the first parameter decides.
+        first = hints_of(check).get(next(iter(parameters)))
+        return (get_origin(first) or first) is not Tool
     if context is not None:
         return context.kind is not context.KEYWORD_ONLY
     return all(each.kind is not each.VAR_KEYWORD for each in parameters.values())

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 from weakincentives.errors import PromptRenderError, PromptValidationError
-from weakincentives.prompt.policies import AttachedPolicy, attach
+from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach
 from weakincentives.prompt.section import (
     MarkdownSection,
     Section,
@@ -33,6 +33,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
+    from weakincentives.media import Media
     from weakincentives.prompt.overrides import PromptOverrides
     from weakincentives.session import Session
 
@@ -60,7 +61,8 @@ class Offer:
 
     tool: Tool[Any, Any]
     policies: tuple[AttachedPolicy, ...] = ()
-    """Checked before a call: the policies of the tool's section first, then the prompt's."""
+    """Checked before a call: the policies of the tool's section first, then the prompt's; those
+    that ask a person come last."""
     listeners: tuple[AttachedPolicy, ...] = ()
     """Notified of a success: every policy of the prompt that has ``on_result``."""
     counters: tuple[AttachedPolicy, ...] = ()
@@ -81,6 +83,8 @@ class Offer:
     ) -> Offer:
         rules = policies
         policies = tuple(p for p in rules if p.applies_to is None or p.applies_to(tool))
+        # A person is asked about what all others allow.
+        policies = tuple(sorted(policies, key=lambda policy: policy.asks_a_person))
         needs_loop = tool.needs_loop or any(policy.is_async for policy in policies)
         counters = tuple(policy for policy in policies if policy.on_start is not None)
         members = getattr(tool.handler, "composed_of", ())
@@ -108,6 +112,8 @@ class RenderedPrompt:
     """The tag of the overrides in use, if any."""
     listeners: tuple[AttachedPolicy, ...] = field(repr=False, default=())
     """The policies of the prompt that have ``on_result``."""
+    media: tuple[Media, ...] = ()
+    """Of the open sections; adapters send them with the first message."""
 
     def __str__(self) -> str:
         return self.text
@@ -130,9 +136,18 @@ class RenderedPrompt:
             offers[tool.name] = Offer.of(tool, rules, self.listeners)
         return replace(self, offers=offers)
 
+    def with_tools(
+        self, tools: Iterable[Tool[Any, Any]], policies: tuple[AttachedPolicy, ...]
+    ) -> RenderedPrompt:
+        """Return this rendering with tools of the runtime; a tool of the user replaces ours."""
+        added = [tool for tool in tools if tool.name not in self.offers]
+        offers = {tool.name: Offer.of(tool, policies, self.listeners) for tool in added}
+        return replace(self, tools=(*self.tools, *added), offers={**self.offers, **offers})
+
     def says_the_same_as(self, other: RenderedPrompt) -> bool:
         """Whether both give a model the same text and tools."""
-        return self.text == other.text and self.tools == other.tools
+        same = self.text == other.text and self.tools == other.tools
+        return same and self.media == other.media
 
 
 class PromptTemplate(TypedConstructor, Generic[OutT]):
@@ -142,7 +157,7 @@ class PromptTemplate(TypedConstructor, Generic[OutT]):
         self,
         *,
         sections: Sequence[Section[Any]] = (),
-        policies: Sequence[object] = (),
+        policies: Sequence[AnyPolicy] = (),
         resources: Resources | None = None,
         key: str = "",
         ns: str = "",
@@ -335,6 +350,7 @@ class Prompt(Generic[OutT]):
         text = "\n\n".join([cache.block(each, session, examples) for each in shown])
         tools, offers = cache.offered(shown)
         summarized = tuple([each.node.path for each in shown if not each.is_open])
+        media = tuple([each for s in shown if s.is_open for each in s.node.section.media])
         rendered = self._rendered
         # A run renders before every turn: an unchanged rendering stays the same object.
         if (
@@ -342,10 +358,11 @@ class Prompt(Generic[OutT]):
             or rendered.text != text
             or rendered.offers is not offers
             or rendered.summarized != summarized
+            or rendered.media != media
         ):
             tag = "" if self.overrides is None else self.overrides.tag
             rendered = self._rendered = RenderedPrompt(
-                text, tools, offers, summarized, tag, cache.listeners
+                text, tools, offers, summarized, tag, cache.listeners, media
             )
         if session is not None:
             session.offer(self, rendered)
@@ -512,8 +529,9 @@ class _Cache:
         node = shown.node
         if not shown.is_open:
             return node.section.summary_text(shown.params, session), how_to_open(node.path)
-        body = node.section.body(shown.params, session)
-        return (body, _examples_text(node.section.tools)) if with_examples else (body,)
+        parts = [node.section.body(shown.params, session)]
+        parts += [each.render() for each in node.section.media]
+        return (*parts, _examples_text(node.section.tools)) if with_examples else tuple(parts)
 
 
 @lru_cache(maxsize=256)

@@ -38,7 +38,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.prompt.context import ToolContext
-from weakincentives.prompt.policies import attach
+from weakincentives.prompt.policies import AnyPolicy, attach
 from weakincentives.prompt.signatures import TypedConstructor, is_async, show
 from weakincentives.prompt.tool import Tool, ToolExample
 from weakincentives.resources import ResourceRegistry
@@ -49,6 +49,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
+    from weakincentives.media import Media
     from weakincentives.session import Session
 
     ParamsT = TypeVarWithDefault("ParamsT", default=Any)
@@ -117,7 +118,7 @@ class SectionOptions(TypedDict, Generic[ParamsT], total=False):
     title: str
     key: str
     tools: Sequence[Tool[Any, Any]]
-    policies: Sequence[object]
+    policies: Sequence[AnyPolicy]
     children: Sequence[Section[Any]]
     enabled: Callable[..., bool] | None
     resources: Mapping[type[Any], Any] | ResourceRegistry | None
@@ -126,6 +127,7 @@ class SectionOptions(TypedDict, Generic[ParamsT], total=False):
     accepts_overrides: bool
     visibility: SectionVisibility | Callable[..., SectionVisibility]
     summary: str
+    media: Sequence[Media]
 
 
 class Section(TypedConstructor, Generic[ParamsT]):
@@ -154,7 +156,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
         title: str = "",
         key: str = "",
         tools: Sequence[Tool[Any, Any]] = (),
-        policies: Sequence[object] = (),
+        policies: Sequence[AnyPolicy] = (),
         children: Sequence[Section[Any]] = (),
         enabled: Callable[..., bool] | None = None,
         resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
@@ -163,6 +165,7 @@ class Section(TypedConstructor, Generic[ParamsT]):
         accepts_overrides: bool = True,
         visibility: SectionVisibility | Callable[..., SectionVisibility] = SectionVisibility.FULL,
         summary: str = "",
+        media: Sequence[Media] = (),
     ) -> None:
         if key and not _KEY.fullmatch(key):
             raise PromptValidationError(
@@ -175,6 +178,8 @@ class Section(TypedConstructor, Generic[ParamsT]):
         self.tools = tuple(tools)
         self.policies = attach(policies)
         self.children = tuple(children)
+        self.media = tuple(media)
+        """Pictures and files, shown in the first message while the section is open."""
         self.resources = ResourceRegistry.build({} if resources is None else resources)
         self.enabled = enabled
         self.default_params = default_params

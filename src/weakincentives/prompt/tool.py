@@ -19,7 +19,9 @@ from typing import (
     Any,
     Generic,
     Literal,
+    ParamSpec,
     Protocol,
+    Self,
     TypeVar,
     Union,
     cast,
@@ -35,6 +37,7 @@ from weakincentives.prompt.signatures import (
     TypedConstructor,
     can_be,
     hints_of,
+    innermost,
     is_async,
     is_union,
     misfit,
@@ -45,12 +48,14 @@ from weakincentives.serde.typed import is_plain, validator_for
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    from weakincentives.prompt.approval import CallPreview
     from weakincentives.prompt.contracts import Effect, Precondition
     from weakincentives.retry import RetryPolicy
 
 P = TypeVar("P")
 R = TypeVar("R")
 V = TypeVar("V")
+A = ParamSpec("A")
 P_contra = TypeVar("P_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
@@ -66,8 +71,10 @@ Writes = Literal["api", "command", "external"]
 """How a tool changes files: through our filesystem, by a command we start, or by another program.
 """
 
+DEFAULT_MAX_RESULT_CHARS = 100_000
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 _MAX_DESCRIPTION = 200
+_CONTEXT = re.compile(r"([\w.]+\.)?ToolContext( *\| *None)?")
 _ARGS = re.compile(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARG = re.compile(r"^(\w+)(?: *\(.*?\))?:(.*(?:\n(?:[ \t].*)?)*)", re.MULTILINE)
 
@@ -128,6 +135,10 @@ class Tool(TypedConstructor, Generic[P, R]):
     """Effects of a success."""
     retry: RetryPolicy | None = None
     """When a failed call is retried; each attempt starts from the state before the call."""
+    max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS
+    """Characters of a result that the model sees at once; it can read the rest. None: no limit."""
+    preview: Callable[..., CallPreview] | None = None
+    """``preview(params, *, context)`` says what a call would do: for a person who approves it."""
     title: str = ""
     input_schema: Mapping[str, Any] | None = None
     """The raw JSON schema of a tool made with ``from_schema``."""
@@ -218,6 +229,13 @@ class Tool(TypedConstructor, Generic[P, R]):
                 raise self._wrong(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.timeout is not None and not self.timeout > 0:
             raise self._wrong(f"timeout must be positive seconds, got {self.timeout!r}")
+        if self.max_result_chars is not None and self.max_result_chars < 1:
+            raise self._wrong(f"max_result_chars must be at least 1, got {self.max_result_chars}")
+        if self.preview is not None:
+            problem = misfit(self.preview, object(), context=object())
+            if problem or is_async(self.preview):
+                problem = problem or "it must not be async"
+                raise self._wrong(f"its preview must fit preview(params, *, context): {problem}")
         if self.preconditions or self.effects or self.retry is not None:
             self._check_protocol()
 
@@ -412,7 +430,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         self._set("_validate", validate)
         return validate(arguments)
 
-    def replace(self, **changes: Any) -> Tool[P, R]:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with other fields."""
         if "name" in changes and self.title == self.name:
             changes.setdefault("title", "")  # derived from the name again
@@ -444,6 +462,82 @@ class Tool(TypedConstructor, Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<tool {self.title}>"
+
+
+class FunctionTool(Tool[Any, R], Generic[A, R]):
+    """A tool that ``@tool`` made: it is called with the function's own arguments.
+
+    A single mapping gives all arguments at once, as a model does. ``context=`` is always taken.
+    """
+
+    # A function's own arguments stand in place of ``params``: no override could say so.
+    @overload
+    def __call__(self, *args: A.args, **kwargs: A.kwargs) -> ToolResult[R]: ...
+    @overload
+    def __call__(
+        self, params: Mapping[str, object], /, *, context: ToolContext | None = None
+    ) -> ToolResult[R]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> ToolResult[R]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run the call through the pipeline and return its result.
+
+        Without a context it is part of the current call; outside of any call it gets a new session.
+        """
+        from weakincentives.runtime.tool_call import call_tool
+
+        return call_tool(self, *self._given(args, kwargs))
+
+    @overload
+    async def acall(self, *args: A.args, **kwargs: A.kwargs) -> ToolResult[R]: ...
+    @overload
+    async def acall(
+        self, params: Mapping[str, object], /, *, context: ToolContext | None = None
+    ) -> ToolResult[R]: ...
+    async def acall(self, *args: Any, **kwargs: Any) -> ToolResult[R]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Run the call through the pipeline on the caller's event loop."""
+        from weakincentives.runtime.tool_call import acall_tool
+
+        return await acall_tool(self, *self._given(args, kwargs))
+
+    def _given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[object, ToolContext | None]:
+        """Return the arguments of a call for the pipeline, and its context."""
+        positional, contexts, is_handler = self._own_parameters
+        whole: Any = None
+        given = kwargs
+        first = cast("object", args[0]) if len(args) == 1 else None
+        if args == (None,) and not positional:
+            pass
+        elif isinstance(first, Mapping) or type(first) is self.params_type:
+            whole = args[0]
+            contexts = (*contexts, "context")  # beside a mapping, that is no argument
+        else:
+            if len(args) > len(positional):
+                raise TypeError(f"{self.name} takes {len(positional)} arguments, got {len(args)}")
+            given = dict(zip(positional, args, strict=False))
+            twice = sorted(given.keys() & kwargs.keys())
+            if twice:
+                raise TypeError(f"{self.name} got several values for {', '.join(twice)}")
+            given.update(kwargs)
+            whole = given.pop("params", None) if is_handler else None
+        found = [given.pop(name, None) for name in contexts]
+        context = next((each for each in found if each is not None), None)
+        if not isinstance(context, ToolContext | None):
+            raise TypeError(f"{self.name} takes a ToolContext as its context, got {context!r}")
+        return _one_of(whole, given), context
+
+    @cached_property
+    def _own_parameters(self) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+        """The function's positional parameters, those for the context, and if it is a handler."""
+        function = self.function
+        if function is None:
+            return (), ("context",), False
+        parameters = inspect.signature(function).parameters
+        contexts = context_parameters(function)
+        if "context" not in parameters:
+            contexts += ("context",)
+        names = [n for n, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        return tuple(names), contexts, _own_params_type(function) is not None
 
 
 def plain_schema(name: str, schema: object) -> dict[str, Any]:
@@ -518,8 +612,29 @@ def _has_json_form(declared: Any) -> bool:
 # ``@tool``
 
 
+class _Decorator(Protocol):
+    """``tool(...)`` with options: keeps the signature of the function, and names its value."""
+
+    @overload
+    def __call__(
+        self, function: Callable[A, Awaitable[ToolResult[R]]], /
+    ) -> FunctionTool[A, R]: ...
+    @overload
+    def __call__(self, function: Callable[A, Awaitable[R]], /) -> FunctionTool[A, R]: ...
+    @overload
+    def __call__(self, function: Callable[A, ToolResult[R]], /) -> FunctionTool[A, R]: ...
+    @overload
+    def __call__(self, function: Callable[A, R], /) -> FunctionTool[A, R]: ...
+
+
 @overload
-def tool(function: Callable[..., Any], /) -> Tool[Any, Any]: ...
+def tool(function: Callable[A, Awaitable[ToolResult[R]]], /) -> FunctionTool[A, R]: ...
+@overload
+def tool(function: Callable[A, Awaitable[R]], /) -> FunctionTool[A, R]: ...
+@overload
+def tool(function: Callable[A, ToolResult[R]], /) -> FunctionTool[A, R]: ...
+@overload
+def tool(function: Callable[A, R], /) -> FunctionTool[A, R]: ...
 @overload
 def tool(
     *,
@@ -531,11 +646,13 @@ def tool(
     writes: Writes = "api",
     timeout: float | None = None,
     concurrent: bool | None = None,
+    max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS,
     title: str = "",
     preconditions: Sequence[Precondition] = (),
     effects: Sequence[Effect] = (),
     retry: RetryPolicy | None = None,
-) -> Callable[[Callable[..., Any]], Tool[Any, Any]]: ...
+    preview: Callable[..., CallPreview] | None = None,
+) -> _Decorator: ...
 def tool(
     function: Callable[..., Any] | None = None,
     /,
@@ -546,13 +663,13 @@ def tool(
 ) -> Any:
     """Make a tool from a plain typed function, sync or async.
 
-    Its parameters become the tool's (one called ``context`` gets the ToolContext), the first
-    paragraph of its docstring the description, its return value the result's value. A function
+    Its parameters become the tool's; one annotated ``ToolContext`` gets the context. The first
+    paragraph of its docstring is the description, its return value the result's value. A function
     whose only parameter is a dataclass called ``params`` gets that. Examples may give their input
     as a dict.
     """
 
-    def made(function: Callable[..., Any]) -> Tool[Any, Any]:
+    def made(function: Callable[..., Any]) -> FunctionTool[..., Any]:
         return _tool_of(function, name, description, options)
 
     return made if function is None else made(function)
@@ -563,7 +680,7 @@ def _tool_of(
     name: str | None,
     description: str | None,
     options: dict[str, Any],
-) -> Tool[Any, Any]:
+) -> FunctionTool[..., Any]:
     title = _title(function)
     description = description or _first_paragraph(function)
     if not description:
@@ -577,7 +694,7 @@ def _tool_of(
     result_type = hints_of(function).get("return", Any)
     if result_type is ToolResult or get_origin(result_type) is ToolResult:
         result_type = next(iter(getattr(result_type, "__args__", ())), Any)
-    return Tool(
+    return FunctionTool(
         name=name or title,
         description=description,
         handler=_handler_of(function, names),
@@ -591,8 +708,30 @@ def _tool_of(
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     """Return the parameters for the model: not the context, not those bound by a partial."""
     parameters = inspect.signature(function).parameters.values()
-    held = function.keywords if isinstance(function, partial) else {}
-    return [each for each in parameters if each.name != "context" and each.name not in held]
+    hidden = {*context_parameters(function)}
+    if isinstance(function, partial):
+        hidden.update(function.keywords)
+    return [each for each in parameters if each.name not in hidden]
+
+
+def context_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters that get the context: those annotated ``ToolContext``.
+
+    One called ``context`` also gets it if its annotation is missing or allows it.
+    """
+    hints = hints_of(function)
+    raw = getattr(innermost(function), "__annotations__", {})
+
+    def gets_it(name: str) -> bool:
+        hint = hints.get(name, UNKNOWN)
+        if hint is UNKNOWN and _CONTEXT.fullmatch(str(raw.get(name))):
+            return True  # imported for the type checker only
+        parts = get_args(hint) if is_union(hint) else (hint,)
+        if ToolContext in parts:
+            return all(each in (ToolContext, NoneType) for each in parts)
+        return name == "context" and can_be(ToolContext, hint)
+
+    return tuple(name for name in inspect.signature(function).parameters if gets_it(name))
 
 
 def _own_params_type(function: Callable[..., Any]) -> Any:
@@ -648,11 +787,13 @@ def _field_of(parameter: Parameter, hint: Any, text: str | None) -> tuple[Any, A
 
 def _handler_of(function: Callable[..., Any], names: tuple[str, ...] | None) -> Any:
     """Return a handler that calls the function with its parameters' fields, or with ``params``."""
-    takes_context = "context" in inspect.signature(function).parameters
+    contexts = context_parameters(function)
 
     def arguments(params: Any, context: ToolContext) -> dict[str, Any]:
         given = {"params": params} if names is None else {n: getattr(params, n) for n in names}
-        return {**given, "context": context} if takes_context else given
+        for name in contexts:
+            given[name] = context
+        return given
 
     def answer(value: Any) -> ToolResult[Any]:
         if not isinstance(value, ToolResult):

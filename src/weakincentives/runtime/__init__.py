@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.compose import conditional as conditional
     from weakincentives.runtime.compose import parallel as parallel
     from weakincentives.runtime.compose import sequence as sequence
+    from weakincentives.runtime.inbox import Inbox as Inbox
     from weakincentives.runtime.ledger import CallOutcome as CallOutcome
     from weakincentives.runtime.ledger import Outcome as Outcome
     from weakincentives.runtime.ledger import OutcomeLedger as OutcomeLedger
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
     from weakincentives.runtime.saved import SavedSession as SavedSession
     from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
+    from weakincentives.runtime.saved import UserMessage as UserMessage
     from weakincentives.runtime.snapshots import CompositeSnapshot as CompositeSnapshot
     from weakincentives.runtime.snapshots import PendingToolTracker as PendingToolTracker
     from weakincentives.runtime.snapshots import create_snapshot as create_snapshot
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
     from weakincentives.runtime.tool_call import apply_effects as apply_effects
     from weakincentives.runtime.tool_call import execute_tool as execute_tool
     from weakincentives.runtime.tool_call import execute_tools as execute_tools
+    from weakincentives.runtime.window import ContextPolicy as ContextPolicy
+    from weakincentives.runtime.window import DropOldest as DropOldest
+    from weakincentives.runtime.window import Room as Room
+    from weakincentives.runtime.window import ShortenAndSummarize as ShortenAndSummarize
     from weakincentives.session import Session as Session
     from weakincentives.session import SliceAccessor as SliceAccessor
     from weakincentives.session import Snapshot as Snapshot

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import isawaitable
 from json import JSONDecodeError
@@ -24,6 +26,7 @@ from weakincentives.errors import (
     VisibilityExpansionRequired,
 )
 from weakincentives.events import SUSPENDED, ToolInvoked
+from weakincentives.filesystem.bypass import warn_once
 from weakincentives.filesystem.paths import shown
 from weakincentives.logs import get_logger
 from weakincentives.prompt.signatures import show
@@ -38,6 +41,8 @@ _UNFINISHED: dict[type, tuple[str, str]] = {
     GeneratorType: ("a generator", "return a list of what it yields"),
     AsyncGeneratorType: ("an async generator", "return a list of what it yields"),
 }
+_MAX_EDITED = 2000
+"""Characters of edited arguments that the model is told."""
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _RAISED_CODES: tuple[tuple[type[BaseException], str], ...] = (
     (DeadlineExceededError, "DEADLINE_EXCEEDED"),
@@ -242,6 +247,14 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
+def edited(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> str:
+    """Return what the model is told when a person has edited its arguments."""
+    text = json.dumps(arguments, ensure_ascii=False, default=repr)
+    if len(text) > _MAX_EDITED:
+        text = f"{text[:_MAX_EDITED]}... ({len(text)} characters)"
+    return f"The user edited the arguments of '{tool.name}': {text}"
+
+
 # The record
 
 
@@ -254,6 +267,20 @@ def complete(
     message = result.message
     if transaction.degraded and transaction.ran:
         message = f"{message}\nRan without: {'; '.join(transaction.degraded)}".lstrip("\n")
+    if transaction.edited or transaction.nested_edits:
+        edits = transaction.edited + transaction.nested_edits
+        message = "\n".join((message, *edits)).lstrip("\n")
+        parent = transaction.parent
+        if parent is not None:  # once each: a call that conflicts at its commit comes here twice
+            parent.nested_edits = tuple(dict.fromkeys((*parent.nested_edits, *edits)))
+    notes, not_undone = transaction.notes, transaction.not_undone
+    if transaction.bypassed is not None and (named := transaction.bypassed.named()):
+        warn_once(call.name, named)
+        if result.success:
+            notes += (f"changed with plain file operations, so not in the history: {named}",)
+        else:
+            not_undone += (f"{named}, changed with plain file operations",)
+            message = f"{message}\nNot undone: {not_undone[-1]}"
     completed: ToolResult[Any] = ToolResult(
         message,
         result.value,
@@ -266,7 +293,7 @@ def complete(
             duration,
             transaction.attempts,
             undone,
-            transaction.not_undone,
+            not_undone,
             transaction.degraded,
         ),
         call.id,
@@ -281,8 +308,8 @@ def complete(
         call_id=call.id,
         ran=transaction.ran,
     )
-    if transaction.notes:
-        event.notes = transaction.notes
+    if notes:
+        event.notes = notes
     if transaction.denied_by:
         event.denied_by = transaction.denied_by
     if transaction.parent is not None:

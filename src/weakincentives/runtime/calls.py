@@ -11,7 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,11 +23,14 @@ from typing import Any, cast
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
+from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.runtime.saved import SavedSessionData, not_undone
+from weakincentives.serde.exact import StoredBytes
 
 _RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
+_COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
 _ENDS = "weakincentives.events:PromptExecuted"
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _SUFFIX = ".jsonl"
@@ -70,18 +74,35 @@ class Run:
         about = self.data.about
         return str(about.get("task") or about.get("title") or about.get("kind") or "")
 
+    def sitting(self, moment: float) -> int:
+        """Return which start of an MCP server was the last before a moment; 0 for other runs.
+
+        A server resumes its session whenever a client starts it. What a person calls the last run
+        is what was done since then; a resumed `wink run` is one run.
+        """
+        if self.data.about.get("kind") != "mcp":
+            return 0
+        return bisect_right(self.data.resumed, moment)
+
     @property
     def has_ended(self) -> bool:
         """Whether the model has finished, and got no message since."""
-        ends, messages = self._log(_ENDS), self._log(_MESSAGES)
+        ends = self._log(_ENDS)
+        messages = [each for each in self._log(_MESSAGES) if each.get("rewound_to") is None]
         is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
         return is_over and bool(messages) and messages[-1].get("role") == "model"
 
     @property
     def turns(self) -> int:
-        """The number of model turns."""
+        """The number of requests to the model: its turns, and summaries of the conversation."""
         messages = self._log(_MESSAGES)
-        return sum(each.get("role") == "model" and not each.get("depth") for each in messages)
+        turns = sum(each.get("role") == "model" and not each.get("depth") for each in messages)
+        return turns + sum(bool(each.get("summary")) for each in self._log(_COMPACTIONS))
+
+    @property
+    def compactions(self) -> int:
+        """How often the conversation was shortened for the model."""
+        return len(self._log(_COMPACTIONS))
 
     def calls(self) -> list[Call]:
         """Return its calls, oldest first."""
@@ -208,21 +229,26 @@ class Call:
 
 
 class Calls:
-    """The calls of a workspace."""
+    """The calls of a workspace; lines are counted in files for which ``detail`` returns true."""
 
-    def __init__(self, workspace: Path) -> None:
+    def __init__(self, workspace: Path, *, detail: Detail | None = None) -> None:
         self.workspace = workspace
         self.history = WorkspaceHistory(workspace)
+        self._detail = detail
+
+    @cached_property
+    def _history(self) -> tuple[Committed, ...]:
+        return self.history.calls()
 
     @cached_property
     def committed(self) -> dict[str, Committed]:
         """The calls in the history by id, oldest first."""
-        return {each.call_id: each for each in self.history.calls()}
+        return {each.call_id: each for each in self._history}
 
     @cached_property
     def undone(self) -> set[str]:
         """The ids of calls that are undone now."""
-        return self.committed.keys() - not_undone(self.history.calls())
+        return self.committed.keys() - not_undone(self._history)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -258,6 +284,21 @@ class Calls:
             records.get(call_id) or _unrecorded(each) for call_id, each in self.committed.items()
         )
 
+    def by_run(self) -> list[list[Call]]:
+        """Return the calls in the history by run, the run with the newest change last.
+
+        A call without a run is by itself. What a person has undone is no run.
+        """
+        groups: dict[object, list[Call]] = {}
+        for call in self.changed():
+            if call.run is None and call.undoes:
+                continue
+            key = call.run and (call.run.id, call.run.sitting(call.time))
+            group = groups.pop(key or call.call_id, [])
+            group.append(call)
+            groups[key or call.call_id] = group
+        return list(groups.values())
+
     def by_id(self, call_id: str) -> Call | None:
         """Return the call with this id, or None."""
         for call in self._joined(_readable_calls(self.newest_runs)):
@@ -283,7 +324,7 @@ class Calls:
     def with_files(self, calls: list[Call]) -> list[Call]:
         """Fill in the files that calls changed, reading the history from the newest on."""
         wanted = {call.call_id: call for call in calls if call.committed is not None}
-        for changes in self.history.changes() if wanted else ():
+        for changes in self.history.changes(self._detail) if wanted else ():
             call = wanted.pop(changes.call.call_id, None)
             if call is not None:
                 call.files = changes.files
@@ -307,6 +348,19 @@ class Calls:
             for each in self.committed.values()
             if each.call_id not in known and each.time >= oldest
         )
+
+
+def in_place(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls of a run whose changes to files are in place."""
+    own = {call.call_id for call in calls}
+    return [
+        call
+        for call in calls
+        if call.committed is not None
+        and not call.is_undone
+        # An undo of the run's own calls leaves nothing to undo.
+        and not (call.undoes and own.issuperset(call.undoes))
+    ]
 
 
 def _unrecorded(committed: Committed) -> Call:
@@ -333,6 +387,8 @@ def plain(value: Any) -> object:
     """Return a value without its type names, for people and machines to read."""
     if isinstance(value, list):
         return [plain(each) for each in cast("list[Any]", value)]
+    if isinstance(value, StoredBytes):
+        return f"sha256 {value.sha256}"
     if not isinstance(value, dict):
         return value
     data = cast("dict[str, Any]", value)
@@ -358,7 +414,9 @@ def _rendered(result: Any) -> str:
     from weakincentives.serde import thaw
 
     try:
-        for module in set(re.findall(r'"(weakincentives(?:\.\w+)+):', json.dumps(result))):
+        for module in set(
+            re.findall(r'"(weakincentives(?:\.\w+)+):', json.dumps(result, default=str))
+        ):
             if module not in sys.modules:
                 import_module(module)  # only our own modules, whatever the file says
         return str(thaw(result).render())

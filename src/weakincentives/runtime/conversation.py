@@ -5,18 +5,20 @@ A conversation is in the session's LOG slice of ``Message``, from which an inter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.call import ToolCall
+from weakincentives.media import Media
 from weakincentives.slices import SlicePolicy, slice_policy
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
     from weakincentives.errors import ProviderError
+    from weakincentives.events import ToolInvoked
     from weakincentives.prompt.prompt import RenderedPrompt
     from weakincentives.session import Session
     from weakincentives.tool_result import ToolResult
@@ -48,6 +50,47 @@ class Message:
     """The id of the conversation: a session may hold several."""
     depth: int = 0
     """How many calls the conversation is nested in."""
+    usage: TokenUsage | None = None
+    """The tokens of a model's turn."""
+    request_bytes: int = 0
+    """The size of the request that a model's message answers."""
+    media: tuple[Media, ...] = ()
+    """Pictures and files that go with the text, which names each of them."""
+    prompt: str = ""
+    """In a first message: the namespace and key of the prompt, with a colon between them."""
+    sent_id: str = ""
+    """The id in the inbox of a message that was sent to a run in progress."""
+    rewound_to: int | None = None
+    """In a mark that is not sent: how many messages of the conversation precede what follows."""
+
+
+def last_conversation(
+    session: Session, *, depth: int = 0, prompt: str | None = None
+) -> list[Message]:
+    """Return the last conversation, or the last one of a prompt, without what was rewound."""
+    by_id: dict[str, list[Message]] = {}
+    for message in session[Message].newest_first():
+        if message.depth != depth:
+            continue
+        if prompt is None and by_id and message.conversation not in by_id:
+            continue
+        found = by_id.setdefault(message.conversation, [])
+        found.append(message)
+        # An earlier version did not save the prompt.
+        if message.is_first and (prompt is None or message.prompt in (prompt, "")):
+            return [each for _, each in without_rewound(enumerate(reversed(found)))]
+    return []
+
+
+def without_rewound(messages: Iterable[tuple[int, Message]]) -> list[tuple[int, Message]]:
+    """Return the messages of a conversation that the model still sees, with their places."""
+    kept: list[tuple[int, Message]] = []
+    for place, message in messages:
+        if message.rewound_to is None:
+            kept.append((place, message))
+        else:
+            del kept[message.rewound_to :]
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +121,8 @@ class ModelTurn:
     model: str = ""
     """The provider's name of the model that answered."""
     wire: Any = None
+    media: tuple[Media, ...] = ()
+    """Pictures or sound that the model made."""
 
 
 # No slots: with them, frozen and generic, `PromptResponse[Out](...)` is a TypeError on Python 3.11.
@@ -86,6 +131,8 @@ class PromptResponse(Generic[OutT]):
     """The result of a run, or of one step."""
 
     text: str = ""
+    media: tuple[Media, ...] = ()
+    """Pictures or sound in the last answer."""
     output: OutT | None = None
     """The answer as the prompt's output type, if it has one."""
     usage: TokenUsage = NO_TOKENS
@@ -123,6 +170,8 @@ class Retrying:
     error: ProviderError
     wait: float
     """Seconds until the retry."""
+    attempt: int = 2
+    """Which attempt comes next; the first was 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +190,54 @@ class ToolStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolProgress:
+    """A running call reports progress: see ``ToolContext.report``."""
+
+    call: ToolCall
+    message: str
+    done: float | None = None
+    total: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ToolEnded:
-    """A call has ended, in any way."""
+    """A call has ended: committed, rolled back or refused."""
 
     call: ToolCall
     result: ToolResult[Any]
+    record: ToolInvoked
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCommitted(ToolEnded):
+    """A call has succeeded, and its changes are committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRolledBack(ToolEnded):
+    """A call ran, failed, and was rolled back."""
+
+    @property
+    def undone(self) -> tuple[str, ...]:
+        """What the rollback covered: the session, and resources by name."""
+        return self.result.metadata.undone
+
+    @property
+    def not_undone(self) -> tuple[str, ...]:
+        """What could not be undone, in sentences."""
+        return self.result.metadata.not_undone
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRefused(ToolEnded):
+    """A call was refused before it ran: denied, invalid or unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A message that was sent to the run in progress; the next turn of the model sees it."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +247,62 @@ class SentBack:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The run has finished; a run that fails raises its error instead."""
+
+    response: PromptResponse[Any]
+
+
+@slice_policy(SlicePolicy.LOG)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCompacted:
+    """The model sees a shorter form of the conversation from now on; the session keeps all of it.
+
+    It is in the session's LOG, so a resumed run sends the same requests.
+    """
+
+    conversation: str
+    shown: tuple[int | Message, ...]
+    """What stands for the conversation so far: places of messages in it, or other messages."""
+    of_messages: int
+    """How many messages the conversation had."""
+    digest: int
+    """Identifies those messages: after a rewind the conversation has others."""
+    shortened: int = 0
+    """How many results were cut to their first lines."""
+    removed: int = 0
+    """How many messages are no longer shown."""
+    summary: str = ""
+    """What the model wrote of them."""
+    usage: TokenUsage = NO_TOKENS
+    """The tokens of the summary."""
+    model: str = ""
+    window: int = 0
+    """The tokens of the model's context window."""
+    was_rejected: bool = False
+    """Whether the provider had rejected the request as too long."""
+    tokens_before: int = 0
+    tokens_after: int = 0
+    """The estimated size of the request."""
+    request_bytes: int = 0
+    bytes_per_token: float = 0.0
+    """What the estimate is based on."""
+
+
 RunEvent: TypeAlias = (
-    TurnStarted | TextDelta | Retrying | TurnEnded | ToolStarted | ToolEnded | SentBack
+    TurnStarted
+    | TextDelta
+    | Retrying
+    | TurnEnded
+    | ToolStarted
+    | ToolProgress
+    | ToolCommitted
+    | ToolRolledBack
+    | ToolRefused
+    | MessageReceived
+    | SentBack
+    | ContextCompacted
+    | RunEnded
 )
 """An event of a run."""

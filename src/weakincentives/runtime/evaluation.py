@@ -13,11 +13,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from weakincentives import events
-from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker
-from weakincentives.call import RunContext, ToolCall, current_view, new_call_id
+from weakincentives.budget import NO_TOKENS, Budget, BudgetTracker, TokenPrice, TokenUsage
+from weakincentives.call import (
+    RunContext,
+    ToolCall,
+    current_view,
+    new_call_id,
+    transaction_under_way,
+)
 from weakincentives.deadlines import Deadline, Heartbeat
 from weakincentives.errors import (
     CallLimitExceeded,
+    ContextOverflow,
     DeadlineExceededError,
     OutputParseError,
     PromptEvaluationError,
@@ -28,44 +35,66 @@ from weakincentives.errors import (
 )
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
+from weakincentives.media import Content, split_content
 from weakincentives.prompt.completion import TaskCompletionChecker, check_completion
 from weakincentives.prompt.feedback import Feedback, FeedbackProvider, collect_feedback
 from weakincentives.prompt.prompt import Prompt, RenderedPrompt
 from weakincentives.prompt.section import expand
 from weakincentives.prompt.structured_output import output_schema, parse_structured_output
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime.conversation import (
     Message,
+    MessageReceived,
     ModelRequest,
     ModelTurn,
     PromptResponse,
     Retrying,
+    RunEnded,
     RunEvent,
     SentBack,
     TextDelta,
-    ToolEnded,
+    ToolCommitted,
+    ToolProgress,
+    ToolRefused,
+    ToolRolledBack,
     ToolStarted,
     TurnEnded,
     TurnStarted,
+    last_conversation,
 )
 from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
+from weakincentives.runtime.window import (
+    SUMMARY_INSTRUCTIONS,
+    ContextPolicy,
+    ShortenAndSummarize,
+    ShownConversation,
+    outline,
+    read_result_tool,
+    transcript,
+)
 from weakincentives.session import Session
 from weakincentives.slices import Slice
-from weakincentives.tool_result import ToolError, ToolResult
+from weakincentives.tool_result import ToolError, ToolResult, shortened
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+    from weakincentives.runtime.inbox import Inbox
 
 T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
 BEGIN = "Begin."
-"""The user's first message by default: the prompt says what to do."""
+"""The user's message by default: the prompt says what to do."""
 
+_CANCELLED = "The turn was interrupted before this call ran: it has changed nothing"
 _MAX_SENT_BACK = 3
 """How often in a row a model that stops too early is sent back."""
+
+_MAX_OVERFLOWS = 2
+"""How often a request that the provider rejects as too long is shortened and sent again."""
 
 
 class Model(Protocol):
@@ -82,7 +111,16 @@ class Model(Protocol):
     @property
     def provider_tools(self) -> Sequence[Tool[Any, Any]]: ...
 
+    @property
+    def manages_context(self) -> bool:
+        """Whether the provider shortens a long conversation itself."""
+        ...
+
     async def complete(self, request: ModelRequest) -> ModelTurn: ...
+
+    async def context_window(self) -> int | None: ...
+
+    def price(self) -> TokenPrice | None: ...
 
     async def end_run(self) -> None: ...
 
@@ -96,7 +134,11 @@ class RunConfig:
     time_limit: float | None = None
     """Seconds; a deadline passed with the run takes precedence."""
     budget: Budget | None = None
-    """Tokens; a budget passed with the run takes precedence."""
+    """Tokens and money; a budget passed with the run takes precedence."""
+    context: ContextPolicy | None = field(default_factory=ShortenAndSummarize)
+    """What the model still sees as its context window fills; None sends everything."""
+    context_window: int | None = None
+    """Tokens. Default: as the provider says, or as it rejects."""
     feedback: Sequence[FeedbackProvider] = ()
     completion: TaskCompletionChecker | None = None
     """Checked when the model stops: it is sent back with the reason until the task is done."""
@@ -112,7 +154,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name.startswith("max_") and value is not None and value < 1:
+            if each.name.startswith(("max_", "context_")) and value is not None and value < 1:
                 raise ValueError(f"{each.name} must be at least 1, got {value}")
         if self.time_limit is not None and not self.time_limit > 0:
             raise ValueError(f"time_limit must be positive, got {self.time_limit}")
@@ -130,13 +172,26 @@ class RunOptions(TypedDict, total=False):
     deadline: Deadline | None
     """When the run must have ended; raises DeadlineExceededError."""
     budget: Budget | BudgetTracker | None
-    """The tokens it may use; raises BudgetExceededError."""
+    """The tokens and the money it may use; raises BudgetExceededError."""
     on_event: Callable[[RunEvent], object] | None
     """Called with text, turns and calls as they happen."""
     run_context: RunContext | None
     """Ids of the run, for tools and records; missing ones are generated."""
     heartbeat: Heartbeat | None
     """Beats with every turn and call."""
+    resume: bool | None
+    """Whether to continue a conversation of the session: open calls are answered first, recorded
+    calls do not run again. None, the default: the last one of this prompt, if there is one, except
+    inside a call of a tool; otherwise a conversation begins. True: the last one, whatever its
+    prompt; raises PromptEvaluationError if there is none. False: a conversation begins."""
+    cancel_open_calls: bool
+    """Answer the open calls of an interrupted turn that have no record without running them."""
+    inbox: Inbox | None
+    """Messages to the run while it is in progress, as from another process."""
+
+
+_in_use: dict[tuple[int, str], Run] = {}
+"""The runs of this process, by the id of the session object and the conversation."""
 
 
 class Run:
@@ -150,10 +205,17 @@ class Run:
         self._session = session
         self._config = config = options.get("config", _DEFAULTS)
         self._on_event = options.get("on_event")
+        self._resume = options.get("resume")
+        self._cancels = options.get("cancel_open_calls", False)
+        self._given_inbox, self._inbox = options.get("inbox"), None
         self._clock = session.clock
         deadline, budget = options.get("deadline"), options.get("budget") or config.budget
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
+        tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        self._price = None
+        if tracker is not None:
+            self._price = tracker.budget.priced(model.price(), self._model_name)
         run_id = uuid.uuid4().hex
         ids = options.get("run_context") or RunContext(run_id=run_id)
         self._trace_is_given = bool(ids.trace_id)
@@ -162,7 +224,7 @@ class Run:
             prompt=prompt,
             adapter=model,
             deadline=deadline,
-            budget_tracker=BudgetTracker(budget) if isinstance(budget, Budget) else budget,
+            budget_tracker=tracker,
             run_context=ids.filled(
                 run_id=run_id,
                 loop_id=ids.run_id or run_id,
@@ -171,12 +233,14 @@ class Run:
             ),
             heartbeat=options.get("heartbeat"),
             config=config.tool_config,
+            on_report=self._report,
         )
         self._output_type: Any = prompt.template.output_type
         if self._output_type is not None:
             output_schema(self._output_type)  # refuse an unsupported type now
         self._rendered: RenderedPrompt | None = None
         self._messages: list[Message] = []
+        self._shown = ShownConversation()
         self._conversation = ""
         self._depth = current_view(session).depth
         self._usage = NO_TOKENS
@@ -191,39 +255,43 @@ class Run:
         """The ids of all calls in the session's messages, including those of other runs."""
         self._scanned = 0
         """How many messages have been scanned for ids."""
+        self._offers_rest = False
+        """Whether the model is offered the tool that reads the rest of a shortened result."""
+        self._asked_for_window = False
         self._blocks = False
 
-    def evaluate(self, message: str | None = None, *, resume: bool = False) -> PromptResponse[Any]:
+    def evaluate(self, message: Content | None = None) -> PromptResponse[Any]:
         """Run to the end, in the caller's thread."""
         self._blocks = True
-        return step_by_hand(self._traced, message, resume)
+        return step_by_hand(self._traced, message)
 
-    async def aevaluate(
-        self, message: str | None = None, *, resume: bool = False
-    ) -> PromptResponse[Any]:
+    async def aevaluate(self, message: Content | None = None) -> PromptResponse[Any]:
         """Run to the end, on the caller's event loop."""
-        return await self._traced(message, resume)
+        return await self._traced(message)
 
     def step(
-        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
+        self, tool_results: Sequence[ToolResult[Any]] | None, message: Content | None
     ) -> PromptResponse[Any]:
         """Take one turn, in the caller's thread."""
         self._blocks = True
         return step_by_hand(self.astep, tool_results, message)
 
     async def astep(
-        self, tool_results: Sequence[ToolResult[Any]] | None, message: str | None
+        self, tool_results: Sequence[ToolResult[Any]] | None, message: Content | None
     ) -> PromptResponse[Any]:
         """Take one turn, on the caller's event loop."""
-        if tool_results is None:
-            self._add_message(role="user", text=message or BEGIN, is_first=True)
-        else:
-            self._load_conversation()
-            self._add_results(tool_results)
-            self._add_user_message(message)
         try:
+            if tool_results is None:
+                self._begin_conversation(message)
+            else:
+                self._resume = True
+                self._load_conversation()
+                self._render()  # a tool's own limit for its results is in it
+                self._add_results(tool_results)
+                self._add_user_message(message)
             turn = await self._turn()
         finally:
+            _in_use.pop((id(self._session), self._conversation), None)
             await self._wait_for(self._model.end_run, self._model.needs_loop)
         output = None
         if not turn.tool_calls and self._output_type is not None:
@@ -232,15 +300,13 @@ class Run:
 
     # The loop
 
-    def _traced(
-        self, message: str | None, resume: bool
-    ) -> Coroutine[Any, Any, PromptResponse[Any]]:
+    def _traced(self, message: Content | None) -> Coroutine[Any, Any, PromptResponse[Any]]:
         telemetry = events.telemetry
         if telemetry is None:
-            return self._run(message, resume)
-        return telemetry.run(self._context, self._run, message, resume)
+            return self._run(message)
+        return telemetry.run(self._context, self._run, message)
 
-    async def _run(self, message: str | None, resume: bool) -> PromptResponse[Any]:
+    async def _run(self, message: Content | None) -> PromptResponse[Any]:
         started, reason = self._clock.time(), "interrupted"
         telemetry = events.telemetry
         if telemetry is not None and not self._trace_is_given and (found := telemetry.trace_id()):
@@ -248,33 +314,42 @@ class Run:
             self._context = self._context.having(run_context=replace(ids, trace_id=found))
         stop_listening = self._listen()
         try:
-            if resume:
-                self._load_conversation()
+            if self._given_inbox is not None:
+                self._given_inbox.open()
+                self._inbox = self._given_inbox
+            if self._load_conversation():
                 await self._answer_open_calls()
+                self._receive()
                 self._add_user_message(message)
             else:
-                self._add_message(role="user", text=message or BEGIN, is_first=True)
+                self._begin_conversation(message)
             while True:
+                self._receive()
                 turn = await self._turn()
                 if turn.tool_calls:
                     await self._answer(turn.tool_calls)
                     self._early_stops = self._mismatches = 0
                     continue
-                response = self._finished(turn)
-                if response is not None:
+                response = None if self._receive() else self._finished(turn)
+                if response is not None and self._takes_no_more():
                     reason = response.stop_reason
-                    return response
+                    break
         except Exception as error:
             reason = type(error).__name__
             if isinstance(error, PromptEvaluationError):
                 error.response = self._response(self._messages[-1].text if self._messages else "")
             raise
         finally:
+            _in_use.pop((id(self._session), self._conversation), None)
+            if self._inbox is not None:
+                self._inbox.close()
             stop_listening()
             try:
                 self._record(started, reason)
             finally:  # even if a reducer fails on the record, no program may be left running
                 await self._wait_for(self._model.end_run, self._model.needs_loop)
+        self._emit(RunEnded, response)
+        return response
 
     def _record(self, started: float, reason: str) -> None:
         event = PromptExecuted(
@@ -294,6 +369,7 @@ class Run:
     ) -> PromptResponse[Any]:
         return PromptResponse(
             text=text,
+            media=() if turn is None else turn.media,
             output=output,
             usage=self._usage,
             stop_reason="end_turn" if turn is None else turn.stop_reason,
@@ -333,35 +409,69 @@ class Run:
 
     # The conversation
 
+    def _begin_conversation(self, message: Content | None) -> None:
+        self._conversation = uuid.uuid4().hex
+        _in_use[id(self._session), self._conversation] = self
+        self._say(message or BEGIN, is_first=True, prompt=self._prompt_name)
+
     def _add_message(self, **fields: Any) -> None:
-        if fields.get("is_first"):
-            self._conversation = uuid.uuid4().hex
         message = Message(**fields, conversation=self._conversation, depth=self._depth)
         self._messages.append(message)
+        self._shown.add(message)
         self._session.dispatch(message)
         self._session.dispatcher.publish(message)
 
-    def _add_user_message(self, message: str | None) -> None:
+    def _say(self, message: Content, **fields: Any) -> None:
+        text, media = split_content(message)
+        self._add_message(role="user", text=text, media=media, **fields)
+
+    def _add_user_message(self, message: Content | None) -> None:
         """Add the user's message; one is required after a message of the model."""
         if message is not None or self._messages[-1].role == "model":
-            self._add_message(role="user", text=message or "Go on.")
+            self._say(message or ("Go on." if self._resume else BEGIN))
 
-    def _load_conversation(self) -> None:
-        """Load the session's last conversation at this depth of nested calls."""
-        found: list[Message] = []
-        for message in self._session[Message].newest_first():
-            if message.depth != self._depth:
-                continue
-            if not found or message.conversation == found[0].conversation:
-                found.append(message)
-                if message.is_first:
-                    break
-        if not found:
-            raise PromptEvaluationError(
-                "there is nothing to resume: the session has no conversation yet"
-            )
-        self._messages = found[::-1]
-        self._conversation = found[0].conversation
+    @property
+    def _prompt_name(self) -> str:
+        return f"{self._prompt.ns}:{self._prompt.key}"
+
+    def _load_conversation(self) -> bool:
+        """Load the conversation to continue, at this depth of nested calls; False if a new one is
+        to begin.
+
+        By default a nested run begins a new one: the call around the last one may have been rolled
+        back, or may run concurrently.
+        """
+        if self._resume is False or (self._resume is None and self._depth):
+            return False
+        prompt = None if self._resume else self._prompt_name
+        found = last_conversation(self._session, depth=self._depth, prompt=prompt)
+        problem = "there is nothing to resume: the session has no conversation yet"
+        if found:
+            key = id(self._session), found[0].conversation
+            if _in_use.setdefault(key, self) is self:
+                self._messages, self._conversation = found, found[0].conversation
+                self._shown = ShownConversation()
+                self._shown.load(self._messages, self._session, self._model_name)
+                return True
+            problem = "the conversation cannot be resumed: another run continues it now"
+        if self._resume:
+            raise PromptEvaluationError(problem)
+        return False
+
+    def _receive(self) -> bool:
+        """Add the messages that were sent to the run; tell whether there were any."""
+        sent = () if self._inbox is None else self._inbox.take()
+        if not sent:
+            return False
+        known = {message.sent_id for message in self._session[Message].newest_first()}
+        new = [(sent_id, text) for sent_id, text in sent if sent_id not in known]
+        for sent_id, text in new:
+            self._add_message(role="user", text=text, sent_id=sent_id)
+            self._emit(MessageReceived, text)
+        return bool(new)
+
+    def _takes_no_more(self) -> bool:
+        return self._inbox is None or self._inbox.close(if_empty=True)
 
     def _open_calls(self) -> list[ToolCall]:
         """Return the calls of the last turn that have no answer."""
@@ -375,13 +485,20 @@ class Run:
     async def _answer_open_calls(self) -> None:
         """Answer the open calls of an interrupted run; calls on record are not re-run."""
         calls = self._open_calls()
+        tracker = self._context.budget_tracker
+        if tracker is not None:
+            tracker.check()  # now: a call that is open is not to fail because of it
+        if calls:
+            self._render()  # a tool's own limit for its results is in it
         on_record = self._on_record(calls)
         for call in calls:
             if call.id in on_record:
                 self._add_answer(call, on_record[call.id])
         left = [call for call in calls if call.id not in on_record]
-        if left:
-            self._render()
+        if self._cancels:
+            for call in left:
+                self._add_answer(call, ToolResult.error(_CANCELLED))
+        elif left:
             await self._answer(left)
 
     def _add_results(self, results: Sequence[ToolResult[Any]]) -> None:
@@ -401,9 +518,15 @@ class Run:
     def _add_answer(
         self, call: ToolCall, result: ToolResult[Any], feedback: Sequence[Feedback] = ()
     ) -> None:
-        parts = [result.render(), *(each.text for each in feedback)]
+        rendered = self._context.rendered_prompt
+        offer = None if rendered is None else rendered.offers.get(call.name)
+        most = DEFAULT_MAX_RESULT_CHARS if offer is None else offer.tool.max_result_chars
+        answer = result.render()
+        if most is not None and len(answer) > most:
+            answer = shortened(answer, call.id, most)
+        parts = [answer, *(each.text for each in feedback)]
         text = "\n\n".join(part for part in parts if part)
-        self._add_message(role="tool", call_id=call.id, text=text)
+        self._add_message(role="tool", call_id=call.id, text=text, media=result.media)
 
     # The model's turn
 
@@ -418,44 +541,150 @@ class Run:
             tracker.check()
         self._context.beat()
         self._render()
-        rendered = self._context.rendered_prompt
-        assert rendered is not None
-        request = ModelRequest(
+        await self._make_room()
+        request = self._request(self._offered())
+        self._turns += 1
+        self._emit(TurnStarted, self._turns, request)
+        turn = self._with_unique_ids(await self._ask_within_window(request))
+        self._add_message(
+            role="model",
+            text=turn.text,
+            tool_calls=turn.tool_calls,
+            wire=turn.wire,
+            usage=turn.usage if turn.usage.total_tokens else None,
+            request_bytes=self._shown.request_bytes if self._shown.prompt_bytes else 0,
+            media=turn.media,
+        )
+        self._emit(TurnEnded, self._turns, turn)
+        self._spent(turn.usage)
+        return turn
+
+    def _request(self, rendered: RenderedPrompt) -> ModelRequest:
+        deadline = self._context.deadline
+        return ModelRequest(
             prompt=rendered,
-            messages=self._messages,
+            messages=tuple(self._shown.messages),  # events keep it, and the list grows
             output_type=self._output_type,
             timeout=None if deadline is None else deadline.remaining(),
             on_text=None if self._on_event is None else self._emit_text,
             session=self._session,
         )
-        self._turns += 1
-        self._emit(TurnStarted, self._turns, request)
-        telemetry = events.telemetry
-        answer = await (
-            self._ask(request)
-            if telemetry is None
-            else telemetry.turn(self._context, self._ask, request)
-        )
-        turn = self._with_unique_ids(answer)
-        self._usage = self._usage + turn.usage
-        self._add_message(role="model", text=turn.text, tool_calls=turn.tool_calls, wire=turn.wire)
-        self._emit(TurnEnded, self._turns, turn)
+
+    def _spent(self, usage: TokenUsage) -> None:
+        self._usage = self._usage + usage
+        tracker = self._context.budget_tracker
         if tracker is not None:
-            tracker.record(turn.usage)
+            tracker.record(usage, self._price)
             tracker.check()
-        return turn
 
     def _render(self) -> None:
         """Render the prompt for the session's present state."""
         rendered = self._prompt.render(self._session)
-        if rendered is self._rendered:
+        if rendered is self._rendered and self._offers_rest == self._shown.has_shortened:
             return
         self._rendered = rendered
+        self._offers_rest = self._shown.has_shortened
+        if self._offers_rest:
+            rendered = rendered.with_tools([read_result_tool()], self._prompt.policies)
         if self._model.provider_tools:
             rendered = rendered.with_provider_tools(
                 self._model.provider_tools, self._prompt.policies
             )
         self._context = self._context.having(rendered_prompt=rendered)
+
+    # The context window
+
+    @property
+    def _model_name(self) -> str:
+        return f"{self._model.name}:{getattr(self._model, 'model', None) or ''}".rstrip(":")
+
+    async def _make_room(self) -> None:
+        """Shorten what the model sees if the next request might not fit."""
+        policy, shown = self._config.context, self._shown
+        if policy is None or self._model.manages_context:
+            return
+        shown.measure(self._offered())
+        if shown.is_small:
+            return
+        if not self._asked_for_window:
+            self._asked_for_window = True
+            window = self._config.context_window
+            if window is None:
+                window = await self._wait_for(self._model.context_window, self._model.needs_loop)
+            shown.window = min(filter(None, (window, shown.window)), default=None)
+        if shown.is_full(policy):
+            await self._compact(policy)
+
+    async def _compact(self, policy: ContextPolicy, *, was_rejected: bool = False) -> None:
+        """Let the policy choose what the model sees from now on, and record it."""
+        shown, summaries, usage = self._shown, list[str](), list[TokenUsage]()
+
+        async def summarize(messages: Sequence[Message], most: int) -> str:
+            turn = await self._summary(messages, most)
+            usage.append(turn.usage)
+            text = turn.text.strip()
+            summaries.append(text if text and turn.stop_reason != "refusal" else "")
+            return summaries[-1] or outline(messages, most)
+
+        chosen = await policy.compact(shown.messages, shown.room(policy, summarize))
+        record = shown.compacted(
+            chosen,
+            self._messages,
+            summary="\n\n".join(filter(None, summaries)),
+            usage=sum(usage, NO_TOKENS),
+            model=self._model_name,
+            was_rejected=was_rejected,
+        )
+        self._session.dispatch(record)
+        self._session.dispatcher.publish(record)
+        self._render()  # it may offer the tool that reads the rest
+        shown.measure(self._offered())
+        self._emit(lambda: record)
+        self._spent(record.usage)
+
+    async def _summary(self, messages: Sequence[Message], most: int) -> ModelTurn:
+        """Ask the model for a summary; an empty one if even that does not fit."""
+        text = transcript(messages, self._shown.bytes_for_summary)
+        instructions = SUMMARY_INSTRUCTIONS.format(words=max(most // 8, 30))
+        request = replace(
+            self._request(RenderedPrompt(instructions, ())),
+            messages=[Message(role="user", text=text, conversation=self._conversation)],
+            output_type=None,
+            on_text=None,
+        )
+        try:
+            return await self._ask_traced(request)
+        except ContextOverflow as error:
+            _logger.warning("the model cannot summarize the conversation: %s", error)
+            return ModelTurn()
+
+    async def _ask_within_window(self, request: ModelRequest) -> ModelTurn:
+        """Ask; if the provider rejects the request as too long, shorten it and ask again."""
+        policy = self._config.context
+        for _ in range(_MAX_OVERFLOWS):
+            try:
+                return await self._ask_traced(request)
+            except ContextOverflow as error:
+                size = self._shown.request_bytes
+                if policy is None or self._model.manages_context:
+                    raise
+                self._shown.learn(error)
+                await self._compact(policy, was_rejected=True)
+                if self._shown.request_bytes >= size:
+                    raise
+                request = self._request(self._offered())
+        return await self._ask_traced(request)
+
+    async def _ask_traced(self, request: ModelRequest) -> ModelTurn:
+        telemetry = events.telemetry
+        if telemetry is None:
+            return await self._ask(request)
+        return await telemetry.turn(self._context, self._ask, request)
+
+    def _offered(self) -> RenderedPrompt:
+        rendered = self._context.rendered_prompt
+        assert rendered is not None
+        return rendered
 
     async def _ask(self, request: ModelRequest) -> ModelTurn:
         """Ask until the provider answers, as often as the retry policy allows."""
@@ -474,9 +703,7 @@ class Run:
                         f"The next try would be in {wait:.1f} s, after the deadline: {error}"
                     ) from error
                 _logger.warning("retrying %s in %.1f s: %s", self._model.name, wait, error)
-                self._emit(Retrying, error, wait)
-                if events.telemetry is not None:
-                    events.telemetry.note_retry(attempt + 1, error, wait)
+                self._emit(Retrying, error, wait, attempt + 1)
             await self._wait_for(lambda: self._clock.sleep(wait))  # noqa: B023  # awaited here
             if deadline is not None:
                 deadline.check()
@@ -588,15 +815,30 @@ class Run:
         def ended(record: ToolInvoked) -> None:
             call = self._in_progress.get(record.call_id)
             if call is not None:
-                self._emit(ToolEnded, call, record.result)
+                failed = ToolRolledBack if record.ran else ToolRefused
+                kind = ToolCommitted if record.success else failed
+                self._emit(kind, call, record.result, record)
 
         return self._session.dispatcher.subscribe(ToolInvoked, ended)
 
-    def _emit(self, event: Callable[..., RunEvent], *about: Any) -> None:
-        if self._on_event is None:
+    def _report(self, call_id: str, message: str, done: float | None, total: float | None) -> None:
+        """Emit the progress of a call, or of a call nested in it."""
+        transaction = transaction_under_way.get()
+        while transaction is not None and transaction.call.id not in self._in_progress:
+            transaction = transaction.parent
+        call = self._in_progress.get(call_id) if transaction is None else transaction.call
+        if call is not None:
+            self._emit(ToolProgress, call, message, done, total)
+
+    def _emit(self, kind: Callable[..., RunEvent], *about: Any) -> None:
+        if self._on_event is None and events.telemetry is None:
             return
+        event = kind(*about)
+        if events.telemetry is not None:
+            events.telemetry.note(event)
         try:
-            self._on_event(event(*about))
+            if self._on_event is not None:
+                self._on_event(event)
         except Exception:
             _logger.exception("the listener of a run failed on %s", event)
 

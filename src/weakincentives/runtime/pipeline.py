@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             transaction.succeeded = True
             if tool.effects:
                 await effects.apply_effects(transaction, result)
-            _accept(transaction, offer, result)
+            result = _accept(transaction, offer, result)
             if transaction.in_order:
                 await turn.reach(transaction)
                 transaction.check_place()
@@ -112,20 +113,9 @@ async def _admit(transaction: Transaction) -> Offer:
     call, context = transaction.call, transaction.context
     offer = transaction.around.offers.get(call.name) or answers.refuse_unknown(transaction)
     tool = transaction.tool = offer.tool
-    params = transaction.params = tool.parse(call.params)
-    for policy in offer.policies:
-        try:
-            verdict = policy.check(tool, params, context=transaction.bound)
-            reason = None if verdict is ALLOWED else await _denial(transaction, policy, verdict)
-        except Exception as error:
-            if isinstance(error, Suspended):
-                raise
-            # Fail closed: a policy that cannot decide does not allow.
-            _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
-            reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
-            raise PolicyDenied(reason, policy=policy.name) from error
-        if reason is not None:
-            raise PolicyDenied(reason, policy=policy.name)
+    transaction.params = tool.parse(call.params)
+    if offer.policies:
+        await _check_policies(transaction, offer)
     if tool.preconditions:
         await _check_preconditions(transaction, tool)
     if transaction.depth or context.deadline is not None or context.budget_tracker is not None:
@@ -137,13 +127,42 @@ async def _admit(transaction: Transaction) -> Offer:
     return offer
 
 
-async def _denial(transaction: Transaction, policy: AttachedPolicy, verdict: Any) -> str | None:
-    """Return why the call is denied, or None; an async policy is awaited."""
-    if policy.is_async:
-        verdict = await verdict
-    if isinstance(verdict, PolicyDecision) and verdict.note is not None:
-        transaction.notes = (*transaction.notes, f"{policy.name}: {verdict.note}")
-    return policy.denial(verdict)
+async def _check_policies(
+    transaction: Transaction, offer: Offer, editor: AttachedPolicy | None = None
+) -> None:
+    """Raise PolicyDenied unless all policies allow the call; ``editor`` has chosen its arguments.
+
+    Arguments that a policy has edited are checked by all others, as if the model had given them.
+    """
+    tool, params = offer.tool, transaction.params
+    for policy in offer.policies:
+        if policy is editor:
+            continue
+        try:
+            verdict = policy.check(tool, params, context=transaction.bound)
+            if verdict is ALLOWED:
+                continue
+            if policy.is_async:
+                verdict = await verdict
+            reason = policy.denial(verdict)
+        except Exception as error:
+            if isinstance(error, Suspended):
+                raise
+            # Fail closed: a policy that cannot decide does not allow.
+            _logger.error("policy %s failed and denies the call", policy.name, exc_info=error)
+            reason = f"Policy '{policy.name}' could not decide and denies the call: {error!r}"
+            raise PolicyDenied(reason, policy=policy.name) from error
+        decision = verdict if isinstance(verdict, PolicyDecision) else ALLOWED
+        if decision.note is not None:
+            transaction.notes = (*transaction.notes, f"{policy.name}: {decision.note}")
+        if reason is not None:
+            raise PolicyDenied(reason, policy=policy.name)
+        if decision.arguments is not None:
+            transaction.params = tool.parse(decision.arguments)
+            transaction.edited = (answers.edited(tool, decision.arguments),)
+            transaction.notes = (*transaction.notes, events.EDITED)
+            await _check_policies(transaction, offer, policy)
+            return
 
 
 async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -> None:
@@ -183,7 +202,7 @@ def _start(transaction: Transaction, offer: Offer) -> None:
         transaction.context.heartbeat.beat()
 
 
-def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> None:
+def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> ToolResult[Any]:
     """Hand a success to the session and the policies, still inside the transaction."""
     tool, session = offer.tool, transaction.session
     session.read_only = None  # that was for the handler; the runtime may write
@@ -193,12 +212,15 @@ def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> 
     note_success(tool.name, session)
     for policy in offer.listeners:
         try:
-            policy.on_result(tool, transaction.params, result, context=transaction.bound)  # type: ignore[misc]
+            said = policy.on_result(tool, transaction.params, result, context=transaction.bound)  # type: ignore[misc]
         except Exception as error:
             if isinstance(error, (PolicyDenied, Suspended)):
                 raise  # the policy denies what the call did: it is undone
             # Fail closed: a call that a policy could not note is undone.
             raise RuntimeError(f"policy '{policy.name}' failed on the result: {error!r}") from error
+        if isinstance(said, str) and said:
+            result = replace(result, message=f"{result.message}\n{said}".lstrip("\n"))
+    return result
 
 
 # Undo

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakincentives.call import RunContext, ToolCall, new_call_id, new_id
 from weakincentives.errors import ToolDefinitionError, WinkError
 from weakincentives.filesystem import Filesystem
-from weakincentives.prompt.policies import AttachedPolicy, attach
+from weakincentives.prompt.policies import AnyPolicy, AttachedPolicy, attach
 from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
 from weakincentives.prompt.section import MarkdownSection, Section
 from weakincentives.prompt.tool import Tool, ToolContext
@@ -85,7 +85,7 @@ class ToolRegistry:
         workspace: str | os.PathLike[str] | None = None,
         resources: Resources | None = None,
         session: Session | None = None,
-        policies: Iterable[object] = (),
+        policies: Iterable[AnyPolicy] = (),
         namespace: str | None = None,
         config: Mapping[str, object] | None = None,
         run_context: RunContext | None = None,
@@ -108,11 +108,17 @@ class ToolRegistry:
         self._own: ResourceContext | None = None
         self._memory: Binding[Any] | None = None
         """The binding of its own memory, unless one was given."""
-        self.workspace: HostFilesystem | None = None
-        """The directory, if one was given: its history, and how to undo calls."""
+        self._workspace: HostFilesystem | None = None
         self.register_all(tools)
         # Last: a registry that cannot be made leaves no directory open.
         self._resources = self._opened(workspace, resources)
+
+    @property
+    def workspace(self) -> HostFilesystem:
+        """The directory that it was made with: its history, and how to undo calls."""
+        if self._workspace is None:
+            raise LookupError("this registry has no workspace: make it with workspace=...")
+        return self._workspace
 
     def _opened(
         self, workspace: str | os.PathLike[str] | None, resources: Resources | None
@@ -127,8 +133,8 @@ class ToolRegistry:
                 raise TypeError("give either workspace= or a Filesystem in resources=, not both")
             from weakincentives.filesystem import HostFilesystem
 
-            self.workspace = HostFilesystem(workspace)
-            bound = bound.merge({Filesystem: self.workspace})
+            self._workspace = HostFilesystem(workspace)
+            bound = bound.merge({Filesystem: self._workspace})
         from weakincentives.memory import MemoryManager
 
         if MemoryManager not in bound:
@@ -396,7 +402,7 @@ class ToolRegistry:
         workspace: str | os.PathLike[str] | None = None,
         resources: Mapping[type[Any], Any] | ResourceRegistry | None = None,
         session: Session | None = None,
-        policies: Iterable[object] = (),
+        policies: Iterable[AnyPolicy] = (),
         namespace: str | None = None,
     ) -> ToolRegistry:
         """Return a registry of the tools of a section and of all below it, enabled or not.
@@ -457,8 +463,8 @@ class ToolRegistry:
             if self._own is not None:
                 self._own.close(error)
         finally:
-            if self.workspace is not None:
-                self.workspace.close()
+            if self._workspace is not None:
+                self._workspace.close()
 
     def __enter__(self) -> ToolRegistry:
         return self

@@ -2,17 +2,23 @@
 
 The file is JSON lines, each with a seal that only this user can make. The first line identifies the
 session. Every other line is one save: for each changed slice, how many values stay and which values
-follow them. The seal of a save is valid only for this session and this position in the file.
+follow them. The seal of a save is valid only for this session and this position in the file. The
+bytes of ``Media`` are in files of their own next to it, each once, named by their digest.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
+import re
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,11 +27,17 @@ from weakincentives import locks
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
+from weakincentives.media import Media
 from weakincentives.prompt.policies import note_success
-from weakincentives.runtime.conversation import Message
+from weakincentives.runtime.conversation import (
+    ContextCompacted,
+    Message,
+    last_conversation,
+    without_rewound,
+)
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 from weakincentives.serde import freeze, thaw
-from weakincentives.serde.exact import current_name
+from weakincentives.serde.exact import StoredBytes, current_name
 from weakincentives.session import Session, Snapshot, type_name
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
 from weakincentives.state import SEAL_SIZE, Seals
@@ -45,6 +57,12 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _HEAD = "session"
 _UNSAVED = "unsaved"
 """Marks the place of a value that could not be written."""
+_MEDIA = type_name(Media)
+_STORED = "stored"
+"""Marks the place of bytes that are in a file of their own."""
+_HAS_STORED = f'"{_STORED}"'.encode()
+_LARGE = 1_000
+"""Characters of base64; fewer stay in the line."""
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _UNKNOWN = (
     "The process was killed before this call was recorded, so the call is not re-run. {}\n"
@@ -63,6 +81,19 @@ def not_undone(history: Sequence[Committed]) -> set[str]:
         undone.update(each.undoes)
         live.add(each.call_id)
     return live
+
+
+@dataclass(frozen=True, slots=True)
+class UserMessage:
+    """A message of the user, and what the model did for it."""
+
+    text: str
+    calls: tuple[str, ...]
+    """The ids of the calls that the model made for it, oldest first."""
+    place: int
+    """Its place in the slice of messages."""
+    preceding: int
+    """How many messages of the conversation precede it."""
 
 
 class SavedSession:
@@ -155,6 +186,15 @@ class SavedSession:
         return saved
 
     @staticmethod
+    def is_in_use(path: str | Path) -> bool:
+        """Whether a process, or this one, has the file open."""
+        fd = os.open(path, os.O_RDWR | _NOFOLLOW)
+        try:
+            return locks.is_taken(fd)
+        finally:
+            os.close(fd)
+
+    @staticmethod
     def adopt(path: str | Path) -> int:
         """Seal a file that is damaged or from an earlier version; returns the number of lines lost.
 
@@ -207,6 +247,13 @@ class SavedSession:
             for slice_type in gone:
                 del self._saved[slice_type]
 
+    def mark_resumed(self) -> None:
+        """Note the time, as the beginning of another sitting of the same session."""
+        with self._lock:
+            self._append(
+                f'{{"at":{json.dumps(self.session.clock.time())},"state":{{}},"log":{{}}}}'
+            )
+
     def undo_unrecorded(
         self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
     ) -> tuple[str, ...]:
@@ -237,6 +284,62 @@ class SavedSession:
                     self._record(call, _UNKNOWN.format(f"Its changes stay: {error}"))
         self.save()
         return tuple(reversed(undone))
+
+    def user_messages(self) -> list[UserMessage]:
+        """Return the user's messages in the last conversation, without those rewound.
+
+        A message that was sent to a run in progress belongs to the message before it.
+        """
+        found: list[UserMessage] = []
+        for n, (place, message) in enumerate(self._conversation()):
+            if message.role == "user" and not message.sent_id:
+                found.append(UserMessage(message.text, (), place, n))
+            elif found and message.tool_calls:
+                asked = (*found[-1].calls, *(call.id for call in message.tool_calls))
+                found[-1] = replace(found[-1], calls=asked)
+        return found
+
+    def rewind(
+        self, number: int, files: HostFilesystem | None = None, *, force: bool = False
+    ) -> tuple[str, ...]:
+        """Go back to before the user's message with this number; the first is 1.
+
+        The conversation and all STATE slices are as they were then; in ``files``, the calls since
+        then are undone. Records stay, effects outside stay, and what was undone before stays
+        undone. Returns what ``files.undo`` returns.
+
+        Raises:
+            IndexError: There is no such message.
+            UndoRefused: Files have changed since; nothing was rewound. ``force`` replaces them.
+        """
+        messages = self.user_messages()
+        if not 1 <= number <= len(messages):
+            raise IndexError(f"there is no message {number}; there are {len(messages)}")
+        target = messages[number - 1]
+        self.save()  # so that the file has all messages
+        before = SavedSessionData.read(self.path, until=(type_name(Message), target.place))
+        state = before.snapshot(kind for _, kind, _ in self.session.snapshot_here().slices())
+        notes: tuple[str, ...] = ()
+        with locks.undisturbed():  # Ctrl-C must not leave the files rewound without the rest
+            if files is not None:
+                live = not_undone(files.history())
+                since = [call for message in messages[number - 1 :] for call in message.calls]
+                notes = files.undo(*(each for each in reversed(since) if each in live), force=force)
+            # After a kill between these two steps, the same rewind completes both.
+            conversation = last_conversation(self.session)[0].conversation
+            self.session.restore(state)
+            self.session.dispatch(
+                Message(role="user", conversation=conversation, rewound_to=target.preceding)
+            )
+            self.save()
+        return notes
+
+    def _conversation(self) -> list[tuple[int, Message]]:
+        """Return the last conversation, with the places of its messages in the slice."""
+        found = last_conversation(self.session)
+        messages = enumerate(self.session[Message].all())
+        own = found[0].conversation if found else None
+        return without_rewound((n, m) for n, m in messages if not m.depth and m.conversation == own)
 
     def _record_answer(self, call: ToolCall, found: CallOutcome, *, lost_files: bool) -> None:
         if lost_files:
@@ -287,7 +390,7 @@ class SavedSession:
 
     def _listen(self) -> None:
         subscribe = self.session.dispatcher.subscribe
-        for kind in (Message, ToolInvoked, PromptExecuted):
+        for kind in (Message, ToolInvoked, ContextCompacted, PromptExecuted):
             self._stops.append(subscribe(kind, self._on_record))
 
     def _on_record(self, event: object) -> None:
@@ -313,8 +416,26 @@ class SavedSession:
     def _change(self, slice_type: type, values: Slice[Any]) -> str:
         kept = values.shared_with(self._saved.get(slice_type, EMPTY))
         new = [*islice(values.newest_first(), len(values) - kept)][::-1]
-        items = ",".join(_encoded(slice_type, value) for value in new)
+        items = ",".join(self._encoded(slice_type, value) for value in new)
         return f"{json.dumps(type_name(slice_type))}:[{kept},[{items}]]"
+
+    def _encoded(self, slice_type: type, value: object) -> str:
+        """Return a value as JSON text, or what replaces a value without an exact form."""
+        try:
+            data = freeze(value)
+            text = _json(data)
+            if len(text) > _LARGE and _MEDIA in text:
+                text = _json(_changed(data, partial(_media_stored, _media_directory(self.path))))
+            return text
+        except (SnapshotError, RecursionError) as error:
+            shown = _record_as_text(value) if isinstance(value, ToolInvoked) else None
+            _logger.warning(
+                "a value in the slice of %s is %s: %s",
+                slice_type.__name__,
+                "not saved" if shown is None else "saved as text",
+                error,
+            )
+            return shown or _json({"$": _UNSAVED})
 
     def _append(self, line: str) -> None:
         """Add a line, completely or not at all."""
@@ -345,6 +466,8 @@ class SavedSessionData:
     log: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     at: float = 0.0
     """When it was last saved."""
+    resumed: list[float] = field(default_factory=list[float])
+    """The times of ``SavedSession.mark_resumed``."""
     size: int = 0
     """The length of the complete lines."""
     seals: Seals
@@ -353,10 +476,14 @@ class SavedSessionData:
     """What is wrong with the rest of the file, if only a part of it could be read."""
 
     @classmethod
-    def read(cls, path: Path, *, partly: bool = False) -> SavedSessionData:
+    def read(
+        cls, path: Path, *, partly: bool = False, until: tuple[str, int] | None = None
+    ) -> SavedSessionData:
         """Read a file, even while it is being written.
 
         With ``partly``, return what precedes the first damaged line: for display, not to resume.
+        With ``until``, the name of a slice and a place, return what precedes the save that first
+        filled this place.
 
         Raises:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
@@ -381,7 +508,10 @@ class SavedSessionData:
                 if text is None:
                     data.damage = f"line {number} of {path} is damaged or not ours"
                     break
-                data.add(_parsed(text))
+                line = _parsed(text)
+                if until is not None and _fills(line, *until):
+                    break
+                data.add(_with_stored(line, path) if _HAS_STORED in text else line)
                 data.size += len(sealed) + 1
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
@@ -395,6 +525,8 @@ class SavedSessionData:
     def add(self, line: Any) -> None:
         """Apply one save."""
         self.at = float(line["at"])
+        if not line["state"] and not line["log"]:
+            self.resumed.append(self.at)
         for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
             for name, (kept, items) in changes.items():
                 values = slices.setdefault(current_name(name), [])
@@ -419,6 +551,13 @@ class SavedSessionData:
             for name, each in self.log.items()
         }
         return Snapshot.from_items(state, log, self.at, types=types)
+
+
+def _fills(line: Any, name: str, place: int) -> bool:
+    changes = line["log"].items()
+    return any(
+        current_name(each) == name and kept + len(items) > place for each, (kept, items) in changes
+    )
 
 
 def _from_head(line: Any, seals: Seals) -> SavedSessionData:
@@ -480,19 +619,65 @@ def _is_unsaved(value: Any) -> bool:
     return isinstance(value, dict) and cast("dict[str, Any]", value).get("$") == _UNSAVED
 
 
-def _encoded(slice_type: type, value: object) -> str:
-    """Return a value as JSON text, or what replaces a value without an exact form."""
-    try:
-        return _json(freeze(value))
-    except (SnapshotError, RecursionError) as error:
-        text = _record_as_text(value) if isinstance(value, ToolInvoked) else None
-        _logger.warning(
-            "a value in the slice of %s is %s: %s",
-            slice_type.__name__,
-            "not saved" if text is None else "saved as text",
-            error,
-        )
-        return text or _json({"$": _UNSAVED})
+def _media_directory(path: Path) -> Path:
+    return path.with_suffix(".media")
+
+
+def _changed(data: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return JSON data in which every object is replaced that ``change`` gives a value for."""
+    if isinstance(data, list):
+        return [_changed(each, change) for each in cast("list[Any]", data)]
+    if not isinstance(data, dict):
+        return data
+    node = cast("dict[str, Any]", data)
+    made = change(node)
+    return {key: _changed(each, change) for key, each in node.items()} if made is None else made
+
+
+def _media_stored(directory: Path, node: dict[str, Any]) -> Any:
+    """Return frozen media with the digest of their bytes, which go to a file."""
+    if node.get("$") != "dataclass" or node["type"] != _MEDIA:
+        return None
+    text = node["fields"]["data"]["base64"]
+    if len(text) <= _LARGE:
+        return None
+    stored = {"$": _STORED, "sha256": _store(directory, base64.b64decode(text))}
+    return {**node, "fields": {**node["fields"], "data": stored}}
+
+
+def _with_stored(line: Any, path: Path) -> Any:
+    """Return the JSON data of a line with the places of bytes that are in files of their own."""
+
+    def found(node: dict[str, Any]) -> StoredBytes | None:
+        if node.get("$") != _STORED:
+            return None
+        digest = str(node["sha256"])
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{digest!r} is not a digest")
+        return StoredBytes(str(_media_directory(path) / digest), digest)
+
+    return _changed(line, found)
+
+
+def _store(directory: Path, data: bytes) -> str:
+    """Write data to the file that its digest names, unless it is there; return the digest."""
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != len(data):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if directory.is_symlink():
+            raise OSError(f"{directory} is a link")
+        fd, staged = tempfile.mkstemp(dir=directory)
+        try:
+            with open(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(fd)
+            os.replace(staged, path)
+        except BaseException:
+            os.unlink(staged)
+            raise
+    return digest
 
 
 def _record_as_text(record: ToolInvoked) -> str | None:

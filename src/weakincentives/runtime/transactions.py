@@ -6,6 +6,7 @@ all of them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import ViewClosed, WinkError
 from weakincentives.events import ToolInvoked
+from weakincentives.filesystem import bypass
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
@@ -38,9 +40,11 @@ Recorded = ToolInvoked | Callable[[], object]
 """A record for subscribers, or a notification that goes out with it."""
 
 _KNOWN_TO_RETRY = (
-    "offer", "tool", "params", "ran", "notes", "degraded", "ledger", "started", "timestamp"
+    "offer", "tool", "params", "ran", "notes", "edited", "degraded", "ledger", "started",
+    "timestamp",
 )  # fmt: skip
 _opening = threading.Lock()
+_identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
 _UNPROTECTED = nullcontext()
 _NO_RESOURCES = ResourceRegistry.of().open()
 
@@ -128,8 +132,14 @@ class Transaction:
     applied: tuple[Effect, ...] = ()
     notes: tuple[str, ...] = ()
     denied_by = ""
+    edited: tuple[str, ...] = ()
+    """What the model is told of arguments that a person has edited."""
+    nested_edits: tuple[str, ...] = ()
+    """The same, of the calls nested in it."""
     degraded: tuple[str, ...] = ()
     not_undone: tuple[str, ...] = ()
+    bypassed: bypass.Bypassed | None = None
+    """What it has changed in a workspace with plain file operations, in all its attempts."""
     compensated: bool | None = None
     """Whether all that it did outside was undone; None when that was not tried."""
     answered = False
@@ -227,9 +237,12 @@ class Transaction:
         return self._again()
 
     def _again(self) -> Transaction:
-        return Transaction(
+        again = Transaction(
             self.around, self.call, self.recorded, self.place, self.on_loop, self.depth
         )
+        if self.bypassed is not None:
+            again.bypassed = self.bypassed
+        return again
 
     # What a call works on
 
@@ -248,7 +261,9 @@ class Transaction:
                     view = self.session = base.fork(tracks_reads=self.in_order)
                     self._lock = view.lock
                     self.bound.__dict__["session"] = view
-                    self._views = {id(base): view, id(view): view}
+                    self._views = {_identity(base): view, _identity(view): view}
+                    if sys.version_info < (3, 12) and self.resource_context.gates:
+                        bypass.under_way.add(self)
         return self
 
     @property
@@ -303,12 +318,12 @@ class Transaction:
         views = self._views
         if views is None:
             views = cast("dict[int, object]", self.open()._views)
-        found = views.get(id(target))
+        found = views.get(_identity(target))
         if found is not None:
             return found  # type: ignore[return-value]
         with self._lock:  # a handler's threads may ask at once, and must get the same view
             base = target if self.parent is None else self.parent.view(target)
-            view: Any = views.get(id(base))
+            view: Any = views.get(_identity(base))
             if view is None:
                 if isinstance(target, Session) and self.base.is_view_of(target):
                     view = self.session
@@ -319,12 +334,12 @@ class Transaction:
                     view = self._fork(name, cast("Participant", participant_for(base)), views)
             # Referenced, so that no other object can get an id that is in the table.
             self._referenced = (*self._referenced, target)
-            views[id(target)] = view
+            views[_identity(target)] = view
             return view
 
     def covers(self, view: object) -> bool:
         """Whether an object is one of this call's views."""
-        return self._views is not None and self._views.get(id(view)) is view
+        return self._views is not None and self._views.get(_identity(view)) is view
 
     def _name_of(self, target: object, base: object) -> str | None:
         """Return what to call an object that takes part by forking; None for all others."""
@@ -359,7 +374,7 @@ class Transaction:
                 view.seal(self._end_reason())
             self.forks = (*self.forks, (name, base, view))
             exposed = view.exposed
-            views[id(base.exposed)] = views[id(exposed)] = exposed
+            views[_identity(base.exposed)] = views[_identity(exposed)] = exposed
             return exposed
 
     def read_only(self) -> None:
@@ -479,6 +494,8 @@ class Transaction:
         """End the lifetime of the call's own resources."""
         # No cycle: what a call made is freed when the call ends, not by the collector.
         self.__dict__.pop("bound", None)
+        if sys.version_info < (3, 12):
+            bypass.under_way.discard(self)
         if self._scope is not None:
             self._scope.close(error)
 

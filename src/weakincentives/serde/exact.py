@@ -17,7 +17,9 @@ from __future__ import annotations
 import binascii
 import dataclasses
 import datetime as dt
+import hashlib
 import math
+import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -267,6 +269,25 @@ def _text_tags() -> dict[type, str]:
 # Reading
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Stands in frozen data for bytes in a file; thawing reads them."""
+
+    path: str
+    sha256: str
+
+    def read(self) -> bytes:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            with open(fd, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise SnapshotError(f"{self.path} cannot be read: {error}") from error
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise SnapshotError(f"{self.path} is damaged: its digest is wrong")
+        return data
+
+
 _LEAVES = frozenset({type(None), bool, int, float, str})
 """Read as they are. Most values are leaves, so callers check before they call ``_thaw``."""
 
@@ -277,6 +298,8 @@ def _thaw(data: Any, known: Known) -> Any:
         return data
     if kind is list:
         return [item if type(item) in _LEAVES else _thaw(item, known) for item in data]
+    if kind is StoredBytes:
+        return data.read()
     if kind is not dict:
         raise SnapshotError(f"{kind.__qualname__} is not JSON data")
     if "$" not in data:
@@ -357,21 +380,28 @@ def _thaw_dataclass(data: _Frozen, known: Known) -> Any:
     found = _find(data["type"], known)
     layout = _layout(found)
     fields = cast("dict[str, Any]", _checked(dict, data["fields"]))
+    added: Iterable[str] = ()
     if fields.keys() != layout.names:
         for retired in getattr(found, "__retired_fields__", ()):
             fields.pop(retired, None)
-    if fields.keys() != layout.names:
-        missing = [f"lacks {name}" for name in layout.kept if name not in fields]
-        unknown = [f"has {name}, which the class lacks" for name in fields.keys() - layout.names]
-        raise SnapshotError(
-            f"the fields of {data['type']} have changed; the data "
-            f"{' and '.join(missing + sorted(unknown))}"
-        )
+        added = layout.defaults.keys() - fields.keys()  # fields that are newer than the data
+        given = frozenset({*fields, *added})
+        if given != layout.names:
+            missing = [f"lacks {name}" for name in layout.kept if name not in given]
+            unknown = [
+                f"has {name}, which the class lacks" for name in fields.keys() - layout.names
+            ]
+            raise SnapshotError(
+                f"the fields of {data['type']} have changed; the data "
+                f"{' and '.join(missing + sorted(unknown))}"
+            )
     value = object.__new__(found)
     for name, item in fields.items():
         if type(item) not in _LEAVES:
             item = _thaw(item, known)
         object.__setattr__(value, name, item)
+    for name in added:
+        object.__setattr__(value, name, layout.defaults[name]())
     for name, default in layout.transient:
         object.__setattr__(value, name, default())
     return value
@@ -409,6 +439,8 @@ class _Layout:
     names: frozenset[str]
     transient: tuple[tuple[str, Callable[[], object]], ...]
     """The fields left out, each with a function that makes its default."""
+    defaults: Mapping[str, Callable[[], object]]
+    """Of the other fields."""
 
 
 @lru_cache(maxsize=1024)
@@ -419,16 +451,20 @@ def _layout(cls: type[Any]) -> _Layout:
             raise SnapshotError(f"{name} is a {base.__name__}, whose content is not in its fields")
     kept: list[str] = []
     transient: list[tuple[str, Callable[[], object]]] = []
+    defaults: dict[str, Callable[[], object]] = {}
     for field in dataclasses.fields(cls):
+        default = field.default_factory
+        if default is dataclasses.MISSING and field.default is not dataclasses.MISSING:
+            default = partial(_as_is, field.default)
         if not field.metadata.get("transient"):
             kept.append(field.name)
-        elif field.default_factory is not dataclasses.MISSING:
-            transient.append((field.name, field.default_factory))
-        elif field.default is not dataclasses.MISSING:
-            transient.append((field.name, partial(_as_is, field.default)))
+            if default is not dataclasses.MISSING:
+                defaults[field.name] = default
+        elif default is not dataclasses.MISSING:
+            transient.append((field.name, default))
         else:
             raise SnapshotError(f"the transient field {field.name} of {name} has no default")
-    return _Layout(name, tuple(kept), frozenset(kept), tuple(transient))
+    return _Layout(name, tuple(kept), frozenset(kept), tuple(transient), defaults)
 
 
 def _type_name(cls: type) -> str:

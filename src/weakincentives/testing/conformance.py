@@ -7,9 +7,11 @@ reached the provider are checked.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 from unittest import SkipTest
 
@@ -44,7 +46,7 @@ from weakincentives.prompt import (
     ToolContext,
     tool,
 )
-from weakincentives.runtime import PromptRendered, Session, ToolInvoked, execute_tool
+from weakincentives.runtime import Inbox, PromptRendered, Session, ToolInvoked, execute_tool
 from weakincentives.runtime.conversation import (
     Message,
     ModelTurn,
@@ -817,6 +819,39 @@ def resumed(trial: _Trial) -> None:
     trial.evaluate(prompt, says("Done."), resume=True)
 
     trial.expect(text="Done.", notes=["milk", "eggs"], answers=["Noted: milk", "Noted: eggs"])
+
+
+@_case("continued")
+def continued(trial: _Trial) -> None:
+    """A second evaluation with the same prompt continues the conversation."""
+    prompt = trial.prompt(note)
+    trial.evaluate(prompt, calls(_MILK), says("Noted."), message="Note milk.")
+
+    trial.evaluate(prompt, calls(_EGGS), says("Done."), message="And eggs.")
+
+    trial.expect(text="Done.", notes=["milk", "eggs"], answers=["Noted: milk", "Noted: eggs"])
+    trial.expect(roles=["user", "model", "tool", "model"] * 2)
+    if len({message.conversation for message in trial.session[Message]}) != 1:
+        _fail("the second evaluation did not continue the conversation")
+
+
+@_case("message to a run in progress")
+def sent(trial: _Trial) -> None:
+    """A message that is sent during a call reaches the model with the call's answer."""
+    with tempfile.TemporaryDirectory(prefix="wink-") as place:
+        inbox = Inbox(Path(place) / "inbox")
+
+        @tool
+        def hear() -> str:
+            """Let the user speak."""
+            inbox.send("Also note eggs.")
+            return "Heard"
+
+        prompt = trial.prompt(hear, note)
+        trial.evaluate(prompt, calls("hear"), calls(_EGGS), says("Done."), inbox=inbox)
+
+    trial.expect(text="Done.", notes=["eggs"], answers=["Heard", "Noted: eggs"])
+    trial.expect(roles=["user", "model", "tool", "user", "model", "tool", "model"])
 
 
 # Other ways to run

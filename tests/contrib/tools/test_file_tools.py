@@ -202,6 +202,43 @@ def test_what_is_not_text_is_described(open_agent: Open, name: str, data: bytes,
     assert len(result.render()) < 200
 
 
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "what"),
+    [
+        (PNG, "image/png", "a picture"),
+        (b"\xff\xd8\xff\xe0JFIF", "image/jpeg", "a picture"),
+        (b"GIF89a\1\0\1\0\x80", "image/gif", "a picture"),
+        (b"RIFF\x1a\0\0\0WEBPVP8L\xff", "image/webp", "a picture"),
+        (b"%PDF-1.4\n%%EOF\n", "application/pdf", "a PDF"),
+    ],
+)
+def test_a_picture_is_shown_whatever_its_name_and_counts_as_read(
+    open_agent: Open, data: bytes, kind: str, what: str
+):
+    agent = open_agent({"a.txt": data})
+
+    result = agent.call("read_file", path="a.txt")
+
+    assert result.render() == f"a.txt is {what}:\n[{kind}, {len(data)} bytes: a.txt]"
+    assert [(each.data, each.media_type) for each in result.media] == [(data, kind)]
+    assert agent.call("write_file", path="a.txt", content="new\n").success
+
+
+def test_a_picture_that_is_too_large_is_described(open_agent: Open):
+    agent = open_agent({"a.png": PNG + bytes(30)}, limits=FileLimits(max_picture_bytes=40))
+
+    result = agent.call("read_file", path="a.png")
+
+    assert result.media == ()
+    assert result.render() == (
+        "a.png is a picture, image/png, and with 46 bytes too large to show: the limit is "
+        "40 bytes. Make a smaller copy and read that"
+    )
+
+
 def test_a_file_that_is_too_large_is_not_read(open_agent: Open):
     agent = open_agent({"big.txt": "x" * 101}, limits=FileLimits(max_file_bytes=100))
 

@@ -27,6 +27,7 @@ from weakincentives.contrib.tools import (
 )
 from weakincentives.errors import SandboxUnavailable
 from weakincentives.filesystem import HostFilesystem, MemoryFilesystem
+from weakincentives.prompt import ApprovalPolicy, ApprovalRequest
 from weakincentives.runtime import execute_tool
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sandboxed_fix.py"
@@ -390,3 +391,36 @@ def test_an_image_that_is_not_there_is_a_reason_to_refuse():
         pytest.skip("podman is not installed")
     with pytest.raises(SandboxUnavailable, match=r"podman: .*no-such-image"):
         find_sandbox(image="localhost/no-such-image")
+
+
+# Approval
+
+
+def test_the_person_who_approves_a_command_sees_what_it_can_reach_and_its_words():
+    asked: list[ApprovalRequest] = []
+
+    def ask(request: ApprovalRequest) -> bool:
+        asked.append(request)
+        return False
+
+    config = PodmanSandboxConfig(sandbox="none", env={"TOKEN": "secret"}, timeout=5)
+    section = PodmanSandboxSection(config=config, policies=[ApprovalPolicy(ask=ask)])
+    agent = Agent(section)
+    for arguments in (
+        {"command": "pytest -q 'a b'"},
+        {"command": "pytest -q > x"},
+        {"command": ["pytest", "-q; x"]},
+        {"command": "pytest", "env": {"PATH": "."}},
+        {"command": "pytest", "cwd": "sub"},
+        {"command": "pytest", "stdin": "x"},
+    ):
+        agent.call("shell_execute", **arguments)
+
+    words = [request.preview.command for request in asked]
+    assert words == [("pytest", "-q", "a b"), (), ("pytest", "-q; x"), (), (), ()]
+    facts = [request.preview.facts for request in asked]
+    assert facts[0]["sandbox"] == "none: it can do everything that you can"
+    assert facts[0]["environment"] == "TOKEN"
+    assert facts[3]["environment"] == "PATH, TOKEN"
+    assert facts[0]["limits"].startswith("5 s, ")
+    assert "secret" not in str(facts)

@@ -53,6 +53,8 @@ env = "tools/.venv"
 attacks = [
     f"echo evil >> {launcher}",
     f"echo evil > {launcher}",
+    f"echo evil > /workspace/{launcher}",
+    f"echo evil > {root}/{launcher}",
     f"rm {launcher}",
     f"mv {launcher} {launcher}.old",
     f"cd linked/lib && echo evil > evil.pth",
@@ -103,6 +105,7 @@ Seals("test")
 sandbox = find_sandbox(os.environ["HOW"])
 with HostFilesystem(root) as fs:
     script = "cd home/.state; ls -A wink; cat wink/key; cp -r wink copied; ls -A copied"
+    script += "; cat /workspace/home/.state/wink/key"
     done = sandbox.run(fs, script, timeout=600)
     written = sandbox.run(fs, "echo mine > home/.state/wink/key", timeout=600)
     removed = sandbox.run(fs, "rm -rf home/.state || mv home other", timeout=600)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from weakincentives.contrib.tools.sandbox.section import (
         ShellExecuteParams as ShellExecuteParams,
     )
+    from weakincentives.contrib.tools.sandbox.settings import SandboxSettings as SandboxSettings
     from weakincentives.contrib.tools.web import Browser as Browser
     from weakincentives.contrib.tools.web import Page as Page
     from weakincentives.contrib.tools.web import ScrapedPage as ScrapedPage

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weakincentives.call import CancellationToken
-from weakincentives.contrib.tools.file_values import cut, listed, size_of
+from weakincentives.contrib.tools.file_values import cut, listed
 from weakincentives.errors import FilesystemError, ToolValidationError
 from weakincentives.filesystem import Filesystem, GrepMatch
 from weakincentives.filesystem.patterns import matching_lines
-from weakincentives.text import linear_matcher
+from weakincentives.text import linear_matcher, size_of
 
 BYTE_ORDER_MARK = "\ufeff"
 

@@ -9,6 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from weakincentives.filesystem import FileStat, GrepMatch
+from weakincentives.media import Media
+from weakincentives.text import size_of
 
 Count = Annotated[int, Field(ge=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -28,6 +30,8 @@ class FileLimits:
     """Characters of one line of a file."""
     max_file_bytes: int = 10_000_000
     """Larger files are not read, edited or searched."""
+    max_picture_bytes: int = 3_700_000
+    """Larger pictures are not shown: providers refuse them."""
     max_entries: int = 500
     """Entries of a list."""
     unsearched: tuple[str, ...] = (".git", ".hg", ".venv", "__pycache__", "node_modules")
@@ -35,7 +39,13 @@ class FileLimits:
 
     def __post_init__(self) -> None:
         check_positive(
-            self, "max_lines", "max_chars", "max_line_chars", "max_file_bytes", "max_entries"
+            self,
+            "max_lines",
+            "max_chars",
+            "max_line_chars",
+            "max_file_bytes",
+            "max_picture_bytes",
+            "max_entries",
         )
 
 
@@ -163,7 +173,7 @@ class DirectoryListing:
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """Lines of a text file; none if it is empty or not text."""
+    """Lines of a text file, or a picture; neither if it is empty or something else."""
 
     path: str
     lines: tuple[str, ...]
@@ -173,8 +183,12 @@ class FileContent:
     notice: str = ""
     digest: str = ""
     """Of the whole file when it was read; not shown to the model."""
+    media: Media | None = None
+    """The picture or PDF that the file is."""
 
     def render(self) -> str:
+        if self.media is not None:
+            return self.media.render()
         return _lines(_numbered(self.lines, self.first_line), self.notice)
 
 
@@ -256,19 +270,6 @@ def _printable(path: str) -> str:
 
 
 # Wording
-
-
-def counted(count: int, thing: str, things: str = "") -> str:
-    """Return a number of things: ``1 file``, ``2 files``."""
-    return f"1 {thing}" if count == 1 else f"{count} {things or thing + 's'}"
-
-
-def size_of(count: int) -> str:
-    """Return a number of bytes: ``1 byte``, ``20.5 kB``."""
-    if count < 1_000:
-        return counted(count, "byte")
-    unit, size = ("kB", 1_000) if count < 1_000_000 else ("MB", 1_000_000)
-    return f"{round(count / size, 1):g} {unit}"
 
 
 def cut(line: str, most: int) -> str:

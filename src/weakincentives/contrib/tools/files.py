@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,10 +39,8 @@ from weakincentives.contrib.tools.file_values import (
     SearchFilesParams,
     TransferParams,
     WriteFileParams,
-    counted,
     cut,
     listed,
-    size_of,
 )
 from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
 from weakincentives.contrib.tools.suite import WorkspaceConfig, WorkspaceSection, suite_tool
@@ -55,11 +54,14 @@ from weakincentives.errors import (
 )
 from weakincentives.filesystem import FileStat, Filesystem, GrepMatch, MemoryFilesystem
 from weakincentives.filesystem.paths import DEFAULT_ROOT, encode_text, shown
+from weakincentives.media import Media, sniff
+from weakincentives.prompt.approval import CallPreview
 from weakincentives.prompt.contracts import NotificationEffect, PermissionPrecondition
 from weakincentives.prompt.policies import ReadBeforeWritePolicy, content_digest, is_seen
 from weakincentives.prompt.section import SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
 from weakincentives.retry import RetryPolicies, RetryPolicy
+from weakincentives.text import counted, size_of
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -155,6 +157,10 @@ _SNIPPET_LINES = 3
 _SNIPPET_MOST = 40
 _GREP_LINE_CHARS = 500
 _SIMILAR = 10
+_MOST_COMPARED = 1 << 20
+"""Bytes of a file that is shown as a diff."""
+_MOST_LISTED = 1000
+"""Files of a directory that are listed one by one."""
 
 
 # The tools
@@ -182,11 +188,11 @@ def file_tools(
         return looking
     return (
         *looking,
-        change(_write_file),
-        change(suite.edit_file, examples=(_EDIT_EXAMPLE,)),
-        change(_move_file),
-        change(_copy_file),
-        change(_delete_file),
+        change(_write_file, preview=_preview_write),
+        change(suite.edit_file, examples=(_EDIT_EXAMPLE,), preview=suite.preview_edit),
+        change(_move_file, preview=partial(_preview_transfer, "rename")),
+        change(_copy_file, preview=partial(_preview_transfer, "copy")),
+        change(_delete_file, preview=_preview_delete),
     )
 
 
@@ -216,16 +222,30 @@ class _FileTools:
         return ToolResult.ok(DirectoryListing(path, page, notice), f"{where} has {how_many}")
 
     def read_file(self, params: ReadFileParams, *, context: ToolContext) -> ToolResult[FileContent]:
-        """Read a text file, with line numbers. A long file comes in parts: use offset and limit."""
+        """Read a text file, with line numbers, or look at a picture or PDF. A long text comes in
+        parts: use offset and limit.
+        """
         files = context.filesystem
         data = self._load(files, params.path)
         path = files.normalize(params.path)
         text = text_of(data)
         name = shown(path)
         digest = content_digest(data)
-        if text is None:
+        if text is None or data.startswith(b"%PDF-"):
             content = FileContent(path, (), digest=digest)
-            return ToolResult.ok(content, f"{name} {describe_binary(path, data)}")
+            kind = sniff(data)
+            if not kind.startswith("image/") and kind != "application/pdf":
+                return ToolResult.ok(content, f"{name} {describe_binary(path, data)}")
+            what = "a picture" if kind.startswith("image/") else "a PDF"
+            most = self.limits.max_picture_bytes
+            if what == "a picture" and len(data) > most:
+                return ToolResult.ok(
+                    content,
+                    f"{name} is a picture, {kind}, and with {size_of(len(data))} too large to "
+                    f"show: the limit is {size_of(most)}. Make a smaller copy and read that",
+                )
+            content = replace(content, media=Media(data, kind, path))
+            return ToolResult.ok(content, f"{name} is {what}:")
         lines = split_lines(text.removeprefix(BYTE_ORDER_MARK))
         if not lines:
             return ToolResult.ok(FileContent(path, (), digest=digest), f"{name} is empty")
@@ -385,22 +405,30 @@ class _FileTools:
         set. Read the file first.
         """
         files = context.filesystem
+        path, edit = self._edit(files, params)
+        files.write(path, edit.text)
+        first, snippet = self._around(edit)
+        edited = FileEdited(path, edit.count, first, snippet)
+        return ToolResult.ok(edited, f"Edited {shown(path)}: {counted(edit.count, 'replacement')}")
+
+    def preview_edit(self, params: EditFileParams, *, context: ToolContext) -> CallPreview:
+        path, edit = self._edit(context.filesystem, params)
+        shown_in_diff = ("old_string", "new_string", "replace_all")
+        return _preview(context.filesystem, path, encode_text(edit.text, path), shown_in_diff)
+
+    def _edit(self, files: Filesystem, params: EditFileParams) -> tuple[str, Edit]:
         data = self._load(files, params.path)
         path = files.normalize(params.path)
         text = text_of(data)
         if text is None:
             raise BinaryFile(f"{shown(path)} {describe_binary(path, data)} It cannot be edited")
-        edit = replace_text(
+        return path, replace_text(
             text,
             params.old_string,
             params.new_string,
             everywhere=params.replace_all,
             where=shown(path),
         )
-        files.write(path, edit.text)
-        first, snippet = self._around(edit)
-        edited = FileEdited(path, edit.count, first, snippet)
-        return ToolResult.ok(edited, f"Edited {shown(path)}: {counted(edit.count, 'replacement')}")
 
     def _around(self, edit: Edit) -> tuple[int, tuple[str, ...]]:
         """Return the lines around the first change, after the number of the first line."""
@@ -428,19 +456,24 @@ def _write_file(params: WriteFileParams, *, context: ToolContext) -> ToolResult[
     files = context.filesystem
     path = files.normalize(params.path)
     existed = files.exists(path)
-    if existed and not params.overwrite:
+    data = _content_to_write(params, path, context)
+    files.write_bytes(path, data)
+    written = FileWritten(path, len(data), context.session.clock.time())
+    lines = counted(len(split_lines(params.content)), "line")
+    done = "Replaced" if existed else "Wrote"
+    return ToolResult.ok(written, f"{done} {shown(path)}: {size_of(len(data))}, {lines}")
+
+
+def _content_to_write(params: WriteFileParams, path: str, context: ToolContext) -> bytes:
+    files = context.filesystem
+    if not params.overwrite and files.exists(path):
         status = files.stat(path)
         if status.kind == "file" and not is_seen(path, context):
             raise AlreadyExists(
                 f"File already exists: {shown(params.path)} ({size_of(status.size)})\n"
                 "Set overwrite=true to replace existing file, or use edit_file to change a part"
             )
-    data = encode_text(params.content, path)
-    files.write_bytes(path, data)
-    written = FileWritten(path, len(data), context.session.clock.time())
-    lines = counted(len(split_lines(params.content)), "line")
-    done = "Replaced" if existed else "Wrote"
-    return ToolResult.ok(written, f"{done} {shown(path)}: {size_of(len(data))}, {lines}")
+    return encode_text(params.content, path)
 
 
 def _move_file(params: TransferParams, *, context: ToolContext) -> ToolResult[FileTransferred]:
@@ -499,6 +532,101 @@ def _stat(files: Filesystem, path: str) -> FileStat:
 
 def _joined(*notices: str) -> str:
     return ". ".join(notice for notice in notices if notice)
+
+
+# Previews: what a call would change, for the person who approves it
+
+
+def _preview_write(params: WriteFileParams, *, context: ToolContext) -> CallPreview:
+    files = context.filesystem
+    path = files.normalize(params.path)
+    return _preview(files, path, _content_to_write(params, path, context), ("content",))
+
+
+def _preview_transfer(verb: str, params: TransferParams, *, context: ToolContext) -> CallPreview:
+    files, moved = context.filesystem, verb == "rename"
+    _stat(files, params.source)
+    source = files.real_path(params.source, follow=not moved)
+    target = files.real_path(params.destination, follow=False)
+    lines = [f"{verb} from {shown(source)}", f"{verb} to {shown(target)}"]
+    for place, done in ((source, f"{verb} with"), (target, "replaces")):
+        if files.exists(place) and (place == target or files.stat(place).kind == "directory"):
+            lines.append(f"{done} {_size_at(files, place)}")
+    return CallPreview(
+        diff="".join(f"{line}\n" for line in lines),
+        paths=(source, target) if moved else (target,),
+        state=_state(files, source, target),
+    )
+
+
+def _preview_delete(params: DeleteFileParams, *, context: ToolContext) -> CallPreview:
+    files = context.filesystem
+    status = _stat(files, params.path)
+    path, target = files.real_path(params.path, follow=False), files.real_path(params.path)
+    if path != target:
+        link = f"deleted: {shown(path)}, a link to {shown(target)}\n"
+        return CallPreview(diff=link, paths=(path,), state=target)
+    if status.kind == "file":
+        return _preview(files, path, None)
+    lines = [f"deleted: {shown(path)}, {_size_at(files, path)}\n"]
+    names = files.glob("**/*", path) if status.kind == "directory" else ()
+    lines += (f"-{shown(name)}\n" for name in names[:_MOST_LISTED])
+    if len(names) > _MOST_LISTED:
+        lines.append(f"and {len(names) - _MOST_LISTED} more files\n")
+    return CallPreview(diff="".join(lines), paths=(path,), state=_state(files, path))
+
+
+def _preview(
+    files: Filesystem, path: str, after: bytes | None, in_diff: tuple[str, ...] = ()
+) -> CallPreview:
+    """Return how a file would change to other bytes, or to nothing."""
+    from weakincentives.filesystem.diffs import Effort, hunks
+
+    where = files.real_path(path, follow=after is not None)
+    exists = files.exists(where)
+    is_small = not exists or files.stat(where).size <= _MOST_COMPARED
+    before = files.read_bytes(where) if exists and is_small else b""
+    texts = [text_of(each) for each in (before, after or b"")]
+    name = shown(where)
+    if not is_small or len(after or b"") > _MOST_COMPARED or None in texts:
+        old = _size_at(files, where) if exists else "nothing"
+        new = "nothing" if after is None else size_of(len(after))
+        return CallPreview(
+            diff=f"{name}: {old} becomes {new}\n", paths=(where,), state=_state(files, where)
+        )
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+", cast("str", text)) for text in texts)
+    lines = [f"--- a/{name}\n" if exists else "--- /dev/null\n"]
+    lines += "+++ /dev/null\n" if after is None else f"+++ b/{name}\n", *hunks(old, new, Effort())
+    if exists and before == after:
+        lines.append("(the content stays the same)\n")
+    # Of the bytes that are shown: the file may change at any time.
+    state = content_digest(before) if exists else ""
+    return CallPreview(diff="".join(lines), in_diff=in_diff, paths=(where,), state=state)
+
+
+def _size_at(files: Filesystem, path: str) -> str:
+    status = files.stat(path)
+    if status.kind == "directory":
+        return f"a directory of {counted(len(files.glob('**/*', path)), 'file')}"
+    return f"a file of {size_of(status.size)}"
+
+
+def _state(files: Filesystem, *paths: str) -> str:
+    """Return a digest of what is at some paths now."""
+    found: list[str] = []
+    for path in paths:
+        if not files.exists(path):
+            found.append("nothing")
+            continue
+        status = files.stat(path)
+        if status.kind == "file" and status.size <= _MOST_COMPARED:
+            found.append(content_digest(files.read_bytes(path)))
+            continue
+        below = files.glob("**/*", path) if status.kind == "directory" else ()
+        found += below
+        stats = (status, *(files.stat(name) for name in below[:_MOST_LISTED]))
+        found += (f"{each.kind} {each.size} {each.modified}" for each in stats)
+    return content_digest("\0".join(found).encode(errors="surrogateescape"))
 
 
 # Examples

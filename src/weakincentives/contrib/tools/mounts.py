@@ -3,68 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from weakincentives.contrib.tools.file_values import listed
-from weakincentives.errors import FilesystemError, MissingExtra
+from weakincentives.errors import FilesystemError
+from weakincentives.filesystem.ignored import IgnoreRules, is_ignored, parse_ignore_file
 from weakincentives.filesystem.paths import Parts, join_path, split_path, split_root
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
-
-if TYPE_CHECKING:
-    from pathspec import GitIgnoreSpec
-    from pathspec.pattern import RegexPattern
-
-_SLASH = "ps_d"
-"""Pathspec's name for the slash after the directory of a rule."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)  # each parse is another one
-class IgnoreRules:
-    """The rules of one file, for the paths below its directory."""
-
-    directory: str
-    spec: GitIgnoreSpec
-
-
-def parse_ignore_file(text: str, directory: str) -> IgnoreRules:
-    """Return the rules of a ``.gitignore`` in a directory, given as a path or ``"."``."""
-    try:
-        from pathspec import GitIgnoreSpec
-    except ImportError as error:
-        raise MissingExtra("files", "pathspec") from error
-    lines = text.removeprefix("\ufeff").splitlines()  # git ignores a byte order mark
-    return IgnoreRules(directory, GitIgnoreSpec.from_lines(lines))
-
-
-def is_ignored(path: str, is_directory: bool, rules: Sequence[IgnoreRules]) -> bool:
-    """Tell whether git ignores a path whose directory it does not ignore."""
-    for each in reversed(rules):  # the nearest file with a match decides
-        inside = path if each.directory == "." else path[len(each.directory) + 1 :]
-        for pattern in reversed(tuple(each.spec.patterns)):  # and its last matching rule
-            if pattern.include is not None and _matches(pattern, inside, is_directory):
-                return pattern.include
-    return False
-
-
-def _matches(pattern: RegexPattern, path: str, is_directory: bool) -> bool:
-    """Tell whether a rule matches the path itself, not a directory above it."""
-    found = _match(pattern, path)
-    if found is not None and found.groupdict().get(_SLASH) is None:
-        return True
-    found = _match(pattern, f"{path}/") if is_directory else None
-    return found is not None and _SLASH in found.groupdict() and found.start(_SLASH) == len(path)
-
-
-def _match(pattern: RegexPattern, path: str) -> re.Match[str] | None:
-    found: Any = pattern.match_file(path)  # pathspec has no type for it
-    return None if found is None else found.match
-
 
 Reason = Literal[
     "excluded",

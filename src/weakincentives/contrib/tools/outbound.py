@@ -1,19 +1,23 @@
-"""The only way for a browser to reach the network: a SOCKS5 proxy that checks every address.
+"""The only way for a browser or a command to reach the network: a proxy that checks every address.
 
-The browser passes names, not addresses, so a name is resolved here, once for each connection, and
-the checked address is the one that is connected to: no redirect, no second DNS answer and no
-subresource bypasses the check.
+It speaks SOCKS5 and HTTP. Its clients pass names, not addresses, so a name is resolved here, once
+for each connection, and the checked address is the one that is connected to: no redirect, no second
+DNS answer and no subresource bypasses the check.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Iterable[str]]]
 """Given a host and a port, returns the addresses to try, in order."""
@@ -93,10 +97,134 @@ class Refused(Exception):
     """The host is not allowed."""
 
 
-class OutboundProxy:
-    """A proxy for one page. ``refused`` and ``failed`` list failed connections with the reason."""
+class _Host(NamedTuple):
+    """An entry of a list of hosts."""
 
-    def __init__(self, rules: OutboundRules, *, max_bytes: int) -> None:
+    name: str
+    port: int | None
+
+    def matches(self, name: str, port: int) -> bool:
+        if port not in ((80, 443) if self.port is None else (self.port,)):
+            return False
+        return name.endswith(self.name[1:]) if self.name[0] == "*" else name == self.name
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it names one service, which may be at any address, also on this machine."""
+        return self.name[0] != "*" and self.port is not None
+
+
+class HostList:
+    """The only hosts that may be reached.
+
+    Args:
+        hosts: Names, ``*.names`` with everything below, or addresses, each with an optional
+            ``:port``; without one, 443 and 80. Only an entry with a port reaches private addresses.
+    """
+
+    def __init__(self, hosts: Sequence[str], *, resolve: Resolve | None = None) -> None:
+        self.hosts = tuple(hosts)
+        if isinstance(hosts, str):
+            raise TypeError("a list of hosts is needed, got a string")
+        self._entries = [_entry(host) for host in hosts]
+        self._resolve = resolve or system_resolve
+
+    def proxy(self) -> CommandProxy:
+        """Return a proxy for one command."""
+        return CommandProxy(self)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables through which programs find the proxy."""
+        listed = {each.name for each in self._entries}
+        own = [each for each in ("localhost", "127.0.0.1", "::1") if each not in listed]
+        proxy = f"http://127.0.0.1:{PORT}"
+        found = {"http_proxy": proxy, "https_proxy": proxy, "all_proxy": proxy}
+        found["no_proxy"] = ",".join(own)
+        return {**found, **{name.upper(): value for name, value in found.items()}}
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """Return the allowed addresses of a host; raises Refused if there are none."""
+        name = _host_key(host)
+        entries = [each for each in self._entries if each.matches(name, port)]
+        if not entries:
+            raise Refused(f"{host}:{port} denied: it is not in the list of hosts")
+        try:
+            found = [str(ipaddress.ip_address(name))]
+            is_name = False
+        except ValueError:
+            found, is_name = list(await self._resolve(name, port)), True
+        if any(each.is_exact for each in entries):
+            # Never by name: what serves the credentials of this machine.
+            allowed = [each for each in found if not (is_name and _serves_credentials(each))]
+        else:
+            allowed = [each for each in found if is_public(each)]
+        if not allowed:
+            where = f"it is at {found[0]}, a private address" if found else "it has no address"
+            advice = f"; list {host}:{port} to allow that" if found and not is_name else ""
+            raise Refused(f"{host}:{port} denied: {where}{advice}")
+        return allowed
+
+
+_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+def _entry(host: str) -> _Host:
+    try:
+        url = urlsplit(f"//{host.strip().lower()}")
+        name, port = _host_key(url.hostname or ""), url.port
+        if ":" in name:
+            return _Host(str(ipaddress.ip_address(name)), port)
+    except ValueError:
+        url, name, port = None, "", None
+    if url is None or url.path or url.query or "@" in url.netloc or not _NAME.fullmatch(name):
+        raise ValueError(
+            f"a host is NAME, *.NAME or an address, with or without :PORT, got {host!r}"
+        )
+    return _Host(name, port)
+
+
+# Azure, Alibaba, Amazon, Google.
+_METADATA = {
+    *map(ipaddress.IPv4Address, ("168.63.129.16", "100.100.100.200")),
+    *map(ipaddress.IPv6Address, ("fd00:ec2::254", "fd20:ce::254")),
+}
+
+
+def _serves_credentials(address: str) -> bool:
+    """Tell whether clouds serve the credentials of a machine at an address."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        hidden = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None
+        ip = ip.ipv4_mapped or hidden or ip
+    return ip.is_link_local or ip in _METADATA
+
+
+class Rules(Protocol):
+    """Which hosts may be reached."""
+
+    async def addresses(self, host: str, port: int) -> list[str]:
+        """Return the allowed addresses of a host; raises Refused if there are none."""
+        ...
+
+
+MOST_CONNECTIONS = 128
+"""At the same time."""
+
+MOST_REASONS = 100
+"""How many different failures are remembered."""
+
+LONGEST_NAME = 255
+"""Characters of a host's name, as DNS has it."""
+
+
+class OutboundProxy:
+    """A proxy for one page, or one command.
+
+    ``refused`` and ``failed`` list failed connections with the reason.
+    """
+
+    def __init__(self, rules: Rules, *, max_bytes: int = sys.maxsize) -> None:
         self.rules = rules
         self.max_bytes = max_bytes
         self.received = 0
@@ -117,6 +245,10 @@ class OutboundProxy:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return f"socks5://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
+    async def open_on(self, listening: socket.socket) -> None:
+        """Start on a socket that is listening already."""
+        self._server = await asyncio.start_server(self._serve, sock=listening)
+
     async def close(self) -> None:
         """Stop, and drop every connection."""
         if self._server is not None:
@@ -127,6 +259,9 @@ class OutboundProxy:
             await asyncio.wait(self._connections)
 
     def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= MOST_CONNECTIONS:
+            writer.close()
+            return
         task = asyncio.get_running_loop().create_task(self._connection(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
@@ -134,13 +269,15 @@ class OutboundProxy:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             # A client that disconnects needs no answer.
-            with suppress(OSError, asyncio.IncompleteReadError, ValueError):
-                host, port = await _requested(reader, writer)
-                upstream = await self._connect(host, port)
-                # SOCKS5 replies: 0 is success, 2 is "not allowed". The address is unused.
-                writer.write(bytes((5, 2 if upstream is None else 0, 0, 1, 0, 0, 0, 0, 0, 0)))
+            with suppress(
+                OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError
+            ):
+                wanted = await _requested(reader, writer)
+                upstream = await self._connect(wanted.host, wanted.port)
+                writer.write(wanted.no if upstream is None else wanted.yes)
                 await writer.drain()
                 if upstream is not None:
+                    upstream[1].write(wanted.head)
                     await self._carry(reader, writer, *upstream)
         finally:
             writer.close()
@@ -151,10 +288,10 @@ class OutboundProxy:
         try:
             addresses = await self.rules.addresses(host, port)
         except Refused as refusal:
-            self.refused.append(str(refusal))
+            _note(self.refused, str(refusal))
             return None
         except OSError as error:
-            self.failed.append(f"{host} was not found: {error}")
+            _note(self.failed, f"{host} was not found: {error}")
             return None
         for address in addresses:
             try:
@@ -163,7 +300,7 @@ class OutboundProxy:
                     asyncio.open_connection(address, port), _CONNECT_SECONDS
                 )
             except (OSError, TimeoutError) as error:
-                self.failed.append(f"no connection to {host}:{port}: {error or 'no answer'}")
+                _note(self.failed, f"no connection to {host}:{port}: {error or 'no answer'}")
         return None
 
     async def _carry(
@@ -187,12 +324,64 @@ class OutboundProxy:
             to_host.close()
 
 
-async def _requested(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int]:
-    """Do the SOCKS5 handshake and return the requested host and port."""
-    version, methods = await reader.readexactly(2)
+def _note(reasons: list[str], reason: str) -> None:
+    """Add a reason once; only so many, since a client may go on for ever with other names."""
+    if len(reasons) < MOST_REASONS and reason not in reasons:
+        reasons.append(reason)
+
+
+class _Wanted(NamedTuple):
+    """The host that a client wants to reach, and what to answer."""
+
+    host: str
+    port: int
+    yes: bytes
+    no: bytes
+    head: bytes = b""
+    """What to send to the host first."""
+
+
+async def _requested(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Wanted:
+    first = await reader.readexactly(1)
+    if first != b"\x05":
+        return _http_request(first + await reader.readuntil(b"\r\n\r\n"))
+    host, port = await _socks_request(reader, writer)
+    # 0 is success, 2 is "not allowed". The address is unused.
+    yes, no = (bytes((5, code, 0, 1, 0, 0, 0, 0, 0, 0)) for code in (0, 2))
+    return _Wanted(host, port, yes, no)
+
+
+_HOP = re.compile(rb"(?:proxy-)?connection:|proxy-authorization:|keep-alive:", re.IGNORECASE)
+
+
+def _http_request(data: bytes) -> _Wanted:
+    """Return what a request to an HTTP proxy asks for: a tunnel, or one request to forward."""
+    line, *headers = data.removesuffix(b"\r\n\r\n").split(b"\r\n")
+    method, target, version = line.decode("ascii").split(" ")
+    url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+    if url.hostname is None or (method != "CONNECT" and url.scheme != "http"):
+        raise ValueError("not a request to a proxy")
+    if len(url.hostname) > LONGEST_NAME:
+        raise ValueError("there is no such name")
+    said = f"network: {url.hostname} cannot be reached from the sandbox\n".encode()
+    no = b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    no += b"Content-Length: %d\r\n\r\n%s" % (len(said), said)
+    if method == "CONNECT":
+        yes = b"HTTP/1.1 200 Connection established\r\n\r\n"
+        return _Wanted(url.hostname, url.port or 443, yes, no)
+    path = url._replace(scheme="", netloc="", fragment="").geturl() or "/"
+    # One request for each connection: the next may be for another host.
+    kept = [header for header in headers if not _HOP.match(header)]
+    head = [f"{method} {path} {version}".encode(), *kept, b"Connection: close", b"", b""]
+    return _Wanted(url.hostname, url.port or 80, b"", no, b"\r\n".join(head))
+
+
+async def _socks_request(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[str, int]:
+    """Do the SOCKS5 handshake after its first byte; return the requested host and port."""
+    [methods] = await reader.readexactly(1)
     await reader.readexactly(methods)
-    if version != 5:
-        raise ValueError("not SOCKS5")
     writer.write(b"\x05\x00")
     version, command, _, kind = await reader.readexactly(4)
     if (version, command) != (5, 1):
@@ -217,3 +406,55 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def _host_key(host: str) -> str:
     return host.lower().replace("[", "").replace("]", "").rstrip(".")
+
+
+# For a command in a sandbox
+
+PORT = 3128
+"""Where a command finds the proxy; the network of a sandbox has nothing else."""
+
+
+class CommandProxy:
+    """A proxy for one command, in a thread of its own.
+
+    The network of the sandbox has only a loopback device. The listening socket is made in there,
+    and passed to us through ``channel``.
+    """
+
+    port = PORT
+
+    def __init__(self, hosts: HostList) -> None:
+        self._proxy = OutboundProxy(hosts)
+        self._ours, self.channel = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="wink-proxy", daemon=True)
+
+    def __enter__(self) -> CommandProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, and drop every connection."""
+        with suppress(OSError):
+            self._ours.shutdown(socket.SHUT_RDWR)
+        self._thread.join(timeout=5)  # not for a resolver that does not answer
+        self._ours.close()
+        self.channel.close()
+
+    @property
+    def refused(self) -> list[str]:
+        """Each connection that was not made, with the reason, once."""
+        return list(dict.fromkeys((*self._proxy.refused, *self._proxy.failed)))
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1)
+            if descriptors:
+                with socket.socket(fileno=descriptors[0]) as listening:
+                    asyncio.run(self._until_closed(listening))
+
+    async def _until_closed(self, listening: socket.socket) -> None:
+        closed = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._ours, closed.set)
+        await self._proxy.open_on(listening)
+        await closed.wait()
+        await self._proxy.close()

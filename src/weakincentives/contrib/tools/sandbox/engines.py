@@ -1,6 +1,6 @@
 """Sandboxes: commands run on a workspace, and can see, change and use nothing else.
 
-An engine wraps a command: with bubblewrap, in namespaces of our own, or with podman. The
+An engine wraps a command: in namespaces of our own, with bubblewrap, or with podman. The
 workspace's own ``HostFilesystem.run`` runs it, so rollback, private views and the history work as
 for every command.
 """
@@ -10,23 +10,33 @@ from __future__ import annotations
 import csv
 import errno
 import io
-import marshal
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast
 
-from weakincentives.contrib.tools.sandbox import byte_code
+from weakincentives.contrib.tools.sandbox.environment import (
+    CLEAN,
+    PATH,
+    SYSTEM,
+    WORKSPACE,
+    Mount,
+    ProjectEnvironment,
+    project_environment,
+)
 from weakincentives.contrib.tools.sandbox.limits import (
+    CgroupEvents,
+    Refusal,
     SandboxLimits,
     SandboxWatch,
     cgroup,
@@ -34,25 +44,32 @@ from weakincentives.contrib.tools.sandbox.limits import (
     remove_cgroups,
 )
 from weakincentives.contrib.tools.sandbox.seccomp import container_profile, filter_program
-from weakincentives.errors import CommandFailed, SandboxUnavailable, ToolValidationError
+from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
+from weakincentives.contrib.tools.sandbox.zygote import Launched, Zygotes
+from weakincentives.errors import (
+    CommandFailed,
+    FilesystemError,
+    SandboxUnavailable,
+    ToolValidationError,
+)
 from weakincentives.filesystem import CommandResult, HostFilesystem
-from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command
-from weakincentives.filesystem.overlay import remove_tree
+from weakincentives.filesystem.commands import DEFAULT_OUTPUT_LIMIT, Command, Start, run_alone
+from weakincentives.filesystem.overlay import Overlay, remove_tree
 from weakincentives.filesystem.paths import Parts
-from weakincentives.state import program, source_of
+from weakincentives.filesystem.store import location_of
 
-SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
+if TYPE_CHECKING:
+    from weakincentives.contrib.tools.outbound import CommandProxy, HostList
+
 EngineName = Literal["podman", "bubblewrap", "namespaces", "none"]
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-CLEAN = {"PATH": PATH, "HOME": "/tmp", "LANG": "C.UTF-8", "TERM": "dumb"}
-"""The environment of every command; nothing of ours."""
+TOLD = 20
+"""How many limits and denied connections a result names."""
+
+KILLED_BY_LIMIT = {128 + each for each in (signal.SIGKILL, signal.SIGXCPU, signal.SIGXFSZ)}
 
 TRIAL = 60.0
 """Seconds for the trial command; podman can be slow on a busy machine."""
-
-WORKSPACE = "/workspace"
-"""Where a command sees the workspace; the file tools use the same prefix."""
 
 USER = 1000, 1000
 """The user and group of a command, as it sees them."""
@@ -60,8 +77,6 @@ USER = 1000, 1000
 ENV = "/.wink-env"
 ENTER = f". {ENV}"
 """How a command gets its environment: see ``SystemFiles.environment``."""
-
-LAUNCHER = byte_code(source_of(__file__, "launcher.py"))
 
 # Joins the cgroups named before `--`, and makes the process the first to be killed when memory
 # runs out. Descriptor 8 is bwrap's own arguments, 9 the seccomp filter.
@@ -94,6 +109,10 @@ class SandboxedCommand:
     """Paths in the workspace, relative to its root, that it sees and cannot change."""
     hidden: Sequence[str] = ()
     """Directories in the workspace that it sees empty."""
+    project: ProjectEnvironment = field(default_factory=ProjectEnvironment)
+    """Where it sees the workspace, and what else it sees."""
+    proxy: CommandProxy | None = None
+    """Its only way to the network."""
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -113,12 +132,18 @@ class Launch:
     """The environment of the program that confines the command."""
     watched: bool = False
     """Whether its processes and their memory need to be watched."""
+    start: Start | None = None
+    """Starts the command in place of ``argv``."""
+    refused: Callable[[], Collection[Refusal]] = frozenset
+    """What the kernel has refused to it, once it has ended."""
 
 
 class Engine:
     """A program, or a feature of the kernel, that confines commands."""
 
     name: EngineName
+    has_proxy = False
+    """Whether commands can reach hosts through our proxy."""
 
     def __init__(self, kit: SystemFiles) -> None:
         self.kit = kit
@@ -135,12 +160,6 @@ class Engine:
 # What a command sees: one description, translated by each engine
 
 
-Mount = tuple[Literal["read", "write", "link", "scratch", "proc", "dev", "lock"], str, str]
-"""Kind, source and target: a ``read``-only or ``write``-able file or directory of the host, a
-symbolic ``link``, an empty ``scratch`` directory whose source is its size in bytes, ``/proc`` or
-``/dev``; ``lock`` makes a directory read-only once everything in it is mounted."""
-
-_TOP = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin")
 _ETC = (
     "alternatives", "ca-certificates", "debian_version", "ld.so.cache", "ld.so.conf",
     "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "os-release", "pki/tls/certs",
@@ -167,7 +186,7 @@ class SystemFiles:
 
     def __init__(self, read_only: Sequence[str | os.PathLike[str]] = ()) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="wink-", dir=_temporary()))
-        weakref.finalize(self, remove_tree, self.place)
+        weakref.finalize(self, _remove_ours, self.place, os.getpid())
         self.place.chmod(0o711)  # commands that root runs as other users read it
         self.filter = self.place / "filter"
         self.filter.write_bytes(filter_program() or b"")
@@ -178,7 +197,8 @@ class SystemFiles:
         self._nothing = self.place / "nothing"
         self._nothing.mkdir()
         self.system: list[Mount] = [
-            ("link", "/tmp", "/var/tmp"),
+            # Relative: the workspace may be below it, and is mounted before this is the root.
+            ("link", "../tmp", "/var/tmp"),
             *_programs(),
             *(("read", str(self.place / name), f"/etc/{name}") for name in _FILES),
             *(("read", os.path.abspath(path), os.path.abspath(path)) for path in read_only),
@@ -187,15 +207,20 @@ class SystemFiles:
         self._proc = list(_proc_covers())
 
     def workspace(self, command: SandboxedCommand) -> list[Mount]:
-        """Return the mounts of the workspace and of its protected parts."""
-        return [
-            ("write", str(command.workspace), WORKSPACE),
-            *(
-                ("read", str(command.workspace / path), f"{WORKSPACE}/{path}")
-                for path in command.read_only
-            ),
-            *(("read", str(self._nothing), f"{WORKSPACE}/{path}") for path in command.hidden),
+        """Return the mounts of the workspace, of its protected parts, and of its toolchains."""
+        project, root, nothing = command.project, str(command.workspace), str(self._nothing)
+        mounts: list[Mount] = [
+            *project.mounts,
+            *(("read", nothing, path) for path in project.covered if os.path.isdir(path)),
         ]
+        for place in project.places:
+            own: list[Mount] = [
+                ("write", root, place),
+                *(("read", f"{root}/{path}", f"{place}/{path}") for path in command.read_only),
+                *(("read", nothing, f"{place}/{path}") for path in command.hidden),
+            ]
+            mounts += own
+        return mounts
 
     def mounts(self, command: SandboxedCommand, *more: Mount) -> list[Mount]:
         """Return everything that a command sees, in mount order."""
@@ -239,7 +264,7 @@ class SystemFiles:
 
 def _programs() -> Iterator[Mount]:
     """Yield the programs of the host, and the files they need."""
-    for top in _TOP:
+    for top in SYSTEM:
         if os.path.islink(top):
             yield "link", os.readlink(top), top
         elif os.path.isdir(top):
@@ -265,12 +290,10 @@ def _proc_covers() -> Iterator[Mount]:
                 yield "read", entry.path, entry.path
 
 
-def _cgroup(command: SandboxedCommand) -> AbstractContextManager[tuple[str, ...]]:
-    """Give the files through which to join a cgroup with the limits; none without root.
-
-    The kernel limits the processes of every user but root without a cgroup.
-    """
-    return cgroup(command.limits) if os.geteuid() == 0 else nullcontext(())
+def _remove_ours(place: Path, owner: int) -> None:
+    """Remove a directory, unless this is a forked child: then its parent needs it."""
+    if owner == os.getpid():
+        remove_tree(place)
 
 
 def _temporary() -> str:
@@ -315,7 +338,7 @@ class Bubblewrap(Engine):
 
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
-        with _cgroup(command) as cgroup_files, self.kit.folder() as folder:
+        with cgroup(command.limits) as cgroup_files, self.kit.folder() as folder:
             words = self._options(command, self.kit.environment(command, folder))
             _write(folder / "options", b"".join(os.fsencode(word) + b"\0" for word in words))
             limits = command.limits.rlimits(memory=not cgroup_files)
@@ -328,7 +351,8 @@ class Bubblewrap(Engine):
             argv += ["bwrap", "--args", "8", "--", "prlimit"]
             argv += [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
             argv += ["--", "/bin/sh", "-c", f'{ENTER}; exec "$@"', "sh", *command.argv]
-            yield Launch(argv, _outside(), watched=not cgroup_files)
+            events = CgroupEvents(cgroup_files)
+            yield Launch(argv, _outside(), watched=not cgroup_files, refused=events.new)
 
     def _options(self, command: SandboxedCommand, environment: Mount) -> list[str]:
         options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
@@ -358,29 +382,54 @@ class Namespaces(Engine):
     """Confines commands with a program of our own; it needs Linux 5.12 and nothing else."""
 
     name = "namespaces"
+    has_proxy = True
 
     def missing(self) -> str | None:
         if not self.kit.filter.stat().st_size:
             return f"it has no filter of system calls for {os.uname().machine}"
         return None
 
+    def __init__(self, kit: SystemFiles) -> None:
+        super().__init__(kit)
+        self._zygotes: dict[SandboxLimits, Zygotes] = {}
+
     @contextmanager
     def wrapped(self, command: SandboxedCommand) -> Generator[Launch]:
-        with _cgroup(command) as cgroup_files, self.kit.folder() as folder:
-            plan = {
-                "argv": list(command.argv),
-                "env": dict(command.env),
-                "cwd": command.cwd,
-                "host": command.owner,
-                "user": USER,
-                "mounts": self.kit.mounts(command),
-                "rules": str(self.kit.filter),
-                "cgroup_files": cgroup_files,
-                "rlimits": command.limits.rlimits(memory=not cgroup_files),
-            }
-            _write(folder / "plan", marshal.dumps(plan))
-            argv = program(LAUNCHER, str(folder / "plan"))
-            yield Launch(argv, _outside(), watched=not cgroup_files)
+        limits, is_root = command.limits, os.geteuid() == 0
+        plan: dict[str, object] = {
+            "argv": list(command.argv),
+            "env": dict(command.env),
+            "cwd": command.cwd,
+            "host": command.owner,
+            "user": USER,
+            "mounts": self.kit.mounts(command),
+            "rules": self._rules,
+            "rlimits": limits.rlimits(memory=not is_root),
+            "proxy": None if command.proxy is None else command.proxy.port,
+        }
+        if limits not in self._zygotes:
+            self._zygotes[limits] = Zygotes(limits, _outside())
+        zygotes = self._zygotes[limits]
+
+        def start(overlay: Overlay | None, stdin: bytes, inherited: Sequence[int]) -> Launched:
+            mounted = None if overlay is None else overlay.mount
+            channel = () if command.proxy is None else (command.proxy.channel.fileno(),)
+            nonlocal launched
+            launched = zygotes.start({**plan, "overlay": mounted}, stdin, (*inherited, *channel))
+            return launched
+
+        launched: Launched | None = None
+        yield Launch(
+            command.argv,
+            command.env,
+            watched=not is_root,
+            start=start,
+            refused=lambda: () if launched is None else launched.refused,
+        )
+
+    @cached_property
+    def _rules(self) -> bytes:
+        return self.kit.filter.read_bytes()
 
 
 # Podman reads these from a file only. Without them, killed containers would leave locks behind.
@@ -431,7 +480,7 @@ class Podman(Engine):
                 env = {"CONTAINERS_CONF": str(settings), "XDG_RUNTIME_DIR": str(place)}
                 argv = [*self._podman(place), "run", *self._options(command, group)]
                 argv += _binds([*self.kit.workspace(command), self.kit.environment(command, place)])
-                argv += self._root(place) if self.image is None else [self.image]
+                argv += [self.image] if self.image is not None else self._root(command, place)
                 # Process 1 of a container should be a shell: it reaps the others.
                 argv += ["/bin/sh", "-c", f'{ENTER}; "$@"; exit $?', "sh", *command.argv]
                 yield Launch(argv, {**env, **_outside()})
@@ -463,7 +512,8 @@ class Podman(Engine):
         options += ["--cap-drop=all", "--security-opt=no-new-privileges"]
         options += [f"--security-opt=seccomp={self._profile}"]
         options += ["--read-only", "--read-only-tmpfs=false", f"--shm-size={limits.scratch}"]
-        options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch}"]
+        # What is mounted below it is made there, not copied: its owner may have no number inside.
+        options += [f"--tmpfs=/tmp:rw,nosuid,nodev,mode=1777,size={limits.scratch},notmpcopyup"]
         options += [f"--cgroup-parent=/{group}", f"--pids-limit={limits.processes}"]
         options += [f"--memory={limits.memory}", f"--memory-swap={limits.memory}"]
         options += ["--oom-score-adj=1000", f"--workdir={command.cwd}", *self._identity(command)]
@@ -485,22 +535,25 @@ class Podman(Engine):
             f"--user={USER[0]}:{USER[1]}",
         ]
 
-    def _root(self, place: Path) -> list[str]:
+    def _root(self, command: SandboxedCommand, place: Path) -> list[str]:
         """Make a root directory with the programs of the host; return the options that use it."""
         root = place / "root"
-        for name in ("dev", "proc", "sys", "tmp", "var", WORKSPACE[1:]):
-            (root / name).mkdir(parents=True)
+        mounts = [*self.kit.system, *command.project.mounts]
+        for kind, source, target in mounts:
+            if kind == "link":  # first: the workspace may be below /var/tmp
+                (root / target[1:]).parent.mkdir(parents=True, exist_ok=True)
+                (root / target[1:]).symlink_to(source)
+        for name in ("dev", "proc", "sys", "tmp", "var", *command.project.places):
+            (root / name.lstrip("/")).mkdir(parents=True, exist_ok=True)
         for name in (ENV[1:], "etc/hostname", "etc/resolv.conf", "run/.containerenv"):
             _mount_point("", root / name)
-        for kind, source, target in self.kit.system:
-            if kind == "read":
+        for kind, source, target in mounts:
+            if kind in ("read", "write"):
                 _mount_point(source, root / target[1:])
         for path in (root, *root.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # whatever the caller's umask
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() else 0o644)  # whatever the caller's umask
         (root / "tmp").chmod(0o1777)
-        for kind, source, target in self.kit.system:
-            if kind == "link":
-                (root / target[1:]).symlink_to(source)
         return [*_binds(self.kit.system), "--rootfs", str(root)]
 
 
@@ -557,6 +610,38 @@ class Sandbox:
     """The Python that commands find."""
     passed_over: tuple[tuple[EngineName, str], ...] = ()
     """The faster engines, and why they are not used."""
+    settings: SandboxSettings = field(default_factory=SandboxSettings)
+    hosts: HostList | None = None
+    """The hosts that commands can reach; none by default."""
+    _known: dict[tuple[Path, Path | None], ProjectEnvironment] = field(
+        default_factory=dict[tuple[Path, Path | None], ProjectEnvironment],
+        init=False,
+        repr=False,
+        compare=False,
+    )
+
+    def environment(self, root: Path, store: Path | None = None) -> ProjectEnvironment:
+        """Return what commands on a workspace see besides the system; found on first use.
+
+        It is found again when a part of it has gone, since no command could be started then.
+        Raises ValueError if a setting cannot be met there.
+
+        Args:
+            root: The workspace, resolved.
+            store: Its store, if that is not in the usual place.
+        """
+        found = self._known.get((root, store))
+        if found is None or not found.exists:
+            if self.name != "none" and (root == Path("/") or root.parts[1] in ("proc", "sys")):
+                # Through these a process of root controls the kernel, from any namespace.
+                raise ValueError(f"commands on {root} cannot be confined: choose another directory")
+            owner = os.stat(root).st_uid
+            user = owner if os.geteuid() == 0 and owner != 0 else None
+            settings = replace(self.settings, engine=self.name)
+            found = project_environment(settings, root, store=store or location_of(root), user=user)
+            path = f"{found.env['PATH']}:{os.path.dirname(self.python)}".rstrip(":")
+            self._known[root, store] = found = replace(found, env={**found.env, "PATH": path})
+        return found
 
     @property
     def name(self) -> EngineName:
@@ -572,6 +657,7 @@ class Sandbox:
         stdin: bytes | str | None = None,
         timeout: float | None = None,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
+        real_path: bool = True,
     ) -> CommandResult:
         """Run a command on the workspace; its changes are committed only if it exits with 0.
 
@@ -582,21 +668,29 @@ class Sandbox:
             stdin: Its input; empty by default.
             timeout: Seconds after which it is killed.
             output_limit: Bytes of stdout and of stderr to return; the middle of more is left out.
+            real_path: Whether it sees the workspace at its own path, too, and starts there.
         """
         words = Command.of(argv).argv
-        inside = str(PurePosixPath(WORKSPACE, fs.normalize(cwd)))
-        place = os.path.dirname(self.python)  # commands find a Python of ours by its name
-        path = f"{CLEAN['PATH']}:{place}" if place else CLEAN["PATH"]
+        project = self.environment(fs.root, fs.store)
+        if not real_path and self.name != "none":
+            project = replace(project, places=(WORKSPACE,))
+        inside = str(PurePosixPath(project.places[0], fs.normalize(cwd)))
         command = SandboxedCommand(
             argv=words,
             workspace=fs.root,
             limits=self.limits,
             cwd=inside,
-            env={**CLEAN, "PATH": path, "PWD": inside, **_checked(env or {})},
+            env={**project.env, "PWD": inside, **_checked(env or {})},
+            project=project,
             read_only=_present(fs, fs.reserved.trees),
             hidden=_present(fs, fs.reserved.hidden),
         )
-        with self.engine.wrapped(command) as launch:
+        with ExitStack() as stack:
+            if self.hosts is not None:
+                proxy = stack.enter_context(self.hosts.proxy())
+                env = {**command.env, **self.hosts.variables, **(env or {})}
+                command = replace(command, proxy=proxy, env=env)
+            launch = stack.enter_context(self.engine.wrapped(command))
             watch = SandboxWatch(self.limits, places=(fs.store, fs.root), processes=launch.watched)
             try:
                 result = fs.run(
@@ -608,30 +702,49 @@ class Sandbox:
                     output_limit=output_limit,
                     check=True,
                     watch=watch,
+                    start=launch.start,
                 )
             except CommandFailed as error:
                 result = cast(CommandResult, error.result)
-        return replace(result, argv=words)
+            hit = self.limits.hit(launch.refused(), result.returncode)
+        if result.ok or result.timed_out or result.stopped is not None:
+            hit = []
+        elif hit and result.returncode in KILLED_BY_LIMIT:
+            result, hit = replace(result, stopped=hit[0]), hit[1:]
+        denied = [] if command.proxy is None else command.proxy.refused
+        told = [*(f"limit: {each}" for each in hit), *(f"network: {each}" for each in denied)]
+        stderr = result.stderr + "".join(f"{each}\n" for each in told[:TOLD])
+        return replace(result, argv=words, stderr=stderr)
 
     def problem(self) -> str | None:
         """Run a trial command; return why it failed, if it did."""
         missing = self.engine.missing()
         if missing is not None:
             return missing
+        if self.hosts is not None and not self.engine.has_proxy:
+            return "it cannot let commands reach a list of hosts; namespaces can"
         with tempfile.TemporaryDirectory(prefix="wink-") as folder:
             # It works if the command can write there, and cannot see it by its own name.
             test = ["/bin/sh", "-c", 'test -w . && test ! -e "$0"', folder]
             try:
                 command = SandboxedCommand(argv=test, workspace=Path(folder), limits=self.limits)
                 with self.engine.wrapped(command) as launch:
-                    tried = subprocess.run(
-                        launch.argv, env=launch.env, capture_output=True, timeout=TRIAL
+                    tried = run_alone(
+                        Command.of(
+                            launch.argv,
+                            env=launch.env,
+                            timeout=TRIAL,
+                            start=launch.start,
+                            directory=Path(folder),
+                        )
                     )
-            except (OSError, subprocess.TimeoutExpired, SandboxUnavailable) as error:
+            except (OSError, FilesystemError, SandboxUnavailable) as error:
                 return str(error)
-        if tried.returncode == 0:
+        if tried.ok:
             return None
-        said = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        if tried.timed_out:
+            return f"a trial command took longer than {TRIAL:g} s"
+        said = tried.stderr.strip().rpartition("\n")[2]
         return said or f"a trial command exited with {tried.returncode}"
 
 
@@ -656,48 +769,66 @@ def _checked(env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def find_sandbox(
-    choice: SandboxChoice = "auto",
+    choice: SandboxChoice | SandboxSettings = "auto",
     *,
     limits: SandboxLimits | None = None,
     image: str | None = None,
     read_only: Sequence[str | os.PathLike[str]] = (),
+    network: Sequence[str] = (),
 ) -> Sandbox:
-    """Return the first sandbox that works here: bubblewrap, namespaces of our own, podman.
+    """Return the first sandbox that works here: namespaces of our own, bubblewrap, podman.
 
     Raises SandboxUnavailable, with the reason for each, where none does.
 
     Args:
-        choice: The name of one of them; ``"none"`` runs commands without a sandbox.
+        choice: All settings; or the name of one of them, where ``"none"`` runs commands without a
+            sandbox.
         image: A podman image to run commands in; without one they see the programs of the host.
         read_only: More directories of the host that commands can read.
+        network: The hosts that commands can reach through a proxy: see ``HostList``.
     """
-    if choice not in get_args(SandboxChoice):
-        raise ValueError(f"sandbox must be one of {get_args(SandboxChoice)}, got {choice!r}")
-    if image is not None and choice not in ("auto", "podman"):
-        raise ValueError(f"an image needs podman, but the sandbox is {choice!r}")
+    if isinstance(choice, SandboxSettings):
+        settings = choice
+    else:
+        read = tuple(os.path.abspath(each) for each in read_only)
+        limits = limits or SandboxLimits()
+        settings = SandboxSettings(
+            engine=choice, image=image, read=read, limits=limits, network=tuple(network)
+        )
     for path in read_only:
         if not os.path.exists(path):
             raise FileNotFoundError(
                 errno.ENOENT, "no such directory to show in the sandbox", str(path)
             )
-    if choice != "none" and sys.platform != "linux":
+    if settings.engine != "none" and sys.platform != "linux":
         raise _unavailable(f"sandboxes need Linux, this is {sys.platform}")
-    python = "python3"
-    if image is None and is_missing(python):
-        python, read_only = os.path.realpath(sys.executable), (*read_only, sys.base_prefix)
+    python, base = "python3", ()
+    if settings.image is None and is_missing(python):
+        python, base = os.path.realpath(sys.executable), (sys.base_prefix,)
+    hosts = _hosts(() if settings.network == "off" else settings.network)
     passed_over: list[tuple[EngineName, str]] = []
-    for engine in _engines(choice, image, read_only):
+    for engine in _engines(settings, base):
         sandbox = Sandbox(
             engine=engine,
-            limits=limits or SandboxLimits(),
+            limits=settings.limits,
             python=python,
             passed_over=tuple(passed_over),
+            settings=settings,
+            hosts=hosts,
         )
-        problem = None if choice == "none" else sandbox.problem()
+        problem = None if settings.engine == "none" else sandbox.problem()
         if problem is None:
             return sandbox
         passed_over.append((engine.name, problem))
     raise _unavailable("; ".join(f"{name}: {reason}" for name, reason in passed_over))
+
+
+def _hosts(network: Sequence[str]) -> HostList | None:
+    if not network:
+        return None
+    from weakincentives.contrib.tools.outbound import HostList
+
+    return HostList(network)
 
 
 def _unavailable(reason: str) -> SandboxUnavailable:
@@ -707,13 +838,12 @@ def _unavailable(reason: str) -> SandboxUnavailable:
     )
 
 
-def _engines(
-    choice: SandboxChoice, image: str | None, read_only: Sequence[str | os.PathLike[str]]
-) -> list[Engine]:
+def _engines(settings: SandboxSettings, read_only: Sequence[str]) -> list[Engine]:
     """Return the engines to try, the fastest first."""
-    if choice == "none":
+    if settings.engine == "none":
         return [Unconfined()]
     kit = SystemFiles(read_only)
-    podman = Podman(kit, image)
-    engines = [podman] if image is not None else [Bubblewrap(kit), Namespaces(kit), podman]
-    return [each for each in engines if choice in ("auto", each.name)]
+    podman = Podman(kit, settings.image)
+    has_image = settings.image is not None
+    engines = [podman] if has_image else [Namespaces(kit), Bubblewrap(kit), podman]
+    return [each for each in engines if settings.engine in ("auto", each.name)]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
+import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.contrib.tools.file_values import check_positive
@@ -27,6 +32,17 @@ WRAPPERS = 16
 
 GIB = 1 << 30
 
+
+def byte_size(size: object) -> object:
+    """Return the bytes of a text such as ``512 MiB``; anything else unchanged."""
+    found = re.fullmatch(r"\s*(\d{1,15})\s*(?:([KMGT])i?B?)?\s*", str(size), re.IGNORECASE)
+    if not isinstance(size, str) or found is None:
+        return size
+    return int(found[1]) << 10 * (" KMGT".index((found[2] or " ").upper()))
+
+
+Bytes = Annotated[int, BeforeValidator(byte_size)]
+
 _CONTROLLERS = {"memory", "pids"}
 
 
@@ -37,15 +53,17 @@ class SandboxLimits:
     A command that needs more is refused or killed, and its changes are undone.
     """
 
-    memory: int = GIB
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    memory: Bytes = GIB
     """Bytes."""
     processes: int = 128
     """Threads count as well."""
-    disk: int = GIB
+    disk: Bytes = GIB
     """Bytes that it may write to the workspace, also in one file."""
     files: int = 50_000
     """Files and directories that it may create or change in the workspace."""
-    scratch: int = GIB // 4
+    scratch: Bytes = GIB // 4
     """Bytes in ``/tmp``, and as many in ``/dev/shm``; both are removed when it ends."""
     cpu_seconds: int = 300
     """Processor time of each process."""
@@ -54,6 +72,26 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
+
+    def hit(self, refused: Collection[Refusal], returncode: int) -> list[str]:
+        """Return the limits that a command has hit, in words.
+
+        Args:
+            refused: What its cgroup has refused.
+        """
+        found = [
+            ("memory" in refused, f"it used more than {binary_size(self.memory)} of memory"),
+            ("processes" in refused, f"it tried to start more than {self.processes} processes"),
+            (
+                returncode == 128 + signal.SIGXCPU,
+                f"a process used more than {self.cpu_seconds} s of processor time",
+            ),
+            (
+                returncode == 128 + signal.SIGXFSZ,
+                f"a file grew to more than {binary_size(self.disk)}",
+            ),
+        ]
+        return [text for is_hit, text in found if is_hit]
 
     def rlimits(self, *, memory: bool) -> dict[str, tuple[int, int]]:
         """Return the soft and hard limits of each process, by the kernel's name in lower case."""
@@ -83,11 +121,15 @@ class SandboxLimits:
 
 @contextlib.contextmanager
 def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
-    """Give the files through which a process joins a new cgroup with these limits; needs root.
+    """Give the files through which a process joins a new cgroup with these limits.
 
-    Raises SandboxUnavailable where no cgroup can be made.
+    There are none without root: the kernel limits the processes of every other user without a
+    cgroup. Raises SandboxUnavailable where root can make none.
     """
-    name = new_name()
+    if os.geteuid() != 0:
+        yield ()
+        return
+    name, owner = new_name(), os.getpid()
     settings = {
         "pids.max": limits.processes,
         "memory.max": limits.memory,
@@ -113,7 +155,46 @@ def cgroup(limits: SandboxLimits) -> Generator[tuple[str, ...]]:
             raise _no_cgroup("the system has no cgroups that limit memory and processes")
         yield tuple(str(folder / "cgroup.procs") for folder in folders)
     finally:
-        remove_cgroups(name)
+        if owner == os.getpid():  # not in a forked child, which drops what its parent still uses
+            remove_cgroups(name)
+
+
+Refusal = Literal["memory", "processes"]
+
+# What the kernel counts in a cgroup: the file, the line, and its meaning. The first file is of the
+# first version of cgroups, the second of the second.
+_EVENTS: tuple[tuple[str, str, Refusal], ...] = (
+    ("memory.oom_control", "oom_kill", "memory"),
+    ("memory.events", "oom_kill", "memory"),
+    ("pids.events", "max", "processes"),
+)
+
+
+class CgroupEvents:
+    """What the kernel refuses to the processes of a cgroup."""
+
+    def __init__(self, cgroup_files: Sequence[str]) -> None:
+        self._sources: list[tuple[str, str, Refusal]] = [
+            (path, key, refusal)
+            for folder in map(os.path.dirname, cgroup_files)
+            for name, key, refusal in _EVENTS
+            if os.path.exists(path := os.path.join(folder, name))
+        ]
+        self._seen = self._count()
+
+    def new(self) -> set[Refusal]:
+        """Return what has been refused since the last call."""
+        before, self._seen = self._seen, self._count()
+        return {what for what, count in self._seen.items() if count > before.get(what, 0)}
+
+    def _count(self) -> dict[Refusal, int]:
+        found: dict[Refusal, int] = {}
+        for path, key, refusal in self._sources:
+            for line in _read(path).splitlines():
+                name, _, count = line.partition(" ")
+                if name == key:
+                    found[refusal] = found.get(refusal, 0) + int(count)
+        return found
 
 
 def _no_cgroup(reason: str) -> SandboxUnavailable:

@@ -6,8 +6,8 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -18,17 +18,15 @@ from weakincentives.contrib.tools.asteval import Evaluation
 from weakincentives.contrib.tools.file_values import FileLimits, check_positive
 from weakincentives.contrib.tools.files import file_tools
 from weakincentives.contrib.tools.mounts import MountedFile, left_out_text
-from weakincentives.contrib.tools.sandbox.engines import (
-    WORKSPACE,
-    Sandbox,
-    SandboxChoice,
-    find_sandbox,
-)
+from weakincentives.contrib.tools.sandbox.engines import Sandbox, find_sandbox
+from weakincentives.contrib.tools.sandbox.environment import WORKSPACE, ProjectEnvironment
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits, binary_size
+from weakincentives.contrib.tools.sandbox.settings import SandboxChoice, SandboxSettings
 from weakincentives.contrib.tools.suite import WorkspaceConfig, WorkspaceSection, suite_tool
 from weakincentives.errors import SandboxUnavailable, ToolValidationError
 from weakincentives.filesystem import CommandResult, HostFilesystem
 from weakincentives.filesystem.overlay import remove_tree
+from weakincentives.prompt.approval import CallPreview, plain_words
 from weakincentives.prompt.policies import ReadBeforeWritePolicy
 from weakincentives.prompt.section import SectionOptions
 from weakincentives.prompt.tool import Tool, ToolContext, ToolExample
@@ -52,20 +50,19 @@ class PodmanSandboxConfig(WorkspaceConfig):
 
     filesystem: HostFilesystem | None = None
     """A filesystem that you have opened, and close."""
-    sandbox: SandboxChoice = "auto"
-    """``"auto"`` is the fastest that works: bubblewrap, namespaces of our own, podman.
-    ``"none"`` runs commands without any: they can do what this process can."""
+    sandbox: SandboxChoice | SandboxSettings = "auto"
+    """All settings of the sandbox; or its name, and the settings that follow here."""
     image: str | None = None
-    """A podman image to run commands in; else they see the programs of the host, read-only."""
     read_only_paths: Sequence[str | os.PathLike[str]] = ()
     """More host directories that commands can read, at the same path."""
+    network: Sequence[str] = ()
+    """Hosts that commands can reach through a filtering proxy: ``name``, ``*.name`` or an address,
+    each with an optional ``:port``. None by default."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment of every command. Variables of this process are not passed on."""
+    """Variables of every command. Those of this process are not passed on."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     timeout: float = 120.0
-    """Seconds that a command may take by default."""
     max_timeout: float = 600.0
-    """Seconds that the model may ask for."""
     output_limit: int = 20_000
     """Bytes of stdout and of stderr that the model gets; the middle of more is left out."""
     file_limits: FileLimits = field(default_factory=FileLimits)
@@ -78,6 +75,31 @@ class PodmanSandboxConfig(WorkspaceConfig):
                 f"timeout must be positive and not above max_timeout, got {self.timeout} and "
                 f"{self.max_timeout}"
             )
+        if self.settings is not self.sandbox:  # which checks the others
+            return
+        for each in fields(self):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if each.name in _SETTINGS and getattr(self, each.name) != default:
+                raise ValueError(f"{each.name} is a part of SandboxSettings: give it there")
+
+    @property
+    def settings(self) -> SandboxSettings:
+        """All settings of the sandbox."""
+        if isinstance(self.sandbox, SandboxSettings):
+            return self.sandbox
+        return SandboxSettings(
+            engine=self.sandbox,
+            image=self.image,
+            read=tuple(os.path.abspath(each) for each in self.read_only_paths),
+            env=tuple(f"{name}={value}" for name, value in self.env.items()),
+            network=tuple(self.network),
+            limits=self.limits,
+            timeout=self.timeout,
+            max_timeout=self.max_timeout,
+        )
+
+
+_SETTINGS = ("image", "read_only_paths", "network", "env", "limits", "timeout", "max_timeout")
 
 
 # Parameters and results
@@ -142,6 +164,10 @@ class PodmanSandboxSection(WorkspaceSection):
         **options: Unpack[SectionOptions[None]],
     ) -> None:
         self.config = config = config or PodmanSandboxConfig()
+        self._settings = config.settings
+        # The path of a directory of its own tells nothing, and changes with every run.
+        self._is_own = config.workspace is None and config.filesystem is None
+        self._directory = Path(os.path.realpath(config.workspace or "."))
         self.close: Callable[[], object] = lambda: None
         """Remove the directory if it is the section's own; so does the end of the program."""
         options.setdefault("title", "Sandbox")
@@ -171,34 +197,60 @@ class PodmanSandboxSection(WorkspaceSection):
 
     @cached_property
     def _found(self) -> Sandbox | SandboxUnavailable:
-        config = self.config
         try:
-            return find_sandbox(
-                config.sandbox,
-                limits=config.limits,
-                image=config.image,
-                read_only=config.read_only_paths,
-            )
+            return find_sandbox(self._settings)
         except SandboxUnavailable as error:
             return error
 
     def body(self, params: None, session: Session | None) -> str:
         try:
-            commands = _guidance(self.sandbox, self.config)
-        except SandboxUnavailable as error:
+            commands = _guidance(self.sandbox, self._environment())
+        except (SandboxUnavailable, ValueError, OSError) as error:
             commands = f"Commands cannot be run: {error}"
         return "\n\n".join(filter(None, [_FILES, commands, left_out_text(self.left_out)]))
+
+    def _environment(self) -> ProjectEnvironment:
+        files = self.filesystem
+        if isinstance(files, HostFilesystem):
+            found = self.sandbox.environment(files.root, files.store)
+        else:
+            found = self.sandbox.environment(self._directory)
+        if self._is_own and self.sandbox.name != "none":
+            return replace(found, places=(WORKSPACE,))
+        return found
 
     # The tools
 
     def _command_tools(self) -> Iterator[Tool[Any, Any]]:
-        # An unconfined command reaches outside, and that cannot be undone.
-        reach = None if self.config.sandbox == "none" else "reversible"
-        timeout = self.config.max_timeout + _GRACE
+        # A command that reaches outside cannot be undone there.
+        settings = self._settings
+        outside = settings.engine == "none" or settings.network != "off" or settings.write
+        reach = None if outside else "reversible"
+        timeout = settings.max_timeout + _GRACE
         for handler, examples in ((self._shell_execute, (_EXAMPLE,)), (self._evaluate_python, ())):
             yield suite_tool(
-                handler, reach=reach, writes="command", timeout=timeout, examples=examples
+                handler,
+                reach=reach,
+                writes="command",
+                timeout=timeout,
+                examples=examples,
+                preview=self._preview,
             )
+
+    def _preview(
+        self, params: ShellExecuteParams | EvaluatePythonParams, *, context: ToolContext
+    ) -> CallPreview:
+        """Return what a command can reach, and its words if it is nothing but words."""
+        words: tuple[str, ...] = ()
+        names = {each.partition("=")[0] for each in self._settings.env}
+        if isinstance(params, ShellExecuteParams):
+            names |= set(params.env)
+            command = params.command
+            # Elsewhere, or with other input, the same words may do something else.
+            if params.cwd == "." and not params.env and not params.stdin:
+                words = plain_words(command) if isinstance(command, str) else command
+        facts = _facts(self._usable(), names, self._seconds(params))
+        return CallPreview(facts=facts, command=words)
 
     def _shell_execute(
         self, params: ShellExecuteParams, *, context: ToolContext
@@ -256,10 +308,11 @@ class PodmanSandboxSection(WorkspaceSection):
             files,
             argv,
             cwd=cwd,
-            env={**self.config.env, **env},
+            env=env,
             stdin=stdin,
             timeout=self._seconds(params),
             output_limit=self.config.output_limit,
+            real_path=not self._is_own,
         )
 
     def _usable(self) -> Sandbox:
@@ -269,7 +322,7 @@ class PodmanSandboxSection(WorkspaceSection):
             raise ToolValidationError(str(error)) from error
 
     def _seconds(self, params: ShellExecuteParams | EvaluatePythonParams) -> float:
-        return min(params.timeout or self.config.timeout, self.config.max_timeout)
+        return min(params.timeout or self._settings.timeout, self._settings.max_timeout)
 
     def _failed(
         self,
@@ -284,7 +337,8 @@ class PodmanSandboxSection(WorkspaceSection):
             how = f"was killed: {done.stopped}"
         else:
             how = f"exited with code {done.returncode}"
-        message = f"{what} {how}. Its changes were undone."
+        where = " to the workspace" if self._settings.write else ""
+        message = f"{what} {how}. Its changes{where} were undone."
         code = TIMEOUT if done.timed_out else "COMMAND_FAILED"
         return ToolResult(message, value, success=False, failure=ToolError(code, message))
 
@@ -322,29 +376,59 @@ def _remove(filesystem: HostFilesystem) -> None:
     remove_tree(filesystem.root.parent)  # whatever modes a command has set there
 
 
-# Guidance
+# What commands can reach
 
 
-def _guidance(sandbox: Sandbox, config: PodmanSandboxConfig) -> str:
-    unused = [f"{name} is not used: {reason}." for name, reason in sandbox.passed_over]
-    limits = sandbox.limits
-    if sandbox.name == "none":
-        place, network = str(config.workspace or "the directory of the workspace"), ""
-    else:
-        place = WORKSPACE
-        network = (
-            f"There is no network. Only {WORKSPACE} and /tmp are writable, and /tmp is empty for "
-            "every command. "
+def _facts(sandbox: Sandbox, names: Iterable[str], seconds: float) -> dict[str, str]:
+    """Return what a command can reach, for the person who approves it."""
+    settings, limits = sandbox.settings, sandbox.limits
+    confined = sandbox.name != "none"
+    network = "none" if settings.network == "off" else f"only {', '.join(settings.network)}"
+    writes = "the workspace (undone if it fails), and an empty /tmp"
+    if settings.write:
+        writes = f"{writes}; never undone: {', '.join(settings.write)}"
+    return {
+        "sandbox": sandbox.name if confined else "none: it can do everything that you can",
+        "network": network if confined else "all",
+        "writes": writes if confined else "all",
+        "environment": ", ".join(sorted(names)) or "no variables of yours",
+        "limits": f"{seconds:g} s, {binary_size(limits.memory)} of memory, "
+        f"{limits.processes} processes, {binary_size(limits.disk)} of disk",
+    }
+
+
+def _guidance(sandbox: Sandbox, project: ProjectEnvironment) -> str:
+    settings, limits = sandbox.settings, sandbox.limits
+    notes = [f"{name} is not used: {reason}." for name, reason in sandbox.passed_over]
+    here, *others = project.places
+    start = f"Commands start in {here}, the workspace."
+    start += "".join(f" {each} is the same directory." for each in others)
+    if sandbox.name != "none":
+        start += (
+            f" {_network(settings.network)} Only the workspace and /tmp are writable, and /tmp is"
         )
+        start += " empty for every command."
+    for each in project.writable:
+        start += f" {each} is writable as well, and changes there are never undone."
+    found = ", ".join(f"{each.name} ({each.source})" for each in project.toolchains)
     return _COMMANDS.format(
-        sandbox=" ".join([_IN[sandbox.name].format(image=config.image), *unused]),
-        place=place,
-        network=network,
+        sandbox=" ".join([_IN[sandbox.name], *notes]),
+        start=start,
+        tools=f"\n- The project's own tools are in PATH: {found}." if found else "",
         memory=binary_size(limits.memory),
         processes=limits.processes,
         disk=binary_size(limits.disk),
-        timeout=f"{config.timeout:g}",
-        max_timeout=f"{config.max_timeout:g}",
+        timeout=f"{min(settings.timeout, settings.max_timeout):g}",
+        max_timeout=f"{settings.max_timeout:g}",
+    )
+
+
+def _network(hosts: Sequence[str]) -> str:
+    if hosts == "off":
+        return "There is no network."
+    return (
+        f"Of the network, only {', '.join(hosts)} can be reached, through the proxy that the usual "
+        "variables name (https_proxy)."
     )
 
 
@@ -362,7 +446,7 @@ it: writing to an existing file that was not read is refused."""
 _COMMANDS = """\
 Run programs with `shell_execute` and Python code with `evaluate_python`. {sandbox}
 
-- Commands see the workspace at {place} and start there. {network}
+- {start}{tools}
 - The changes of a command that exits with a code other than 0 are undone. To commit them anyway, \
 let it exit with 0: `command || true`.
 - When a command ends, its background processes are killed.

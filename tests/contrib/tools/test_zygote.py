@@ -1,0 +1,226 @@
+"""Zygotes: the start of a command is cheap, nothing is left of it, no command sees another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weakincentives.contrib.tools import Sandbox, SandboxLimits, find_sandbox
+from weakincentives.contrib.tools.sandbox.limits import cgroup_mounts, descendants, sweep_cgroups
+from weakincentives.errors import SandboxUnavailable
+from weakincentives.filesystem import CommandResult, HostFilesystem
+
+PATIENCE = 600
+
+
+def offspring() -> set[int]:
+    return set(descendants(os.getpid())) - {os.getpid()}
+
+
+def cgroups_of(pid: int) -> list[Path]:
+    """Return the cgroups of a zygote: as root it has some."""
+    names = {line.rpartition("/")[2] for line in Path(f"/proc/{pid}/cgroup").read_text().split()}
+    ours = {name for name in names if name.startswith("wink-")}
+    assert len(ours) == (os.geteuid() == 0)
+    return [place / name for place, _ in cgroup_mounts() for name in ours]
+
+
+def are_gone(paths: list[Path]) -> bool:
+    return not any(path.exists() for path in paths)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Box:
+    def __init__(self, sandbox: Sandbox, files: HostFilesystem, zygote: int) -> None:
+        self.sandbox = sandbox
+        self.files = files
+        self.zygote = zygote
+
+    def run(self, command: str, **options: object) -> CommandResult:
+        options.setdefault("timeout", PATIENCE)
+        return self.sandbox.run(self.files, command, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    before = offspring()
+    try:
+        sandbox = find_sandbox("namespaces")
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    [zygote] = offspring() - before
+    (tmp_path / "work").mkdir()
+    with HostFilesystem(tmp_path / "work") as files:
+        files.run("true")  # finds out whether overlays work
+        yield Box(sandbox, files, zygote)
+
+
+def test_commands_one_after_the_other_need_no_new_process_and_cgroup(box: Box):
+    before, groups = offspring(), cgroups_of(box.zygote)
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    for number in range(3):
+        assert box.run(f"echo {number} >>a.txt").ok
+    assert not box.run("echo no >>a.txt; false").ok
+
+    assert offspring() == before
+    assert cgroups_of(box.zygote) == groups
+    until(lambda: len(os.listdir("/proc/self/fd")) <= open_files)
+    assert box.files.read("a.txt") == "0\n1\n2\n"
+
+
+def test_commands_run_at_the_same_time(box: Box):
+    first, second = box.files.fork(), box.files.fork()
+    thread = threading.Thread(target=box.sandbox.run, args=(first, "sleep 1000"))
+    thread.start()
+    until(lambda: len(descendants(box.zygote)) >= 4)
+
+    done = box.sandbox.run(second, "echo second >a.txt", timeout=PATIENCE)
+    still_running = thread.is_alive()
+    os.kill(descendants(box.zygote)[-1], signal.SIGKILL)
+    thread.join()
+    box.files.discard(first)
+    box.files.merge(second)
+
+    assert (done.ok, still_running) == (True, True)
+    assert box.files.read("a.txt") == "second\n"
+
+
+def test_a_zygote_that_was_killed_while_it_waited_is_replaced(box: Box):
+    os.kill(box.zygote, signal.SIGKILL)
+
+    assert box.run("echo x >a.txt").ok
+    assert box.files.read("a.txt") == "x\n"
+    assert box.zygote not in offspring()
+
+
+def test_a_zygote_that_cannot_start_a_command_is_reported():
+    """The limit leaves no room for more than the zygote itself."""
+    if os.geteuid() != 0:
+        pytest.skip("only root has a cgroup")
+    with pytest.raises(SandboxUnavailable, match="the launcher of commands has ended"):
+        find_sandbox("namespaces", limits=SandboxLimits(processes=1))
+
+
+def test_a_zygote_that_is_killed_takes_its_command_along(box: Box):
+    def kill() -> None:
+        until(lambda: len(descendants(box.zygote)) >= 4)
+        family.extend(descendants(box.zygote))
+        os.kill(box.zygote, signal.SIGKILL)
+
+    family: list[int] = []
+    thread = threading.Thread(target=kill)
+    thread.start()
+    done = box.run("echo x >a.txt; sleep 1000")
+    thread.join()
+
+    assert (done.returncode, done.kept) == (128 + signal.SIGKILL, False)
+    until(lambda: are_gone([Path(f"/proc/{pid}") for pid in family]))
+    assert box.files.glob("*") == ()
+    assert box.run("true").ok
+
+
+def test_a_command_that_timed_out_leaves_neither_process_nor_cgroup(box: Box):
+    before, groups = offspring() - {box.zygote}, cgroups_of(box.zygote)
+
+    done = box.run("trap '' TERM; sleep 1000 & setsid sleep 1000", timeout=0.5)
+
+    assert done.timed_out
+    assert offspring() == before
+    assert box.run("true").ok
+    until(lambda: sweep_cgroups() and are_gone(groups))
+
+
+def test_what_an_earlier_command_was_given_cannot_be_read(box: Box):
+    """It may still be in the memory of the zygote, which process 1 is a copy of."""
+    for attempt in ("cat /proc/1/maps", "head -c 1 /proc/1/mem", "cat /proc/1/environ"):
+        done = box.run(attempt)
+
+        assert not done.stdout
+        assert "Permission denied" in done.stderr
+
+
+def test_a_command_has_the_umask_and_the_signals_of_any_other_subprocess(box: Box):
+    """Compared with a bare one: whoever starts the tests may ignore signals of their own."""
+    command = "umask; grep SigIgn /proc/self/status"
+    before = os.umask(0o027)
+    try:
+        bare = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+        done = box.run(command)
+    finally:
+        os.umask(before)
+
+    assert done.stdout.split() == bare.stdout.split()
+    assert done.stdout.startswith("0027\nSigIgn:")
+
+
+SCRIPT = """
+import os, sys, threading
+from weakincentives.contrib.tools import find_sandbox
+from weakincentives.contrib.tools.sandbox.limits import sweep_cgroups
+from weakincentives.filesystem import HostFilesystem
+sandbox = find_sandbox("namespaces")
+files = HostFilesystem(sys.argv[1])
+def run(command):
+    return sandbox.run(files, command, timeout=600)
+"""
+
+
+def script(rest: str, root: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", SCRIPT + rest, str(root)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_is_left_when_the_program_is_killed(box: Box, tmp_path: Path, busy: bool):
+    (tmp_path / "other").mkdir()
+    rest = "run('true'); print('ready', flush=True); " + (
+        "run('sleep 1000')" if busy else "input()"
+    )
+    with script(rest, tmp_path / "other") as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        until(lambda: len(descendants(program.pid)) >= (5 if busy else 2))
+        family = descendants(program.pid)
+        groups = cgroups_of(family[1])
+        program.kill()
+
+    until(lambda: are_gone([Path(f"/proc/{pid}") for pid in family]))
+    assert are_gone(groups)
+
+
+def test_a_forked_child_leaves_the_zygotes_to_its_parent(box: Box, tmp_path: Path):
+    rest = """
+run("echo parent >>a.txt")
+child = os.fork()
+if child == 0:
+    with HostFilesystem(sys.argv[1] + "-of-child") as own:
+        assert sandbox.run(own, "echo child >>a.txt", timeout=600).ok
+    assert sweep_cgroups(patience=1.0)  # it does not wait for those of its parent
+    sys.exit(0)  # with everything that is done at exit
+assert os.waitpid(child, 0)[1] == 0
+assert run("echo parent >>a.txt").ok
+files.close()
+"""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other-of-child").mkdir()
+    with script(rest, tmp_path / "other") as program:
+        program.communicate()
+
+    assert program.returncode == 0
+    assert (tmp_path / "other/a.txt").read_text() == "parent\nparent\n"
+    assert (tmp_path / "other-of-child/a.txt").read_text() == "child\n"
