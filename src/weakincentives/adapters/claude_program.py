@@ -1,0 +1,117 @@
+"""The Claude program: its tools, its processes, and our tools in it.
+
+For the adapter, which drives the program, and for the integration, which is a guest in it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.prompt.tool import Tool
+
+if TYPE_CHECKING:
+    from mcp.types import Tool as McpTool
+
+SERVER = "wink"
+"""The name of the MCP server with our tools."""
+PREFIX = f"mcp__{SERVER}__"
+CALL_ID = "claudecode/toolUseId"
+"""Where the program puts the id of a tool use, in the ``_meta`` of a call over MCP."""
+LONG = 24 * 3600
+"""Seconds that a hook or a tool may take: our own limits are shorter."""
+MUCH = 500_000
+"""Characters of an answer that the program does not shorten: its maximum."""
+READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "WebSearch"})
+"""Native tools that change no file."""
+AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
+"""Native tools that start a sub-agent."""
+PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}
+"""The environment in which the program waits for our tools, and shows all that they say."""
+
+_MARK = "WINK_CLAUDE_RUN"
+"""The environment variable that identifies the program and its child processes."""
+_DYING = 60.0
+"""Seconds until a killed process must be gone; it takes milliseconds."""
+
+
+def as_mcp_tool(tool: Tool[Any, Any], description: str) -> McpTool:
+    """Return one of our tools as the program takes it: never hidden, its answer never cut."""
+    from mcp.types import Tool as McpTool
+    from mcp.types import ToolAnnotations
+
+    return McpTool(
+        name=tool.name,
+        description=description,
+        input_schema=tool.parameters,
+        annotations=ToolAnnotations(read_only_hint=tool.reach == "read"),
+        _meta={"anthropic/maxResultSizeChars": MUCH, "anthropic/alwaysLoad": True},
+    )
+
+
+def with_path(params: object, directory: str, root: str) -> object:
+    """Return a native tool's arguments with ``path``, relative to the workspace if inside.
+
+    Args:
+        params: As the program has them, with ``file_path`` or ``notebook_path``.
+        directory: The program's working directory.
+        root: The workspace.
+    """
+    if not isinstance(params, dict):
+        return params
+    given = cast("dict[str, object]", params)
+    place = given.get("file_path", given.get("notebook_path"))
+    if not isinstance(place, str):
+        return given
+    # As the program resolves it: relative to its working directory, through symlinks.
+    found = Path(os.path.realpath(os.path.join(directory, os.path.expanduser(place))))
+    if found.is_relative_to(root):
+        found = found.relative_to(root)
+    return {**given, "path": str(found)}
+
+
+def outside(params: object) -> str | None:
+    """Return why a native tool must not write where it wants to, or None."""
+    path = str(cast("dict[str, object]", params).get("path", ""))
+    if not os.path.isabs(path):
+        return None
+    return f"{path} is outside of the workspace, where changes cannot be rolled back"
+
+
+class Processes:
+    """The program and all processes that it starts, known by a mark in their environment.
+
+    None are found where there is no ``/proc``.
+    """
+
+    def __init__(self) -> None:
+        mark = os.urandom(16).hex()
+        self.environment = {_MARK: mark}
+        """For the program; its children inherit it."""
+        self._wanted = f"{_MARK}={mark}".encode()
+
+    def running(self) -> frozenset[int]:
+        """Return the ids of the processes that run now."""
+        found: set[int] = set()
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it is gone, or not ours
+                if self._wanted in entry.read_bytes().split(b"\0"):
+                    found.add(int(entry.parent.name))
+        return frozenset(found)
+
+    def kill(self, but: Iterable[int] = ()) -> None:
+        """Kill them all; when this returns, none can write any more."""
+        until = SYSTEM_CLOCK.monotonic() + _DYING
+        pause = threading.Event()
+        # Repeated: a process may have started another just before it was killed.
+        while (found := self.running().difference(but)) and SYSTEM_CLOCK.monotonic() < until:
+            for process in found:
+                with suppress(OSError):  # it is gone
+                    os.kill(process, signal.SIGKILL)
+            pause.wait(0.001)
