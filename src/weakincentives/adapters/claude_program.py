@@ -35,6 +35,7 @@ AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
 PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}
 """The environment in which the program waits for our tools, and shows all that they say."""
 
+_PLACES = ("file_path", "notebook_path")
 _MARK = "WINK_CLAUDE_RUN"
 """The environment variable that identifies the program and its child processes."""
 _DYING = 60.0
@@ -66,7 +67,7 @@ def with_path(params: object, directory: str, root: str) -> object:
     if not isinstance(params, dict):
         return params
     given = cast("dict[str, object]", params)
-    place = given.get("file_path", given.get("notebook_path"))
+    place = next((given[name] for name in _PLACES if name in given), None)
     if not isinstance(place, str):
         return given
     # As the program resolves it: relative to its working directory, through symlinks.
@@ -74,6 +75,13 @@ def with_path(params: object, directory: str, root: str) -> object:
     if found.is_relative_to(root):
         found = found.relative_to(root)
     return {**given, "path": str(found)}
+
+
+def without_path(params: dict[str, Any]) -> dict[str, Any]:
+    """Return a native tool's arguments as the program takes them."""
+    if params.keys().isdisjoint(_PLACES):
+        return params  # Grep has a path of its own
+    return {name: value for name, value in params.items() if name != "path"}
 
 
 def outside(params: object) -> str | None:
