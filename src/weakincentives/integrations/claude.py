@@ -50,6 +50,7 @@ try:
         Message,
         PermissionResultAllow,
         PermissionResultDeny,
+        ResultMessage,
         SdkMcpTool,
         ToolPermissionContext,
         ToolResultBlock,
@@ -88,7 +89,7 @@ _SHOWN = 20_000
 
 
 async def query(
-    prompt: Prompt,
+    prompt: Prompt | None,
     options: ClaudeAgentOptions | None = None,
     transport: Transport | None = None,
     *,
@@ -104,7 +105,7 @@ async def query(
     when the loop is left early, by a timeout or in any other way, the call under way is, too.
 
     Args:
-        prompt: As the SDK takes it.
+        prompt: As the SDK takes it. None with a resumed session continues with its deferred call.
         options: As the SDK takes them; your hooks, servers and permissions stay in force.
         transport: As the SDK takes it.
         workspace: The directory that the agent works in; also its working directory.
@@ -118,7 +119,8 @@ async def query(
     """
     agent = _Agent(options, workspace, policies, tools, run, approvals, _title(prompt))
     try:
-        stream = claude_agent_sdk.query(prompt=prompt, options=agent.options, transport=transport)
+        said = agent.nothing_more() if prompt is None else prompt
+        stream = claude_agent_sdk.query(prompt=said, options=agent.options, transport=transport)
         agent.watch(stream)
         async for message in agent.messages():
             yield message
@@ -235,6 +237,7 @@ class _Agent:
         self._checks: dict[str, asyncio.Future[None]] = {}
         """Done when our hook has decided about a tool use."""
         self._closing = False
+        self._idle = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._messages: asyncio.Queue[Message | _End] = asyncio.Queue()
         self.options = self._merged(options)
@@ -550,8 +553,16 @@ class _Agent:
                 await self._abort()
                 self._messages.put_nowait(_End(error))
 
+    async def nothing_more(self) -> AsyncIterator[dict[str, Any]]:
+        """End the input once the program has finished by itself."""
+        await self._idle.wait()
+        for message in list[dict[str, Any]]():
+            yield message
+
     async def _look(self, message: Message) -> None:
         """End calls that have no hook at their end: what did not run, or was interrupted."""
+        if isinstance(message, ResultMessage):
+            self._idle.set()
         blocks = message.content if isinstance(message, UserMessage) else []
         for block in blocks:
             if isinstance(block, ToolResultBlock):
@@ -676,7 +687,7 @@ def _with_session(options: ClaudeAgentOptions) -> ClaudeAgentOptions:
     return replace(options, session_id=str(uuid.uuid4()))
 
 
-def _title(prompt: Prompt) -> str:
+def _title(prompt: Prompt | None) -> str:
     return prompt.strip().partition("\n")[0][:80] if isinstance(prompt, str) else ""
 
 
