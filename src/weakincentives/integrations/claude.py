@@ -36,8 +36,9 @@ from weakincentives.integrations.bridge import AnyTool, Bridge, wire_name
 from weakincentives.loops import run_blocking
 from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
+from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool
 from weakincentives.runtime.hosted import OpenCall
 from weakincentives.tool_result import ToolResult
 
@@ -297,15 +298,16 @@ class _Agent:
 
     async def _check(self, name: str, given: Input, use_id: str, hook_input: Any) -> Any:
         """Ask a person about one of our calls if need be; the rest is up to the call."""
-        tool = name.removeprefix(PREFIX)
-        request = (await self._bridge.aadmit(tool, given, call_id=use_id)).request
-        if request is not None:
-            answer = await self._ask(request, name, given, use_id, hook_input)
-            if answer is None:
-                return _decision("defer", request.question)
-            if answer.approved is not True:
+        tool, answer = name.removeprefix(PREFIX), self._approvals.pop(use_id, None)
+        while True:
+            if answer is not None and answer.approved is not True:
                 return await self._refuse(tool, given, use_id, answer)
-            self._approvals[use_id] = answer
+            admission = await self._bridge.aadmit(tool, given, call_id=use_id, approval=answer)
+            if admission.request is None:
+                break
+            answer = await self._ask(admission.request, name, given, use_id, hook_input)
+            if answer is None:
+                return _decision("defer", admission.request.question)
         # While planning, the program decides what may run.
         return {} if hook_input.get("permission_mode") == "plan" else _decision("allow")
 
@@ -314,6 +316,9 @@ class _Agent:
     ) -> Any:
         """Open the call of a tool of the program, or say why it must not run."""
         tool, params = self._tool(name), self._params(name, given)
+        answer = answer or self._approvals.pop(use_id, None)
+        if answer is not None and answer.approved is not True:
+            return await self._refuse(tool, params, use_id, answer)
         earlier = frozenset[int]() if name in READING else self._processes.running()
         call = self._bridge.begin(tool, params, call_id=use_id, approval=answer)
         try:
@@ -322,8 +327,6 @@ class _Agent:
             answer = await self._ask(needed.request, name, given, use_id, hook_input)
             if answer is None:
                 return _decision("defer", needed.request.question)
-            if answer.approved is not True:
-                return await self._refuse(tool, params, use_id, answer)
             return await self._begin(name, given, use_id, hook_input, answer)
         if call.result is not None:
             return _decision("deny", call.result.render(tool.max_result_chars))
@@ -429,9 +432,8 @@ class _Agent:
         self, request: ApprovalRequest, name: str, given: Input, use_id: str, hook_input: Any
     ) -> Approval | None:
         """Return the answer to a question of our policies; None where nobody can be asked now."""
-        found = self._approvals.pop(use_id, None)
-        if found is not None or self._can_use_tool is None:
-            return found
+        if self._can_use_tool is None:
+            return None
         context = ToolPermissionContext(
             tool_use_id=use_id,
             agent_id=hook_input.get("agent_id"),
@@ -516,12 +518,8 @@ class _Agent:
             )
 
         async def call_tool(context: Any, params: Any) -> CallToolResult:
-            use_id: str = params.meta[CALL_ID]
             result = await self._bridge.acall(
-                params.name,
-                params.arguments or {},
-                call_id=use_id,
-                approval=self._approvals.pop(use_id, None),
+                params.name, params.arguments or {}, call_id=params.meta[CALL_ID]
             )
             tool = next((each for each in self._bridge.tools if each.name == params.name), None)
             text = result.render(None if tool is None else tool.max_result_chars)
