@@ -7,9 +7,14 @@ import inspect
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,15 +37,25 @@ from messages_server import MessagesServer, serving
 
 sdk = require("claude_agent_sdk")
 
-from claude_agent_sdk import ClaudeAgentOptions, ResultMessage  # noqa: E402
+from claude_agent_sdk import (  # noqa: E402
+    AssistantMessage,
+    ClaudeAgentOptions,
+    HookMatcher,
+    PermissionResultAllow,
+    PermissionResultDeny,
+    ProcessError,
+    ResultMessage,
+)
 
 from weakincentives import ToolContext, tool  # noqa: E402
 from weakincentives.adapters import ModelTurn  # noqa: E402
 from weakincentives.call import ToolCall  # noqa: E402
 from weakincentives.errors import PolicyDenied  # noqa: E402
-from weakincentives.integrations.claude import query  # noqa: E402
+from weakincentives.integrations import Bridge  # noqa: E402
+from weakincentives.integrations.claude import WinkClient, query  # noqa: E402
 from weakincentives.prompt import (  # noqa: E402
     Approval,
+    ApprovalPolicy,
     PolicyDecision,
     ReadBeforeWritePolicy,
 )
@@ -427,3 +442,458 @@ def test_what_the_programs_own_rules_refuse_is_on_record_and_holds_nothing_up(pl
         ("bash", "rolled back"), ("write", "rolled back"), ("note", "committed")
     ]  # fmt: skip
     assert "haven't granted it yet" in play.details()[1]["result"]
+
+
+# Approval
+
+
+class Person:
+    """Answers questions, and remembers them."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.asked: list[tuple[str, dict[str, Any], Any]] = []
+
+    async def __call__(self, name: str, given: dict[str, Any], context: Any) -> Any:
+        self.asked.append((name, given, context))
+        return self._answers.pop(0)
+
+
+YES = PermissionResultAllow()
+
+
+def test_a_question_of_the_programs_own_rules_is_answered_once_and_on_record(play: Play):
+    person = Person(
+        PermissionResultDeny(message="leave it alone"),
+        PermissionResultAllow(updated_input=bash("echo better > b.txt")[1]),
+        YES,
+    )
+
+    play(
+        uses(bash("rm a.txt"), bash("echo new > b.txt"), bash("echo new > c.txt")),
+        permission_mode="default",
+        can_use_tool=person,
+    )
+
+    assert len(person.asked) == 3
+    assert play.tree() == {**AS_IT_WAS, "b.txt": "better\n", "c.txt": "new\n"}
+    assert [each for each in play.records() if each[1] != "suspended"] == [
+        ("bash", "denied"), ("bash", "committed"), ("bash", "committed")
+    ]  # fmt: skip
+    denied, *_, edited, _ = play.details()
+    assert (denied["denied_by"], "leave it alone" in denied["result"]) == ("can_use_tool", True)
+    assert edited["arguments"]["command"] == "echo better > b.txt"
+    assert play.answers()[0] == "leave it alone"
+
+
+def test_arguments_that_a_person_edits_are_under_all_policies(play: Play):
+    person = Person(PermissionResultAllow(updated_input=bash("rm a.txt")[1]))
+    no_rm = Rule(lambda params: "nothing is removed" if "rm" in params["command"] else None)
+
+    play(
+        uses(bash("echo new > a.txt")),
+        permission_mode="default",
+        can_use_tool=person,
+        policies=[no_rm],
+    )
+
+    assert play.tree() == AS_IT_WAS
+    assert play.records()[-1] == ("bash", "denied")
+    assert "nothing is removed" in play.answers()[0]
+
+
+@pytest.mark.parametrize("mode", ["bypassPermissions", "default", "dontAsk"])
+@pytest.mark.filterwarnings("ignore::claude_agent_sdk.CanUseToolShadowedWarning")
+def test_a_question_of_our_policies_is_asked_in_every_mode(play: Play, mode: Any):
+    person = Person(
+        PermissionResultDeny(message="leave it alone"),
+        PermissionResultAllow(updated_input=bash("echo better > b.txt")[1]),
+        YES,
+        PermissionResultAllow(updated_input={"text": "better"}),
+    )
+    ask = ApprovalPolicy(tools={"bash", "note"})
+    note_it = ("mcp__wink__note", {"text": "new"})
+
+    play(
+        uses(bash("rm a.txt"), bash("echo new > b.txt"), note_it, note_it),
+        permission_mode=mode,
+        can_use_tool=person,
+        policies=[ask],
+        tools=[note],
+    )
+
+    assert len(person.asked) == 4
+    assert 'command: "rm a.txt"' in person.asked[0][2].decision_reason
+    assert play.tree() == {**AS_IT_WAS, "b.txt": "better\n", "notes.txt": "new\nbetter\n"}
+    ended = [each for each in play.details() if each["outcome"] != "suspended"]
+    assert [each["outcome"] for each in ended] == ["denied", *["committed"] * 3]
+    assert "leave it alone" in ended[0]["result"]
+    assert [each["notes"][0] for each in ended[1:]] == ["approval: approved by can_use_tool"] * 3
+    assert ended[1]["arguments"]["command"] == "echo better > b.txt"
+    assert ended[3]["arguments"] == {"text": "better"}
+
+
+def test_a_denial_can_end_the_turn(play: Play):
+    person = Person(PermissionResultDeny(message="stop it", interrupt=True))
+
+    play(
+        uses(bash("rm a.txt")),
+        uses(bash("rm b.txt")),
+        can_use_tool=person,
+        permission_mode="default",
+        policies=[ApprovalPolicy(tools={"bash"})],
+    )
+
+    assert play.tree() == AS_IT_WAS
+    assert len(play.server.requests) == 1
+    assert play.records()[-1] == ("bash", "denied")
+
+
+def test_where_nobody_can_be_asked_a_call_is_deferred_and_resumed_with_the_answer(play: Play):
+    more: Any = {"policies": [ApprovalPolicy(tools={"note"})], "tools": [note]}
+    play(uses(("mcp__wink__note", {"text": "new"})), **more)
+    (result,) = [each for each in play.messages if isinstance(each, ResultMessage)]
+    deferred = result.deferred_tool_use
+    assert play.tree() == AS_IT_WAS
+    assert play.records() == [("note", "suspended")]
+
+    yes = Approval(True, by="ann")
+    play(prompt=None, resume=result.session_id, approvals={deferred.id: yes}, **more)
+
+    assert play.tree()["notes.txt"] == "new\n"
+    assert play.records() == [("note", "suspended"), ("note", "committed")]
+    assert play.details()[-1]["notes"] == ["approval: approved by ann"]
+    assert len(play.server.requests) == 1, "nothing more was said"
+
+
+def test_a_native_tool_is_never_deferred(play: Play):
+    """A resumed program would run it without asking anyone."""
+    play(uses(bash("rm a.txt")), policies=[ApprovalPolicy(tools={"bash"})])
+
+    assert play.tree() == AS_IT_WAS
+    assert play.records() == [("bash", "suspended"), ("bash", "denied")]
+    assert "nobody can be asked" in play.answers()[0]
+
+
+# The user's own hooks and servers
+
+
+def hook(event: str, **said: Any) -> Any:
+    async def run(hook_input: Any, use_id: str | None, context: Any) -> Any:
+        return {"hookSpecificOutput": {"hookEventName": event, **said}} if said else {}
+
+    return run
+
+
+def before(*hooks: Any) -> dict[Any, list[HookMatcher]]:
+    return {"PreToolUse": [HookMatcher(matcher="Bash", hooks=list(hooks))]}
+
+
+def test_a_hook_of_the_user_denies(play: Play):
+    no = hook("PreToolUse", permissionDecision="deny", permissionDecisionReason="my rule")
+
+    play(uses(bash("rm a.txt"), write(play, "b.txt", "new\n")), hooks=before(no))
+
+    assert play.tree() == {**AS_IT_WAS, "b.txt": "new\n"}
+    assert play.records() == [("bash", "denied"), ("write", "committed")]
+    assert "my rule" in play.details()[0]["result"]
+    assert "my rule" in play.answers()[0]
+
+
+def test_what_a_hook_of_the_user_edits_is_the_call_and_under_all_policies(play: Play):
+    edit = hook("PreToolUse", updatedInput=bash("echo edited > a.txt")[1])
+    no_new = Rule(lambda params: "no!" if "new" in repr(params) else None)
+    no_edits = Rule(lambda params: "nothing edited" if "edited" in repr(params) else None)
+
+    play(uses(bash("echo first > a.txt")), hooks=before(edit), policies=[no_new])
+
+    assert play.tree()["a.txt"] == "edited\n"
+    assert play.records() == [("bash", "suspended"), ("bash", "committed")]
+    assert play.details()[-1]["arguments"]["command"] == "echo edited > a.txt"
+
+    play(uses(bash("echo second > a.txt")), hooks=before(edit), policies=[no_edits])
+
+    assert play.tree()["a.txt"] == "edited\n"
+    assert play.records()[-1] == ("bash", "denied")
+    assert "nothing edited" in play.answers()[0]
+
+
+def test_what_only_the_program_knows_to_be_edited_is_rolled_back(play: Play):
+    """A hook in the project's settings is a command that the program runs."""
+    said = {"hookEventName": "PreToolUse", "updatedInput": bash("echo edited > a.txt")[1]}
+    command = f"echo '{json.dumps({'hookSpecificOutput': said})}'"
+    settings = {"hooks": {"PreToolUse": [{"hooks": [{"type": "command", "command": command}]}]}}
+    (play.root / ".claude").mkdir()
+    (play.root / ".claude" / "settings.json").write_text(json.dumps(settings))
+
+    play(uses(bash("echo new > a.txt")), setting_sources=["project"])
+
+    assert play.tree() == AS_IT_WAS
+    assert play.records() == [("bash", "rolled back")]
+    assert "A hook changed the arguments" in play.answers()[0]
+
+
+def test_other_hooks_and_servers_of_the_user_stay_and_their_tools_are_calls(play: Play):
+    heard: list[str] = []
+
+    async def listen(hook_input: Any, use_id: str | None, context: Any) -> Any:
+        heard.append(hook_input["tool_name"])
+        return {}
+
+    @sdk.tool("publish", "Publish a page", {"title": str})
+    async def publish(arguments: dict[str, Any]) -> dict[str, Any]:
+        (play.root / "a.txt").write_text(arguments["title"])
+        is_error = arguments["title"] == "draft"
+        return {"content": [{"type": "text", "text": "published"}], "is_error": is_error}
+
+    play(
+        uses(*(("mcp__mine__publish", {"title": title}) for title in ("final", "draft"))),
+        mcp_servers={"mine": sdk.create_sdk_mcp_server("mine", tools=[publish])},
+        hooks={"PostToolUse": [HookMatcher(hooks=[listen])]},
+        tools=[note],
+    )
+
+    assert heard == ["mcp__mine__publish"]
+    assert play.tree() == {**AS_IT_WAS, "a.txt": "final"}
+    assert play.records() == [("publish", "committed"), ("publish", "rolled back")]
+
+
+def test_the_tools_of_a_sub_agent_are_calls_too(play: Play):
+    task = {"description": "Look", "prompt": "Look at it.", "subagent_type": "general-purpose"}
+
+    play(
+        uses(("Agent", task)),
+        uses(bash("echo sub > a.txt")),
+        uses(bash("rm b.txt; false")),
+        native=None,
+    )
+
+    assert play.tree() == {**AS_IT_WAS, "a.txt": "sub\n"}
+    assert play.records() == [("bash", "committed"), ("bash", "rolled back")]
+
+
+def test_a_tool_of_the_sdk_as_one_of_ours(play: Play):
+    @sdk.tool("Publish page", "Publish a page", {"title": str, "copies": int})
+    async def publish(arguments: dict[str, Any]) -> dict[str, Any]:
+        (play.root / "a.txt").write_text(arguments["title"])
+        is_error = arguments["copies"] == 0
+        return {"content": [{"type": "text", "text": "published"}], "is_error": is_error}
+
+    with Bridge(play.root, tools=[publish]) as bridge:
+        (ours,) = bridge.tools
+        failed = bridge.call("publish_page", {"title": "none", "copies": 0})
+        refused = bridge.call("publish_page", {"copies": "x"})
+        assert play.tree() == AS_IT_WAS
+        done = bridge.call("publish_page", {"title": "new", "copies": 1})
+
+    assert ours.parameters["required"] == ["title", "copies"]
+    assert (failed.success, failed.message) == (False, "published")
+    assert "title" in refused.message
+    assert "copies" in refused.message
+    assert done.render() == "published"
+    assert play.tree()["a.txt"] == "new"
+
+
+# A run that ends early
+
+
+MARK = {"WINK_TESTS": uuid.uuid4().hex}
+"""A variable by which the programs of these tests are known: others may run beside them."""
+LATE = "echo new > a.txt; (sleep 1; echo late > b.txt) & sleep 600"
+
+
+def processes() -> list[int]:
+    """Return the processes of programs that these tests have started."""
+    mark, found = "=".join(*MARK.items()).encode(), []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in entry.read_bytes():
+                found.append(int(entry.parent.name))
+    return found
+
+
+async def _cancelled(play: Play) -> None:
+    async def read() -> None:
+        async for _ in play.query(env=MARK):
+            pass
+
+    task = asyncio.create_task(read())
+    await until(lambda: play.tree()["a.txt"] == "new\n")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def _timed_out(play: Play) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(600) as limit:
+            async for message in play.query(env=MARK):
+                if isinstance(message, AssistantMessage):
+                    await until(lambda: play.tree()["a.txt"] == "new\n")
+                    limit.reschedule(asyncio.get_running_loop().time())
+
+
+async def _left(play: Play) -> None:
+    async with aclosing(play.query(env=MARK)) as messages:
+        async for message in messages:
+            if isinstance(message, AssistantMessage):
+                await until(lambda: play.tree()["a.txt"] == "new\n")
+                break
+
+
+async def _dropped(play: Play) -> None:
+    """Nobody closes what is left of the messages: the event loop does."""
+    async for message in play.query(env=MARK):
+        if isinstance(message, AssistantMessage):
+            await until(lambda: play.tree()["a.txt"] == "new\n")
+            return
+
+
+async def _killed(play: Play) -> None:
+    with pytest.raises(ProcessError):
+        async for message in play.query(env=MARK):
+            if isinstance(message, AssistantMessage):
+                await until(lambda: play.tree()["a.txt"] == "new\n")
+                for process in processes():
+                    if b"stream-json" in Path(f"/proc/{process}/cmdline").read_bytes():
+                        os.kill(process, signal.SIGKILL)
+
+
+async def _disconnected(play: Play) -> None:
+    async with WinkClient(play.options(env=MARK), workspace=play.root) as client:
+        await client.query("Do it.")
+        await until(lambda: play.tree()["a.txt"] == "new\n")
+
+
+# When the event loop closes the SDK's messages, the SDK itself forgets to close a stream.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "end",
+    [_cancelled, _timed_out, _left, _dropped, _killed, _disconnected],
+    ids=lambda f: f.__name__,
+)
+def test_a_run_that_ends_in_the_middle_of_a_command_leaves_nothing_of_it(play: Play, end: Any):
+    with play.serving(uses(bash(LATE))):
+        asyncio.run(end(play))
+
+        assert play.tree() == AS_IT_WAS
+        assert processes() == []
+        time.sleep(1.5)  # what was left behind would write by now
+    assert play.tree() == AS_IT_WAS
+    assert play.records() == [("bash", "rolled back")]
+
+    play(uses(bash("echo next > a.txt")))  # nothing is locked
+    assert play.tree()["a.txt"] == "next\n"
+
+
+def test_an_interrupted_turn_is_rolled_back_and_the_conversation_goes_on(play: Play):
+    async def scenario() -> None:
+        client = WinkClient(play.options(env=MARK), workspace=play.root, tools=[note])
+        async with client:
+            await client.query("Do it.")
+            await until(lambda: play.tree()["a.txt"] == "new\n")
+            await client.interrupt()
+            ended = [message async for message in client.receive_response()]
+            assert isinstance(ended[-1], ResultMessage)
+            assert play.tree() == AS_IT_WAS
+            await client.query("Go on.")
+            async for _ in client.receive_response():
+                pass
+
+    turns = [
+        uses(bash(LATE), write(play, "c.txt", "new\n")),
+        uses(("mcp__wink__note", {"text": "x"})),
+    ]
+    with play.serving(*turns):
+        asyncio.run(scenario())
+
+    assert play.tree() == {**AS_IT_WAS, "notes.txt": "x\n"}
+    assert play.records() == [("bash", "rolled back"), ("note", "committed")]
+    assert processes() == []
+
+
+def test_a_run_after_one_whose_process_was_killed(play: Play, tmp_path: Path):
+    """What a killed process leaves is not ours to undo: nobody knows who wrote it since."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio, json, sys\n"
+        "from claude_agent_sdk import ClaudeAgentOptions\n"
+        "from weakincentives.integrations.claude import query\n"
+        "root, env = sys.argv[1], json.loads(sys.argv[2])\n"
+        "options = ClaudeAgentOptions(\n"
+        "    env=env, setting_sources=[], permission_mode='bypassPermissions'\n"
+        ")\n"
+        "async def main():\n"
+        "    async for message in query('Do it.', options, workspace=root):\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    with play.serving(uses(bash("echo kept > b.txt")), uses(bash("echo new > a.txt; sleep 600"))):
+        arguments = [str(play.root), json.dumps(play.options(env=MARK).env)]
+        process = subprocess.Popen([sys.executable, str(program), *arguments])
+        asyncio.run(until(lambda: play.tree()["a.txt"] == "new\n"))
+        process.kill()
+        process.wait()
+    for left in processes():
+        os.kill(left, signal.SIGKILL)
+
+    play(uses(bash("echo next > c.txt")))
+
+    assert play.tree()["b.txt"] == "kept\n"
+    assert play.tree()["c.txt"] == "next\n"
+    assert ("bash", "committed") in play.records()
+
+
+# Several runs
+
+
+def test_two_runs_on_one_workspace_do_not_mix_their_changes(play: Play):
+    async def scenario(home: Path) -> None:
+        async def read(text: str) -> None:
+            async for _ in play.query(text):
+                pass
+
+        await asyncio.gather(read("One."), read("Two."))
+
+    turns = [uses(bash(f"echo {n} >> a.txt; echo {n} > {n}.txt; sleep 0.1")) for n in range(6)]
+    with play.serving(*turns):
+        asyncio.run(scenario(play.home))
+
+    assert sorted(play.tree()["a.txt"].split()[4:]) == ["0", "1", "2", "3", "4", "5"]
+    changed = [sorted(each["path"] for each in call["files"]) for call in play.details()]
+    assert sorted(changed) == [[f"{n}.txt", "a.txt"] for n in range(6)]
+    assert len({call["run"] for call in play.details()}) == 2
+
+
+def test_resuming_a_session_continues_the_run(play: Play):
+    messages = play(uses(bash("echo one > a.txt")))
+    session = messages[-1].session_id
+
+    play(uses(bash("echo two > b.txt")), resume=session)
+
+    assert len({call["run"] for call in play.details()}) == 1
+    assert "echo one" in play.told()
+    play.wink("undo")
+    assert play.tree() == AS_IT_WAS
+
+
+# What is refused
+
+
+def test_what_could_not_be_rolled_back_is_refused(play: Play, tmp_path: Path):
+    for more in (
+        {"cwd": tmp_path},
+        {"mcp_servers": {"wink": {"command": "true"}}, "tools": [note]},
+    ):
+        with play.serving(), pytest.raises(ValueError, match=r"workspace|wink"):
+            asyncio.run(anext(play.query(**more)))
+
+
+def test_without_the_sdk_one_line_says_what_to_install():
+    program = (
+        "import sys; sys.modules['claude_agent_sdk'] = None\n"
+        "import weakincentives.integrations.claude"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert "pip install 'wink-runtime[claude-agent-sdk]'" in done.stderr

@@ -33,6 +33,7 @@ from weakincentives.adapters.claude_program import (
 from weakincentives.adapters.media import IMAGES, mcp_block
 from weakincentives.errors import ApprovalNeeded, MissingExtra, PolicyDenied, Suspended
 from weakincentives.integrations.bridge import AnyTool, Bridge, wire_name
+from weakincentives.logs import get_logger
 from weakincentives.loops import run_blocking
 from weakincentives.mcp.output import output_of
 from weakincentives.prompt.approval import Approval, ApprovalRequest, CallPreview, plain_words
@@ -65,6 +66,8 @@ except ImportError as error:
 
 Prompt = str | AsyncIterable[dict[str, Any]]
 Input = dict[str, Any]
+
+_logger = get_logger(__name__)
 
 _EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
 """Native tools that change one file."""
@@ -115,8 +118,8 @@ async def query(
         run: Names our run, to continue it. By default it goes with the SDK's session: resuming that
             continues the run.
         approvals: Answers to calls that were deferred, by the id in
-            ``ResultMessage.deferred_tool_use``. A call that needs approval is deferred where the
-            options have no ``can_use_tool``.
+            ``ResultMessage.deferred_tool_use``. Where the options have no ``can_use_tool``, a call
+            that needs approval is deferred if its tool is in this process, and else denied.
     """
     agent = _Agent(options, workspace, policies, tools, run, approvals, _title(prompt))
     try:
@@ -237,6 +240,8 @@ class _Agent:
         """By the program's id of the tool use."""
         self._checks: dict[str, asyncio.Future[None]] = {}
         """Done when our hook has decided about a tool use."""
+        self._others: set[str] = set()
+        """Tool uses that are no calls."""
         self._closing = False
         self._idle = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
@@ -284,6 +289,7 @@ class _Agent:
         """Open the call of a tool of the program; check one of ours, which runs when called."""
         name, given = hook_input["tool_name"], hook_input["tool_input"]
         if use_id is None or name in _NOT_CALLS:
+            self._others.add(use_id or "")
             return {}
         try:
             if name.startswith(PREFIX):
@@ -325,8 +331,10 @@ class _Agent:
             await call.start()
         except ApprovalNeeded as needed:
             answer = await self._ask(needed.request, name, given, use_id, hook_input)
-            if answer is None:
+            if answer is None and self._server_of(name) is not None:
                 return _decision("defer", needed.request.question)
+            # A resumed program runs a native tool before it knows our hooks: never defer one.
+            answer = answer or Approval(False, reason="nobody can be asked: set can_use_tool")
             return await self._begin(name, given, use_id, hook_input, answer)
         if call.result is not None:
             return _decision("deny", call.result.render(tool.max_result_chars))
@@ -397,13 +405,16 @@ class _Agent:
             said: Any = output.get("hookSpecificOutput") or {}
             name, edited = hook_input["tool_name"], said.get("updatedInput")
             denies = said.get("permissionDecision") == "deny" or output.get("decision") == "block"
-            if use_id is None or name in _NOT_CALLS or not (denies or edited):
+            defers = said.get("permissionDecision") == "defer"
+            if use_id is None or name in _NOT_CALLS or not (denies or defers or edited):
                 return output
             await self._check_of(use_id)  # the program asks all hooks at once
-            if denies:
+            if defers:
+                await self._forget(use_id, Deferred("by a hook"))
+            elif denies:
                 why = said.get("permissionDecisionReason") or output.get("reason") or ""
                 await self._deny(name, hook_input["tool_input"], use_id, why, "a hook")
-            elif await self._forget(use_id):
+            elif await self._forget(use_id, ArgumentsEdited("by a hook")):
                 ours = await self._begin(name, edited, use_id, hook_input)
                 if _decided(ours):
                     return ours
@@ -422,7 +433,7 @@ class _Agent:
             return answer
         edited, use = answer.updated_input, self._uses.get(use_id)
         if edited is not None and use is not None and edited != use.given:
-            await self._forget(use_id)
+            await self._forget(use_id, ArgumentsEdited("by a person"))
             why = _decided(await self._begin(name, edited, use_id, {}))
             if why:
                 return PermissionResultDeny(message=why)
@@ -473,11 +484,11 @@ class _Agent:
             tool = name.removeprefix(PREFIX)
             await self._bridge.arefuse(tool, given, reason, by=by, call_id=use_id)
 
-    async def _forget(self, use_id: str) -> bool:
+    async def _forget(self, use_id: str, why: Suspended) -> bool:
         """Take back an admission; returns whether there was one."""
         use = self._uses.pop(use_id, None)
         if use is not None:
-            await self._end(use, error=ArgumentsEdited("with other arguments it is another call"))
+            await self._end(use, error=why)
         return use is not None
 
     # Tools
@@ -501,10 +512,12 @@ class _Agent:
 
     def _name(self, name: str) -> str:
         """Return our name of a tool; only servers of this process are not told apart by theirs."""
-        for server in self._in_process:
-            if name.startswith(f"mcp__{server}__"):
-                return wire_name(name.removeprefix(f"mcp__{server}__"))
-        return wire_name(name.removeprefix("mcp__"))
+        server = self._server_of(name)
+        return wire_name(name.removeprefix("mcp__" if server is None else f"mcp__{server}__"))
+
+    def _server_of(self, name: str) -> str | None:
+        """Return the server in this process that has a tool; None if it is elsewhere."""
+        return next((s for s in self._in_process if name.startswith(f"mcp__{s}__")), None)
 
     def _params(self, name: str, given: Input) -> Input:
         if not _is_native(name):
@@ -564,8 +577,10 @@ class _Agent:
         blocks = message.content if isinstance(message, UserMessage) else []
         for block in blocks:
             if isinstance(block, ToolResultBlock):
-                self._checks.pop(block.tool_use_id, None)
+                check = self._checks.pop(block.tool_use_id, None)
                 use = self._uses.pop(block.tool_use_id, None)
+                if check is None and not block.is_error and block.tool_use_id not in self._others:
+                    _logger.error("the Claude program ran %s without our hooks", block.tool_use_id)
                 if use is not None:
                     said = str(_plain(block.content))
                     await self._end(use, said, said if block.is_error else None)
@@ -597,15 +612,23 @@ class _Agent:
 
     async def _close(self) -> None:
         self.stop()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.wait([self._reader])
-        await self._abort()
-        self._bridge.close()
+        try:
+            if self._reader is not None:
+                self._reader.cancel()
+                await asyncio.wait([self._reader])
+        finally:  # also when the event loop is shut down meanwhile
+            try:
+                await self._abort()
+            finally:
+                self._bridge.close()
 
 
 class ArgumentsEdited(Suspended):
-    """A hook or a person has edited the arguments of an admitted call: it is made again."""
+    """The arguments of an admitted call were edited: it is made again."""
+
+
+class Deferred(Suspended):
+    """An admitted call was deferred: the session ends, and runs it when it is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
