@@ -765,8 +765,6 @@ async def _disconnected(play: Play) -> None:
         await until(lambda: play.tree()["a.txt"] == "new\n")
 
 
-# When the event loop closes the SDK's messages, the SDK itself forgets to close a stream.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "end",
     [_cancelled, _timed_out, _left, _dropped, _killed, _disconnected],

@@ -614,7 +614,8 @@ class _Agent:
         self.stop()
         try:
             if self._reader is not None:
-                self._reader.cancel()
+                if not self._reader.cancelling():  # the SDK does not clean up if cancelled twice
+                    self._reader.cancel()
                 await asyncio.wait([self._reader])
         finally:  # also when the event loop is shut down meanwhile
             try:
