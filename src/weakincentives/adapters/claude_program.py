@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterable
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -104,22 +105,30 @@ class Processes:
         """For the program; its children inherit it."""
         self._wanted = f"{_MARK}={mark}".encode()
 
-    def running(self) -> frozenset[int]:
-        """Return the ids of the processes that run now."""
-        found: set[int] = set()
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it is gone, or not ours
-                if self._wanted in entry.read_bytes().split(b"\0"):
-                    found.add(int(entry.parent.name))
-        return frozenset(found)
+    @staticmethod
+    def now() -> float:
+        """Return the time on the clock that tells when processes were started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else 0.0
 
-    def kill(self, but: Iterable[int] = ()) -> None:
-        """Kill them all; when this returns, none can write any more."""
+    def kill(self, since: float = 0.0) -> None:
+        """Kill all that were started since then; when this returns, none can write any more."""
         until = SYSTEM_CLOCK.monotonic() + _DYING
         pause = threading.Event()
         # Repeated: a process may have started another just before it was killed.
-        while (found := self.running().difference(but)) and SYSTEM_CLOCK.monotonic() < until:
+        while (found := self._running(since)) and SYSTEM_CLOCK.monotonic() < until:
             for process in found:
                 with suppress(OSError):  # it is gone
                     os.kill(process, signal.SIGKILL)
             pause.wait(0.001)
+
+    def _running(self, since: float) -> list[int]:
+        found: list[int] = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it is gone, or not ours
+                if self._wanted not in entry.read_bytes().split(b"\0"):
+                    continue
+                # The name, in parentheses, may contain anything.
+                status = entry.with_name("stat").read_bytes().rpartition(b")")[2].split()
+                if (int(status[19]) + 1) / os.sysconf("SC_CLK_TCK") > since:
+                    found.append(int(entry.parent.name))
+        return found

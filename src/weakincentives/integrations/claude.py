@@ -202,8 +202,8 @@ class _Use:
     call: OpenCall
     given: Input
     """The arguments it was admitted with, as the program has them."""
-    earlier: frozenset[int]
-    """The program's processes that ran before; none if the tool starts none."""
+    began: float
+    """On the clock of processes; zero if the tool starts none."""
 
 
 class _Agent:
@@ -325,7 +325,7 @@ class _Agent:
         answer = answer or self._approvals.pop(use_id, None)
         if answer is not None and answer.approved is not True:
             return await self._refuse(tool, params, use_id, answer)
-        earlier = frozenset[int]() if name in READING else self._processes.running()
+        began = 0.0 if name in READING else self._processes.now()
         call = self._bridge.begin(tool, params, call_id=use_id, approval=answer)
         try:
             await call.start()
@@ -348,7 +348,7 @@ class _Agent:
         if why is not None:
             call.fail(why)
             return _decision("deny", (await call.end()).message)
-        self._uses[use_id] = _Use(call, runs, earlier)
+        self._uses[use_id] = _Use(call, runs, began)
         edited = None if runs == given else runs
         return _decision(None if answer is None else "allow", edited=edited)
 
@@ -392,8 +392,8 @@ class _Agent:
         return result
 
     def _kill_since(self, use: _Use) -> None:
-        if use.earlier:
-            self._processes.kill(but=use.earlier)
+        if use.began:
+            self._processes.kill(since=use.began)
 
     # Decisions of others
 
@@ -416,8 +416,7 @@ class _Agent:
                 await self._deny(name, hook_input["tool_input"], use_id, why, "a hook")
             elif await self._forget(use_id, ArgumentsEdited("by a hook")):
                 ours = await self._begin(name, edited, use_id, hook_input)
-                if _decided(ours):
-                    return ours
+                return {**output, "hookSpecificOutput": said | ours["hookSpecificOutput"]}
             return output
 
         return noted
@@ -434,9 +433,11 @@ class _Agent:
         edited, use = answer.updated_input, self._uses.get(use_id)
         if edited is not None and use is not None and edited != use.given:
             await self._forget(use_id, ArgumentsEdited("by a person"))
-            why = _decided(await self._begin(name, edited, use_id, {}))
-            if why:
-                return PermissionResultDeny(message=why)
+            ours = (await self._begin(name, edited, use_id, {}))["hookSpecificOutput"]
+            use = self._uses.get(use_id)
+            if use is None:
+                return PermissionResultDeny(message=ours["permissionDecisionReason"])
+            return replace(answer, updated_input=use.given)
         return answer
 
     async def _ask(
@@ -651,16 +652,6 @@ def _decision(
     if reason:
         said["permissionDecisionReason"] = reason
     return {"hookSpecificOutput": said}
-
-
-def _decided(output: Any) -> str:
-    """Return why our hook does not let a call run; empty if it does."""
-    said = output["hookSpecificOutput"]
-    return (
-        ""
-        if said.get("permissionDecision") == "allow"
-        else said.get("permissionDecisionReason", "")
-    )
 
 
 def _context(event: str, text: str) -> Any:
