@@ -1,0 +1,537 @@
+"""Google ADK: the tool calls of a runner as transactions on a workspace.
+
+>>> plugin = WinkPlugin(workspace=".", policies=[...])  # doctest: +SKIP
+>>> agent = LlmAgent(name="coder", model=..., tools=[*plugin.tools, deploy])  # doctest: +SKIP
+>>> runner = InMemoryRunner(agent, plugins=[plugin])  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+from weakincentives.contrib.tools import (
+    CommandOutput,
+    PodmanSandboxConfig,
+    PodmanSandboxSection,
+    SandboxSettings,
+)
+from weakincentives.contrib.tools.sandbox.settings import SandboxChoice
+from weakincentives.errors import (
+    ApprovalNeeded,
+    MissingExtra,
+    Suspended,
+    ToolDefinitionError,
+    ToolValidationError,
+)
+from weakincentives.integrations.bridge import (
+    AnyResult,
+    AnyTool,
+    Bridge,
+    RunName,
+    Workspace,
+    wire_name,
+)
+from weakincentives.prompt import context as ours
+from weakincentives.prompt.approval import Approval
+from weakincentives.prompt.policies import AnyPolicy
+from weakincentives.prompt.tool import Tool
+from weakincentives.retry import TIMEOUT
+from weakincentives.tool_result import ToolError, ToolResult, render_value
+
+try:
+    from google.adk.agents import LlmAgent
+    from google.adk.agents.invocation_context import InvocationContext
+    from google.adk.environment import BaseEnvironment, ExecutionResult
+    from google.adk.plugins import BasePlugin
+    from google.adk.sessions import InMemorySessionService, Session
+    from google.adk.tools import AgentTool, BaseTool, FunctionTool, ToolContext
+    from google.adk.workflow import BaseNode, FunctionNode
+    from google.adk.workflow._errors import NodeInterruptedError  # not exported
+    from google.genai import types
+except ImportError as error:
+    raise MissingExtra("google-adk", "google-adk") from error
+
+Suspended.register(NodeInterruptedError)
+
+Response = dict[str, Any]
+
+_MOST_SHOWN = 20_000
+"""Characters of a question to a person."""
+_WAITING = "This tool call requires confirmation, please approve or reject."
+_DECISIONS = ("transfer_to_agent", "transfer_reason", "escalate", "route", "skip_summarization")
+"""The actions by which a tool directs ADK."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdkResponse:
+    """What one of ADK's tools returned, and what it asked ADK to do: for a call made again."""
+
+    value: Any
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    decisions: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def render(self) -> str:
+        return render_value(self.value)
+
+
+class _Waits(Suspended):
+    """One of ADK's tools asks for a confirmation or for credentials, and will be called again."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__("it waits for an answer")
+        self.value = value
+
+
+@dataclass(slots=True)
+class _Call:
+    """ADK's side of a call that runs as ours."""
+
+    context: ToolContext
+    ran: bool = False
+    error: Exception | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("wink_adk_call", default=None)
+_caller: ContextVar[ToolContext | None] = ContextVar("wink_adk_caller", default=None)
+"""The call of an agent or an environment that the current call is made for."""
+
+
+# ADK's tools as ours
+
+
+def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
+    """Return one of ADK's tools, or a function, as one of ours.
+
+    A dict with an ``error``, or with the status ``error``, is a failure. Changes to ADK's session
+    state are undone with the call; those to files are found by a scan, unless you state
+    ``writes="api"``. A tool that asks for a confirmation or for credentials suspends the call.
+    """
+    theirs = tool if isinstance(tool, BaseTool) else FunctionTool(tool)
+
+    async def run(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
+        call = _call.get() or _Call(_new_context(context.call_id))
+        call.ran = True
+        undo = _StateUndo(call.context)
+        try:
+            value = await theirs.run_async(args=dict(params), tool_context=call.context)
+        except BaseException as error:
+            undo()
+            call.error = error if isinstance(error, Exception) else None
+            raise
+        actions, call_id = call.context.actions, call.context.function_call_id
+        if call_id in {*actions.requested_tool_confirmations, *actions.requested_auth_configs}:
+            undo()
+            raise _Waits(value)
+        problem = _problem_in(value)
+        if problem:
+            undo()
+            answer = AdkResponse(value)
+            return ToolResult(
+                "", answer, success=False, failure=ToolError("EXECUTION_FAILED", problem)
+            )
+        decisions = {name: getattr(actions, name) for name in _DECISIONS}
+        decisions = {name: each for name, each in decisions.items() if each is not None}
+        return ToolResult.ok(AdkResponse(value, dict(actions.state_delta), decisions))
+
+    description = theirs.description.strip() or theirs.name
+    options = {"writes": "external", **options}
+    name = wire_name(theirs.name)
+    try:
+        return Tool.from_schema(name, description, _schema(theirs), run, **options)
+    except ToolDefinitionError:  # ADK takes schemas that are none
+        return Tool.from_schema(name, description, {"type": "object"}, run, **options)
+
+
+def _schema(tool: BaseTool) -> dict[str, Any]:
+    # ADK has no public way to ask a tool for its schema.
+    found = tool._get_declaration()  # pyright: ignore[reportPrivateUsage]
+    if found is not None and found.parameters_json_schema is not None:
+        return cast("dict[str, Any]", found.parameters_json_schema)
+    if found is not None and found.parameters is not None:
+        schema = found.parameters.json_schema
+        return schema.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {"type": "object"}
+
+
+def _new_context(call_id: str) -> ToolContext:
+    """Return a context for a tool that runs outside of ADK."""
+    session = Session(id="wink", app_name="wink", user_id="wink")
+    invocation = InvocationContext(
+        session_service=InMemorySessionService(), invocation_id=call_id, session=session
+    )
+    return ToolContext(invocation, function_call_id=call_id)
+
+
+def _problem_in(value: object) -> str:
+    """Return the error that a tool reports by its value, as ADK's tools do."""
+    if not isinstance(value, Mapping):
+        return ""
+    reported = cast("Mapping[str, Any]", value)
+    if reported.get("error") or reported.get("status") == "error" or reported.get("isError"):
+        return render_value(reported)
+    return ""
+
+
+class _StateUndo:
+    """Undoes what a call changes in the session state of ADK, and what it asks ADK to do."""
+
+    def __init__(self, context: ToolContext) -> None:
+        self._context = context
+        self._state = dict(context.session.state)
+        with suppress(Exception):  # values that cannot be copied are only replaced
+            self._state = copy.deepcopy(self._state)
+
+    def __call__(self) -> None:
+        actions, state = self._context.actions, self._context.session.state
+        for key in actions.state_delta:
+            if key in self._state:
+                state[key] = self._state[key]
+            else:
+                state.pop(key, None)
+        actions.state_delta.clear()
+        for name in _DECISIONS:
+            setattr(actions, name, None)
+
+
+# One call, with a person's answer
+
+
+async def _answered(
+    bridge: Bridge,
+    tool: AnyTool,
+    args: dict[str, Any],
+    context: ToolContext,
+    *,
+    asks: bool = False,
+    once: bool = True,
+) -> AnyResult | None:
+    """Run a call, or return None when a person has to be asked first.
+
+    Args:
+        asks: Whether the tool itself must be confirmed.
+        once: Whether a recorded answer will do.
+    """
+    caller = _caller.get() or context
+    call_id = context.function_call_id if once else None
+    if caller is not context and call_id is not None:
+        call_id = f"{caller.function_call_id}/{call_id}"  # agents' ids are unique in their session
+    call: dict[str, Any] = {"call_id": call_id, "context": caller}
+    said, approval = context.tool_confirmation, None
+    try:
+        if said is not None:
+            terms: Mapping[str, Any] = said.payload if isinstance(said.payload, dict) else {}
+            by, reason = str(terms.get("by") or context.user_id), str(terms.get("reason") or "")
+            if asks and not said.confirmed:
+                return await bridge.arefuse(tool, args, reason, by=by, **call)
+            approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
+        elif asks:
+            admission = await bridge.aadmit(tool, args, **call)
+            if admission.state == "ready":
+                context.request_confirmation(hint=f"Approve the call of {tool.name}?")
+                return None
+            if admission.request is not None:
+                raise ApprovalNeeded(admission.request)
+            return admission.result
+        return await bridge.acall(tool, args, approval=approval, **call)
+    except ApprovalNeeded as needed:
+        context.request_confirmation(hint=needed.request.describe(_MOST_SHOWN))
+        return None
+
+
+def _waiting(context: ToolContext) -> Response:
+    # As ADK does: without a summary, or the model would make the call again.
+    context.actions.skip_summarization = True
+    return {"error": _WAITING}
+
+
+def _shown(result: AnyResult, tool: AnyTool) -> Response:
+    """Return a result as the model sees it."""
+    text = result.render(tool.max_result_chars)
+    if not result.success:
+        return {"error": text}
+    media = [
+        types.Part.from_bytes(data=each.data, mime_type=each.media_type) for each in result.media
+    ]
+    return {"result": text, **({"media": media} if media else {})}
+
+
+class WinkTool(BaseTool):
+    """One of our tools, for an agent of ADK."""
+
+    def __init__(self, tool: AnyTool, bridge: Bridge) -> None:
+        super().__init__(name=tool.name, description=tool.text())
+        self.tool = tool
+        self._bridge = bridge
+
+    def _get_declaration(self) -> types.FunctionDeclaration:
+        return types.FunctionDeclaration(
+            name=self.name,
+            description=self.description,
+            parameters_json_schema=self.tool.parameters,
+        )
+
+    async def run_async(self, *, args: dict[str, Any], tool_context: ToolContext) -> Any:
+        _call.set(_Call(tool_context))
+        try:
+            result = await _answered(self._bridge, self.tool, args, tool_context)
+        except _Waits as waits:
+            return waits.value
+        return _waiting(tool_context) if result is None else _shown(result, self.tool)
+
+
+class WinkPlugin(BasePlugin):
+    """Makes each tool call of a runner a transaction: validated, checked, committed or undone.
+
+    Give it to the runner, after your other plug-ins, and ``plugin.tools`` to the agent. Calls of
+    the agent's other tools are covered, too. The calls of one session of ADK are one run: a call
+    that ADK makes again, after a crash or a confirmation, has its recorded answer. An
+    ``ApprovalPolicy`` without ``ask`` uses ADK's tool confirmation; the payload of the answer may
+    have a ``reason``, the name of the person (``by``), and other ``arguments``.
+
+    Args:
+        workspace: The directory, or a function of ADK's ``ToolContext``.
+        tools: What ``plugin.tools`` offers: our tools or ADK's; by default the file tools.
+        policies: They govern every call.
+        title: What `wink log` shows for a run.
+        run: The name of a run to continue; by default, each session of ADK has one.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace = ".",
+        *,
+        tools: Iterable[object] | None = None,
+        policies: Iterable[AnyPolicy] = (),
+        title: str = "",
+        run: RunName = None,
+        name: str = "wink",
+    ) -> None:
+        super().__init__(name)
+        self.workspace = workspace
+        self.bridge = Bridge(
+            workspace, tools=tools, policies=policies, title=title, run=run or _session_name
+        )
+        self.tools = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
+        self._adopted: WeakKeyDictionary[BaseTool, AnyTool] = WeakKeyDictionary()
+
+    async def before_tool_callback(
+        self, *, tool: BaseTool, tool_args: dict[str, Any], tool_context: ToolContext
+    ) -> Response | None:
+        """Run the tool as our call; ADK takes the returned value for the tool's."""
+        if type(tool) is BaseTool or isinstance(tool, WinkTool) or _streams(tool, tool_context):
+            return None  # ADK says that there is no such tool; or the tool does all of this itself
+        agent = tool_context.get_invocation_context().agent
+        callbacks = agent.canonical_before_tool_callbacks if isinstance(agent, LlmAgent) else ()
+        given = {"tool": tool, "args": tool_args, "tool_context": tool_context}
+        answer = await _first_answer(callbacks, given)
+        if answer is not None:
+            return answer
+        if _is_agent(tool):
+            _caller.set(_caller.get() or tool_context)
+            return None  # not a transaction, but its calls are
+        if isinstance(getattr(tool, "_environment", None), WinkEnvironment):
+            _call.set(_Call(tool_context))
+            return None
+        return await self._run(tool, tool_args, tool_context, given)
+
+    async def _run(
+        self, tool: BaseTool, args: dict[str, Any], context: ToolContext, given: dict[str, Any]
+    ) -> Any:
+        adopted = self._adopted.get(tool)
+        if adopted is None:
+            adopted = self._adopted[tool] = adopt(tool)
+        call = _Call(context)
+        _call.set(call)
+        try:
+            asks = await tool.check_require_confirmation(args, context) is True
+            result = await _answered(self.bridge, adopted, args, context, asks=asks)
+        except _Waits as waits:
+            return waits.value
+        except asyncio.CancelledError as cancelled:
+            await self._handled(cancelled, given)
+            raise
+        if result is None:
+            return _waiting(context)
+        response = result.value
+        if isinstance(response, AdkResponse):
+            if not call.ran:
+                _repeat(response, context)
+            if response.value is None:  # nothing yet, of a tool that runs for long
+                return {} if tool.is_long_running else {"result": None}
+            return response.value
+        if call.error is not None and not result.success:
+            handled = await self._handled(call.error, given)
+            if handled is not None:
+                return handled
+        return _shown(result, adopted)
+
+    async def _handled(self, error: BaseException, given: dict[str, Any]) -> Any:
+        """Tell the callbacks for errors, as ADK does; return the answer of one."""
+        context: ToolContext = given["tool_context"]
+        invocation = context.get_invocation_context()
+        answer = await invocation.plugin_manager.run_on_tool_error_callback(
+            tool=given["tool"],
+            tool_args=given["args"],
+            tool_context=context,
+            error=cast("Exception", error),
+        )
+        if answer is not None or not isinstance(invocation.agent, LlmAgent):
+            return answer
+        callbacks = invocation.agent.canonical_on_tool_error_callbacks
+        return await _first_answer(callbacks, {**given, "error": error})
+
+    async def close(self) -> None:
+        """Release the workspace."""
+        self.bridge.close()
+
+
+def _session_name(context: ToolContext | None) -> str | None:
+    if context is None:
+        return None
+    session = context.session
+    return f"adk:{session.app_name}/{session.user_id}/{session.id}"
+
+
+def _streams(tool: BaseTool, context: ToolContext) -> bool:
+    """Whether ADK runs a tool in the background of a live session, or stops one there."""
+    if context.get_invocation_context().live_request_queue is None:
+        return False
+    function = getattr(tool, "func", None)
+    return tool.name == "stop_streaming" or inspect.isasyncgenfunction(function)
+
+
+def _is_agent(tool: BaseTool) -> bool:
+    """Whether a tool is an agent or a workflow, which calls tools in turn."""
+    node = getattr(tool, "node", None)
+    return isinstance(tool, AgentTool) or (
+        isinstance(node, BaseNode) and not isinstance(node, FunctionNode)
+    )
+
+
+async def _first_answer(callbacks: Iterable[Callable[..., Any]], given: dict[str, Any]) -> Any:
+    """Return the first answer of an agent's callbacks, which take arguments by name or place."""
+    for callback in callbacks:
+        try:
+            inspect.signature(callback).bind(**given)
+        except TypeError:
+            answer = callback(*given.values())
+        else:
+            answer = callback(**given)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        if answer is not None:
+            return answer
+    return None
+
+
+def _repeat(response: AdkResponse, context: ToolContext) -> None:
+    """Ask ADK again for what a recorded call asked for."""
+    context.state.update(response.state)
+    for name, value in response.decisions.items():
+        setattr(context.actions, name, value)
+
+
+# Its environment
+
+
+class WinkEnvironment(BaseEnvironment):
+    """The workspace of a plug-in as an environment of ADK: ``EnvironmentToolset`` works on it.
+
+    Each command and each file that is read or written is a call of ours, under the policies of the
+    plug-in: ``shell_execute``, ``read_file``, ``write_file``. Commands run in our sandbox; the
+    changes of one that fails are undone.
+    """
+
+    def __init__(
+        self, plugin: WinkPlugin, *, sandbox: SandboxChoice | SandboxSettings = "auto"
+    ) -> None:
+        self._plugin = plugin
+        section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
+        tools = {tool.name: tool for tool in section.tools}
+        self._shell, self._write_text = tools["shell_execute"], tools["write_file"]
+        options: dict[str, Any] = {"concurrent": True}
+        self._read = Tool.from_schema(
+            "read_file", "Read a file.", _PATH, self._read_bytes, reach="read", **options
+        )
+        self._write = Tool.from_schema(
+            "write_file", "Write a file.", _PATH, _write_bytes, reach="reversible", **options
+        )
+        self._contents: dict[str, bytes] = {}
+
+    @property
+    def working_dir(self) -> Path:
+        """The directory of the workspace."""
+        workspace, call = self._plugin.workspace, _call.get()
+        found = workspace(call and call.context) if callable(workspace) else workspace
+        return Path(found).resolve()
+
+    async def execute(self, command: str, *, timeout: float | None = None) -> ExecutionResult:
+        """Run a command; its changes are committed if it exits with 0."""
+        result = await self._made(self._shell, {"command": command, "timeout": timeout})
+        done = result.value
+        if not isinstance(done, CommandOutput):  # refused
+            raise ToolValidationError(result.render())
+        stderr = done.stderr if result.success else f"{done.stderr}\n{result.message}".lstrip()
+        timed_out = result.failure is not None and result.failure.code == TIMEOUT
+        return ExecutionResult(done.exit_code, done.stdout, stderr, timed_out)
+
+    async def read_file(self, path: Path) -> bytes:
+        """Return what a file contains."""
+        result = await self._made(self._read, {"path": self._inside(path)}, once=False)
+        if not result.success:
+            raise FileNotFoundError(result.render())
+        return self._contents.pop(result.call_id)
+
+    def _read_bytes(self, params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
+        # Not as the value: that would be on record.
+        data = self._contents[context.call_id] = context.filesystem.read_bytes(params["path"])
+        return ToolResult.ok(message=f"{len(data)} bytes")
+
+    async def write_file(self, path: Path, content: str | bytes) -> None:
+        """Write a file, and the directories above it."""
+        tool, arguments = self._write_text, {"path": self._inside(path), "overwrite": True}
+        try:
+            arguments["content"] = content if isinstance(content, str) else content.decode()
+        except UnicodeDecodeError:
+            tool, arguments = self._write, {"path": arguments["path"], "base64": _base64(content)}
+        result = await self._made(tool, arguments)
+        if not result.success:
+            raise ToolValidationError(result.render())
+
+    def _inside(self, path: Path) -> str:
+        path, here = Path(path), self.working_dir
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+    async def _made(
+        self, tool: AnyTool, arguments: dict[str, Any], *, once: bool = True
+    ) -> AnyResult:
+        call, bridge = _call.get(), self._plugin.bridge
+        if call is None:  # not from a tool of an agent
+            return await bridge.acall(tool, arguments)
+        result = await _answered(bridge, tool, arguments, call.context, once=once)
+        if result is None:
+            raise ToolValidationError(_waiting(call.context)["error"])
+        return result
+
+
+_PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+
+
+def _base64(content: str | bytes) -> str:
+    return b64encode(cast("bytes", content)).decode()
+
+
+def _write_bytes(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
+    data = b64decode(params["base64"])
+    context.filesystem.write_bytes(params["path"], data)
+    return ToolResult.ok(message=f"{len(data)} bytes")
