@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 from weakincentives.contrib.tools import (
     CommandOutput,
@@ -97,6 +96,8 @@ class _Call:
     """ADK's side of a call that runs as ours."""
 
     context: ToolContext
+    tool: BaseTool | None = None
+    """The tool that ADK calls, where it is not one of ours."""
     ran: bool = False
     error: Exception | None = None
 
@@ -123,7 +124,8 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
         call.ran = True
         undo = _StateUndo(call.context)
         try:
-            value = await theirs.run_async(args=dict(params), tool_context=call.context)
+            called = call.tool or theirs
+            value = await called.run_async(args=dict(params), tool_context=call.context)
         except BaseException as error:
             undo()
             call.error = error if isinstance(error, Exception) else None
@@ -152,9 +154,13 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
         return Tool.from_schema(name, description, {"type": "object"}, run, **options)
 
 
-def _schema(tool: BaseTool) -> dict[str, Any]:
+def _declaration(tool: BaseTool) -> types.FunctionDeclaration | None:
     # ADK has no public way to ask a tool for its schema.
-    found = tool._get_declaration()  # pyright: ignore[reportPrivateUsage]
+    return tool._get_declaration()  # pyright: ignore[reportPrivateUsage]
+
+
+def _schema(tool: BaseTool) -> dict[str, Any]:
+    found = _declaration(tool)
     if found is not None and found.parameters_json_schema is not None:
         return cast("dict[str, Any]", found.parameters_json_schema)
     if found is not None and found.parameters is not None:
@@ -229,7 +235,7 @@ async def _answered(
     said, approval = context.tool_confirmation, None
     try:
         if said is not None:
-            terms: Mapping[str, Any] = said.payload if isinstance(said.payload, dict) else {}
+            terms = cast("dict[str, Any]", said.payload if isinstance(said.payload, dict) else {})
             by, reason = str(terms.get("by") or context.user_id), str(terms.get("reason") or "")
             if asks and not said.confirmed:
                 return await bridge.arefuse(tool, args, reason, by=by, **call)
@@ -322,7 +328,7 @@ class WinkPlugin(BasePlugin):
             workspace, tools=tools, policies=policies, title=title, run=run or _session_name
         )
         self.tools = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
-        self._adopted: WeakKeyDictionary[BaseTool, AnyTool] = WeakKeyDictionary()
+        self._adopted: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
 
     async def before_tool_callback(
         self, *, tool: BaseTool, tool_args: dict[str, Any], tool_context: ToolContext
@@ -347,10 +353,8 @@ class WinkPlugin(BasePlugin):
     async def _run(
         self, tool: BaseTool, args: dict[str, Any], context: ToolContext, given: dict[str, Any]
     ) -> Any:
-        adopted = self._adopted.get(tool)
-        if adopted is None:
-            adopted = self._adopted[tool] = adopt(tool)
-        call = _Call(context)
+        adopted = self._ours(tool)
+        call = _Call(context, tool)
         _call.set(call)
         try:
             asks = await tool.check_require_confirmation(args, context) is True
@@ -374,6 +378,15 @@ class WinkPlugin(BasePlugin):
             if handled is not None:
                 return handled
         return _shown(result, adopted)
+
+    def _ours(self, tool: BaseTool) -> AnyTool:
+        # ADK makes a new tool of a plain function for every invocation; the schema stays the same.
+        declared = _declaration(tool)
+        known, adopted = self._adopted.get(tool.name, (None, None))
+        if adopted is None or known != declared:
+            adopted = adopt(tool)
+            self._adopted[tool.name] = declared, adopted
+        return adopted
 
     async def _handled(self, error: BaseException, given: dict[str, Any]) -> Any:
         """Tell the callbacks for errors, as ADK does; return the answer of one."""
