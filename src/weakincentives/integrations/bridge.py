@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -69,7 +69,7 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Opened:
     """A run on a workspace."""
 
@@ -77,6 +77,10 @@ class _Opened:
     mark: str
     """The short name of the run."""
     closing: ExitStack
+    calls: int = 0
+    """Calls under way."""
+    released: bool = False
+    """Close it after the last of them."""
 
     def id_of(self, call_id: str | None) -> str | None:
         """Return our id of a call: frameworks' ids are unique in a run, ours in the workspace."""
@@ -135,10 +139,10 @@ class Bridge:
         approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call; one that is on record under its id returns its recorded answer."""
-        run = self._opened(context)
-        return await run.registry.aexecute(
-            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-        )
+        with self._using(context) as run:
+            return await run.registry.aexecute(
+                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+            )
 
     def call(
         self,
@@ -163,8 +167,8 @@ class Bridge:
         context: object = None,
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
-        run = self._opened(context)
-        return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
+        with self._using(context) as run:
+            return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
 
     def admit(
         self,
@@ -188,10 +192,10 @@ class Bridge:
         context: object = None,
     ) -> AnyResult:
         """Record that a person denied a call, and return the answer for the model."""
-        run = self._opened(context)
-        return await run.registry.arefuse(
-            tool, arguments, reason, by=by, call_id=run.id_of(call_id)
-        )
+        with self._using(context) as run:
+            return await run.registry.arefuse(
+                tool, arguments, reason, by=by, call_id=run.id_of(call_id)
+            )
 
     def refuse(
         self,
@@ -229,7 +233,18 @@ class Bridge:
         """Return the tools, session and workspace of a run; opens it if need be."""
         return self._opened(context).registry
 
-    def _opened(self, context: object) -> _Opened:
+    @contextmanager
+    def _using(self, context: object) -> Iterator[_Opened]:
+        run = self._opened(context, calls=1)
+        try:
+            yield run
+        finally:
+            with self._lock:
+                run.calls -= 1
+                done = self._forget_released()
+            _close(done)
+
+    def _opened(self, context: object, calls: int = 0) -> _Opened:
         workspace, name = self._workspace, self._run
         root = Path(workspace(context) if callable(workspace) else workspace).resolve()
         key = (name(context) if callable(name) else name) or ""
@@ -239,6 +254,7 @@ class Bridge:
             found = self._open.get((root, key))
             if found is None:
                 found = self._open[root, key] = self._opening(root, key)
+            found.calls += calls
             return found
 
     def _opening(self, root: Path, key: str) -> _Opened:
@@ -257,14 +273,26 @@ class Bridge:
             )
             return _Opened(registry, run.mark, closing.pop_all())
 
+    def release(self) -> None:
+        """Release the workspace once no call is under way; the next call opens it again."""
+        with self._lock:
+            for each in self._open.values():
+                each.released = True
+            done = self._forget_released()
+        _close(done)
+
+    def _forget_released(self) -> list[_Opened]:
+        done = {key: run for key, run in self._open.items() if run.released and not run.calls}
+        for key in done:
+            del self._open[key]
+        return list(done.values())
+
     def close(self) -> None:
         """Release the workspace and end the run; calls are refused from now on."""
         with self._lock:
             self._closed = True
             opened, self._open = self._open, {}
-        with ExitStack() as all_runs:
-            for each in opened.values():
-                all_runs.enter_context(each.closing)
+        _close(opened.values())
 
     def __enter__(self) -> Self:
         return self
@@ -276,6 +304,12 @@ class Bridge:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _close(runs: Iterable[_Opened]) -> None:
+    with ExitStack() as all_runs:
+        for each in runs:
+            all_runs.enter_context(each.closing)
 
 
 class _SharedWorkspace:

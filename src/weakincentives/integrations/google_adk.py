@@ -404,8 +404,8 @@ class WinkPlugin(BasePlugin):
         return await _first_answer(callbacks, {**given, "error": error})
 
     async def close(self) -> None:
-        """Release the workspace."""
-        self.bridge.close()
+        """Release the workspace; a call of another runner opens it again."""
+        self.bridge.release()
 
 
 def _session_name(context: ToolContext | None) -> str | None:
