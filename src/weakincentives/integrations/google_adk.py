@@ -103,8 +103,28 @@ class _Call:
 
 
 _call: ContextVar[_Call | None] = ContextVar("wink_adk_call", default=None)
-_caller: ContextVar[ToolContext | None] = ContextVar("wink_adk_caller", default=None)
-"""The call of an agent or an environment that the current call is made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """A call that makes others: of an agent, or of a tool that runs one."""
+
+    context: ToolContext
+    """Of the outermost one: all calls belong to its run."""
+    path: str
+    """The ids of ADK from there, each of which is unique in its own session only."""
+
+
+_caller: ContextVar[_Caller | None] = ContextVar("wink_adk_caller", default=None)
+
+
+def _as_caller(context: ToolContext) -> _Caller:
+    outer, call_id = _caller.get(), context.function_call_id or ""
+    return (
+        _Caller(context, call_id)
+        if outer is None
+        else _Caller(outer.context, f"{outer.path}/{call_id}")
+    )
 
 
 # ADK's tools as ours
@@ -132,7 +152,7 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
             raise
         actions, call_id = call.context.actions, call.context.function_call_id
         if call_id in {*actions.requested_tool_confirmations, *actions.requested_auth_configs}:
-            undo()
+            undo.state()
             raise _Waits(value)
         problem = _problem_in(value)
         if problem:
@@ -193,20 +213,32 @@ class _StateUndo:
 
     def __init__(self, context: ToolContext) -> None:
         self._context = context
-        self._state = dict(context.session.state)
-        with suppress(Exception):  # values that cannot be copied are only replaced
-            self._state = copy.deepcopy(self._state)
+        self._before = dict(context.session.state)
+        self._copies = dict(self._before)
+        with suppress(Exception):  # what cannot be copied is only put back
+            self._copies = copy.deepcopy(self._before)
 
     def __call__(self) -> None:
-        actions, state = self._context.actions, self._context.session.state
-        for key in actions.state_delta:
-            if key in self._state:
-                state[key] = self._state[key]
-            else:
-                state.pop(key, None)
-        actions.state_delta.clear()
+        self.state()
         for name in _DECISIONS:
-            setattr(actions, name, None)
+            setattr(self._context.actions, name, None)
+
+    def state(self) -> None:
+        context = self._context
+        delta = context.actions.state_delta
+        for key in [*delta]:
+            if key not in self._before:
+                context.session.state.pop(key, None)
+                continue
+            value, copied = self._before[key], self._copies[key]
+            # In place: the changes of other calls of the turn may hold the same list.
+            if isinstance(value, list):
+                value[:] = copied
+            elif isinstance(value, dict):
+                value.clear()
+                value |= copied
+            context.state[key] = value  # so that ADK does not look for changes inside of it
+        delta.clear()
 
 
 # One call, with a person's answer
@@ -227,15 +259,14 @@ async def _answered(
         asks: Whether the tool itself must be confirmed.
         once: Whether a recorded answer will do.
     """
-    caller = _caller.get() or context
-    call_id = context.function_call_id if once else None
-    if caller is not context and call_id is not None:
-        call_id = f"{caller.function_call_id}/{call_id}"  # agents' ids are unique in their session
-    call: dict[str, Any] = {"call_id": call_id, "context": caller}
+    caller = _as_caller(context)
+    call: dict[str, Any] = {"call_id": caller.path if once else None, "context": caller.context}
     said, approval = context.tool_confirmation, None
+    outer = _caller.set(caller)
     try:
         if said is not None:
-            terms = cast("dict[str, Any]", said.payload if isinstance(said.payload, dict) else {})
+            payload: Any = said.payload
+            terms = cast("dict[str, Any]", payload if isinstance(payload, dict) else {})
             by, reason = str(terms.get("by") or context.user_id), str(terms.get("reason") or "")
             if asks and not said.confirmed:
                 return await bridge.arefuse(tool, args, reason, by=by, **call)
@@ -250,8 +281,13 @@ async def _answered(
             return admission.result
         return await bridge.acall(tool, args, approval=approval, **call)
     except ApprovalNeeded as needed:
+        if said is not None:
+            reason = "another approval is needed, and ADK asks about a call only once"
+            return await bridge.arefuse(tool, args, reason, **call)
         context.request_confirmation(hint=needed.request.describe(_MOST_SHOWN))
         return None
+    finally:
+        _caller.reset(outer)
 
 
 def _waiting(context: ToolContext) -> Response:
@@ -343,8 +379,7 @@ class WinkPlugin(BasePlugin):
         if answer is not None:
             return answer
         if _is_agent(tool):
-            _caller.set(_caller.get() or tool_context)
-            return None  # not a transaction, but its calls are
+            return await self._begun(tool, tool_args, tool_context)
         if isinstance(getattr(tool, "_environment", None), WinkEnvironment):
             _call.set(_Call(tool_context))
             return None
@@ -379,12 +414,27 @@ class WinkPlugin(BasePlugin):
                 return handled
         return _shown(result, adopted)
 
+    async def _begun(
+        self, tool: BaseTool, args: dict[str, Any], context: ToolContext
+    ) -> Response | None:
+        """Let ADK run an agent if it may: that is no transaction, but each of its calls is."""
+        adopted = self._ours(tool)
+        result = await _answered(self.bridge, adopted, args, context)
+        if result is None:
+            return _waiting(context)
+        if not result.success:
+            return _shown(result, adopted)
+        _caller.set(_as_caller(context))
+        return None
+
     def _ours(self, tool: BaseTool) -> AnyTool:
         # ADK makes a new tool of a plain function for every invocation; the schema stays the same.
         declared = _declaration(tool)
         known, adopted = self._adopted.get(tool.name, (None, None))
         if adopted is None or known != declared:
             adopted = adopt(tool)
+            if _is_agent(tool):
+                adopted = adopted.replace(handler=_agent_begins, writes="api")
             self._adopted[tool.name] = declared, adopted
         return adopted
 
@@ -429,6 +479,10 @@ def _is_agent(tool: BaseTool) -> bool:
     return isinstance(tool, AgentTool) or (
         isinstance(node, BaseNode) and not isinstance(node, FunctionNode)
     )
+
+
+def _agent_begins(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
+    return ToolResult.ok(message="The agent begins.")
 
 
 async def _first_answer(callbacks: Iterable[Callable[..., Any]], given: dict[str, Any]) -> Any:
