@@ -44,7 +44,7 @@ from weakincentives.prompt import (
 
 T = TypeVar("T")
 
-PATIENCE = 30.0
+PATIENCE = 20.0
 """Seconds after which something that never happens fails a case; nothing depends on its length."""
 
 
@@ -466,41 +466,50 @@ def a_policy_covers_the_frameworks_own_tools(stage: Stage) -> None:
 # Rollback
 
 
-def _damaging(then: Callable[[], Any] | None = None) -> Tool[Any, Any]:
-    """Return a tool that changes all kinds of things, then ends as told."""
+@dataclass(frozen=True)
+class Total:
+    """A number in the session."""
 
-    @tool(reach="reversible")
-    def damage(*, context: ToolContext) -> str:
-        """Change files, then fail."""
-        files = context.filesystem
-        files.write("data.bin", "overwritten")
-        files.delete("run.sh")
-        files.write("run.sh", "echo replaced")
-        files.write("new/deep/file.txt", "new")
-        files.move("keep.txt", "moved.txt")
-        if then is not None:
-            then()
-        raise ValueError("no room left")
+    value: int
 
-    return damage
+
+@tool(reach="read")
+def show_total(*, context: ToolContext) -> str:
+    """Show the total in the session."""
+    total = context.session[Total].latest()
+    return f"total {total.value if total else 0}"
+
+
+@tool(reach="reversible")
+def damage(*, context: ToolContext) -> str:
+    """Change files and the session, then fail."""
+    files = context.filesystem
+    files.write("data.bin", "overwritten")
+    files.delete("run.sh")
+    files.write("run.sh", "echo replaced")
+    files.write("new/deep/file.txt", "new")
+    files.move("keep.txt", "moved.txt")
+    context.session[Total].seed(Total(99))
+    raise ValueError("no room left")
 
 
 def _furnish(stage: Stage) -> dict[str, tuple[str, int, int, bytes]]:
     stage.write("data.bin", bytes(range(256)), 0o600)
     stage.write("run.sh", b"#!/bin/sh\nexit 0\n", 0o750)
-    stage.write("keep.txt", b"keep\r\n", 0o444)
+    stage.write("keep.txt", b"keep\r\n", 0o604)
     stage.write("sub/.env", b"KEY=1\n", 0o640)
     return stage.files()
 
 
 @case
 def a_failed_call_is_rolled_back(stage: Stage) -> None:
-    """A call that fails leaves every file as it was, byte for byte, with its mode and time."""
+    """A call that fails leaves files (bytes, mode, time) and session as they were."""
     before = _furnish(stage)
 
-    done = stage.play([Ask("c1", "damage")], tools=[_damaging()])
+    done = stage.play([Ask("c1", "damage")], [Ask("c2", "show_total")], tools=[damage, show_total])
 
-    assert "no room left" in done.answers["c1"]
+    assert "no room left" in done.answers["c1"], done.answers
+    assert "total 0" in done.answers["c2"]
     assert done.text == "done"
     assert stage.files() == before
     assert stage.record("damage")["outcome"] == "rolled back"
@@ -636,6 +645,38 @@ def an_own_tool_that_fails_is_rolled_back(stage: Stage) -> None:
 
 
 @case
+def cancelling_the_run_rolls_back_an_own_tool(stage: Stage) -> None:
+    """Cancelling the agent rolls back one of its own tools, which is async and under way."""
+    before = _furnish(stage)
+    started = threading.Event()
+    place = stage.workspace
+
+    async def migrate(table: str) -> str:
+        """Migrate a table.
+
+        Args:
+            table: Its name.
+        """
+        with open(place / "data.bin", "wb") as file:
+            file.write(b"half of it")
+        (place / "half.txt").write_text("half")
+        started.set()
+        await until(lambda: False)
+        return "never seen"
+
+    stage.play(
+        [Ask("c1", "migrate", {"table": "users"})],
+        own=[migrate],
+        cancel_when=started,
+        may_fail=True,
+    )
+
+    assert started.is_set()
+    assert stage.files() == before
+    assert stage.record("migrate")["outcome"] == "rolled back"
+
+
+@case
 def an_own_tool_that_works_is_committed(stage: Stage) -> None:
     """What one of the framework's own tools changed is kept, on record, and can be undone."""
     before = _furnish(stage)
@@ -673,13 +714,6 @@ def an_own_tool_that_pauses_the_agent_is_suspended(stage: Stage) -> None:
 # Calls of one turn
 
 
-@dataclass(frozen=True)
-class Total:
-    """A number in the session."""
-
-    value: int
-
-
 @tool(reach="reversible")
 async def add(amount: int, *, context: ToolContext) -> str:
     """Add to the total, in the session and in a file.
@@ -692,13 +726,6 @@ async def add(amount: int, *, context: ToolContext) -> str:
     context.session[Total].seed(Total((total.value if total else 0) + amount))
     context.filesystem.write("total.txt", str(file + amount))
     return "added"
-
-
-@tool(reach="read")
-def show_total(*, context: ToolContext) -> str:
-    """Show the total in the session."""
-    total = context.session[Total].latest()
-    return f"total {total.value if total else 0}"
 
 
 @case
@@ -721,6 +748,7 @@ def parallel_calls_lose_no_update(stage: Stage) -> None:
 def parallel_reads_overlap(stage: Stage) -> None:
     """Ten reads of one turn are under way at the same time."""
     inside: set[int] = set()
+    gave_up: list[int] = []
 
     @tool(reach="read")
     async def meet(number: int) -> str:
@@ -730,7 +758,10 @@ def parallel_reads_overlap(stage: Stage) -> None:
             number: Who comes.
         """
         inside.add(number)
-        await until(lambda: len(inside) == 10)
+        try:
+            await until(lambda: len(inside) == 10 or gave_up)
+        except TimeoutError:
+            gave_up.append(number)
         return f"met {len(inside)}"
 
     done = stage.play([Ask(f"c{n}", "meet", {"number": n}) for n in range(10)], tools=[meet])
@@ -749,7 +780,7 @@ def a_failed_call_of_a_turn_leaves_the_others(stage: Stage) -> None:
             Ask("c2", "damage"),
             Ask("c3", "save", {"path": "three.txt", "text": "3"}),
         ],
-        tools=[save, _damaging()],
+        tools=[save, damage],
     )
 
     assert "no room left" in done.answers["c2"]
@@ -825,6 +856,11 @@ def _ask_first() -> ApprovalPolicy:
     return ApprovalPolicy(tools={"set_note"})
 
 
+def _said(record: Mapping[str, Any]) -> str:
+    """Return what the record of a call says about the answer."""
+    return "\n".join([record["result"], *record["notes"]])
+
+
 _SET_NOTE = Ask("c1", "set_note", {"text": "new words"})
 
 
@@ -843,7 +879,7 @@ def an_approved_call_runs(stage: Stage) -> None:
     assert stage.read("note.txt") == "new words"
     record = stage.records("set_note")[-1]
     assert kept(record)
-    assert any(note.startswith("approved") for note in record["notes"])
+    assert "approved" in _said(record)
 
 
 @case
@@ -860,7 +896,7 @@ def a_denied_call_does_not_run(stage: Stage) -> None:
     assert stage.files() == before
     record = stage.records("set_note")[-1]
     assert record["outcome"] == "denied"
-    assert any("not before the review" in note for note in record["notes"])
+    assert "not before the review" in _said(record)
 
 
 @case
@@ -879,9 +915,9 @@ def the_record_names_who_answered(stage: Stage) -> None:
     found = [each for each in stage.records("set_note") if each["outcome"] != "suspended"]
     approved, denied = found
     assert kept(approved)
-    assert any("ann" in note for note in approved["notes"])
+    assert "by ann" in _said(approved)
     assert denied["outcome"] == "denied"
-    assert any("bob" in note for note in denied["notes"])
+    assert "by bob" in _said(denied)
 
 
 @case
@@ -1059,7 +1095,7 @@ def wink_log_and_undo_work_afterwards(stage: Stage) -> None:
     stage.play(
         [Ask("c1", "save", {"path": "data.bin", "text": "overwritten"})],
         [Ask("c2", "damage"), Ask("c3", "save", {"path": "new/file.txt", "text": "new"})],
-        tools=[save, _damaging()],
+        tools=[save, damage],
     )
 
     lines = [json.loads(line) for line in stage.wink("log", "--json").splitlines()]
