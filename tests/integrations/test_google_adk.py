@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -641,6 +642,39 @@ def test_a_resumed_invocation_repeats_no_call_and_keeps_its_state(bench: Bench) 
     assert again.state() == {"a": 1}
 
 
+def test_a_model_that_uses_its_ids_again(tmp_path: Path) -> None:
+    """The same call with the same id in a later turn is another call."""
+    bench = Bench(tmp_path, tools=[])
+    ran: list[int] = []
+
+    def count() -> int:
+        """Count."""
+        ran.append(1)
+        return len(ran)
+
+    turn = [Ask("call_0", "count")]
+    bench.play(bench.agent(count), turn, turn)
+    events = bench.play(bench.agent(count), turn)
+
+    assert len(ran) == 3
+    assert responses(events) == {"call_0": {"result": 3}}
+
+
+def test_a_model_that_gives_no_ids(tmp_path: Path) -> None:
+    """Calls are told apart by the ids that ADK makes."""
+    bench = Bench(tmp_path, tools=[])
+    ran: list[int] = []
+
+    def count() -> int:
+        """Count."""
+        ran.append(1)
+        return len(ran)
+
+    bench.play(bench.agent(count), [Ask("", "count"), Ask("", "count")], [Ask("", "count")])
+
+    assert len(ran) == 3
+
+
 def test_runners_share_a_plugin(tmp_path: Path) -> None:
     """Closing one runner does not end the calls of another; each session has a run of its own."""
     bench = Bench(tmp_path, tools=[])
@@ -798,6 +832,44 @@ def test_an_adopted_tool_is_offered_with_what_is_known_of_it(tmp_path: Path) -> 
     events = bench.play(bench.agent(*bench.plugin.tools), turn)
 
     assert responses(events) == {f"c{n}": {"result": f"saw {n}"} for n in range(3)}
+
+
+def test_own_tools_that_only_read_run_concurrently(tmp_path: Path) -> None:
+    """Own tools whose reach is stated as ``read`` are under way at the same time."""
+    inside: list[int] = []
+
+    async def look(number: int) -> str:
+        """Look."""
+        inside.append(number)
+        await until(lambda: len(inside) == 3)
+        return f"saw {number}"
+
+    bench = Bench(tmp_path, tools=[], reaches={"look": "read"})
+    turn = [Ask(f"c{n}", "look", {"number": n}) for n in range(3)]
+
+    events = bench.play(bench.agent(look), turn)
+
+    assert responses(events) == {f"c{n}": {"result": f"saw {n}"} for n in range(3)}
+
+
+def test_the_rest_of_a_long_result_can_be_read(tmp_path: Path) -> None:
+    """A shortened result says how to read on, and the model has the tool for it."""
+
+    @tool(reach="read", max_result_chars=500)
+    def long() -> str:
+        """Say much."""
+        return "\n".join(map(str, range(1000)))
+
+    bench = Bench(tmp_path, tools=[long])
+    agent = bench.agent(*bench.plugin.tools)
+    text = responses(bench.play(agent, [Ask("c1", "long")]))["c1"]["result"]
+    found = re.search(r'read_result\(call_id="(.*)", offset=(\d+)\)', text)
+    assert found is not None
+    arguments = {"call_id": found[1], "offset": int(found[2])}
+
+    events = bench.play(agent, [Ask("c2", "read_result", arguments)])
+
+    assert responses(events)["c2"]["result"].startswith("\n1")
 
 
 def test_upper_case_names(bench: Bench) -> None:

@@ -43,8 +43,9 @@ from weakincentives.integrations.bridge import (
 from weakincentives.prompt import context as ours
 from weakincentives.prompt.approval import Approval
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Tool
+from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.retry import TIMEOUT
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolError, ToolResult, render_value
 
 try:
@@ -119,12 +120,20 @@ _caller: ContextVar[_Caller | None] = ContextVar("wink_adk_caller", default=None
 
 
 def _as_caller(context: ToolContext) -> _Caller:
-    outer, call_id = _caller.get(), context.function_call_id or ""
-    return (
-        _Caller(context, call_id)
-        if outer is None
-        else _Caller(outer.context, f"{outer.path}/{call_id}")
-    )
+    outer, call_id = _caller.get(), _call_id(context)
+    if outer is None:
+        return _Caller(context, call_id)
+    return _Caller(outer.context, f"{outer.path}/{call_id}")
+
+
+def _call_id(context: ToolContext) -> str:
+    """Return the id of a call. Some models begin to count anew with every response."""
+    call_id = context.function_call_id or ""
+    if call_id.startswith("adk-"):  # made by ADK, where the model gives none
+        return call_id
+    calls = (call.id for event in context.session.events for call in event.get_function_calls())
+    count = sum(each == call_id for each in calls)
+    return f"{call_id}#{count}" if count > 1 else call_id
 
 
 # ADK's tools as ours
@@ -346,6 +355,8 @@ class WinkPlugin(BasePlugin):
         policies: They govern every call.
         title: What `wink log` shows for a run.
         run: The name of a run to continue; by default, each session of ADK has one.
+        reaches: How far the agent's other tools reach, by name. Unstated, they run one at a time,
+            and a scan finds the files that they change; those that ``read`` need neither.
     """
 
     def __init__(
@@ -356,6 +367,7 @@ class WinkPlugin(BasePlugin):
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,
+        reaches: Mapping[str, Reach] | None = None,
         name: str = "wink",
     ) -> None:
         super().__init__(name)
@@ -363,7 +375,11 @@ class WinkPlugin(BasePlugin):
         self.bridge = Bridge(
             workspace, tools=tools, policies=policies, title=title, run=run or _session_name
         )
-        self.tools = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
+        tools = {tool.name: tool for tool in self.bridge.tools}
+        if any(tool.max_result_chars for tool in tools.values()):
+            tools.setdefault("read_result", read_result_tool())
+        self.tools = [WinkTool(tool, self.bridge) for tool in tools.values()]
+        self._reaches = dict(reaches or {})
         self._adopted: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
 
     async def before_tool_callback(
@@ -432,7 +448,8 @@ class WinkPlugin(BasePlugin):
         declared = _declaration(tool)
         known, adopted = self._adopted.get(tool.name, (None, None))
         if adopted is None or known != declared:
-            adopted = adopt(tool)
+            reach = self._reaches.get(tool.name)
+            adopted = adopt(tool, reach=reach, writes="api" if reach == "read" else "external")
             if _is_agent(tool):
                 adopted = adopted.replace(handler=_agent_begins, writes="api")
             self._adopted[tool.name] = declared, adopted
