@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from weakincentives.contrib.tools import (
     CommandOutput,
@@ -380,7 +381,8 @@ class WinkPlugin(BasePlugin):
             tools.setdefault("read_result", read_result_tool())
         self.tools = [WinkTool(tool, self.bridge) for tool in tools.values()]
         self._reaches = dict(reaches or {})
-        self._adopted: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
+        self._adopted: WeakKeyDictionary[BaseTool, AnyTool] = WeakKeyDictionary()
+        self._declared: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}
 
     async def before_tool_callback(
         self, *, tool: BaseTool, tool_args: dict[str, Any], tool_context: ToolContext
@@ -444,16 +446,22 @@ class WinkPlugin(BasePlugin):
         return None
 
     def _ours(self, tool: BaseTool) -> AnyTool:
-        # ADK makes a new tool of a plain function for every invocation; the schema stays the same.
-        declared = _declaration(tool)
-        known, adopted = self._adopted.get(tool.name, (None, None))
-        if adopted is None or known != declared:
-            reach = self._reaches.get(tool.name)
-            adopted = adopt(tool, reach=reach, writes="api" if reach == "read" else "external")
-            if _is_agent(tool):
-                adopted = adopted.replace(handler=_agent_begins, writes="api")
-            self._adopted[tool.name] = declared, adopted
-        return adopted
+        found = self._adopted.get(tool)
+        if found is None:
+            # ADK makes a new tool of a plain function for every invocation; the schema stays.
+            declared = _declaration(tool)
+            known, found = self._declared.get(tool.name, (None, None))
+            if found is None or known != declared:
+                found = self._newly(tool)
+                self._declared[tool.name] = declared, found
+            self._adopted[tool] = found
+        return found
+
+    def _newly(self, tool: BaseTool) -> AnyTool:
+        if _is_agent(tool):
+            return adopt(tool, writes="api").replace(handler=_agent_begins)
+        reach = self._reaches.get(tool.name)
+        return adopt(tool, reach=reach, writes="api" if reach == "read" else "external")
 
     async def _handled(self, error: BaseException, given: dict[str, Any]) -> Any:
         """Tell the callbacks for errors, as ADK does; return the answer of one."""
