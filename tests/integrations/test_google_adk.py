@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -569,7 +570,7 @@ def test_a_transfer_to_another_agent_works(tmp_path: Path) -> None:
 def test_our_tools_work_in_a_workflow(tmp_path: Path) -> None:
     """A node that is one of our tools is a call of ours."""
     bench = Bench(tmp_path, tools=[write("a.txt")])
-    (put,) = bench.plugin.tools
+    put = bench.plugin.tools[0]
     flow = Workflow(name="flow", edges=[(START, put)])
     app = App(name="bench", root_agent=flow, plugins=[bench.plugin])
 
@@ -702,6 +703,27 @@ def test_runners_share_a_plugin(tmp_path: Path) -> None:
     bench.play(bench.agent(sad), [Ask("c1", "sad")], session="s2")
     assert bench.outcomes() == ["committed", "rolled back"]
     assert len({each["run"] for each in bench.records()}) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_workspace_is_free_between_runs(tmp_path: Path, fails: bool) -> None:
+    """`wink undo` works while the runner is open; the next run continues."""
+    bench = Bench(tmp_path, tools=[write("a.txt")])
+    app = bench.app(bench.agent(*bench.plugin.tools))
+    runner = Runner(app=app, session_service=bench.sessions, auto_create_session=True)
+
+    async def run(ask: Ask) -> None:
+        bench.model.turns = [[ask], *([] if fails else ["done"])]
+        async for _ in runner.run_async(user_id="tom", session_id="s1", new_message=said("go")):
+            pass
+
+    for call_id in ("c1", "c2"):
+        with pytest.raises(IndexError) if fails else nullcontext():
+            asyncio.run(run(Ask(call_id, "put")))
+        Stage(GoogleAdk, tmp_path).wink("undo")
+        assert not (tmp_path / "a.txt").exists()
+    asyncio.run(runner.close())
+    assert len({each["run"] for each in bench.records("put")}) == 1
 
 
 def test_the_sync_way_to_run(tmp_path: Path) -> None:

@@ -333,11 +333,13 @@ class WinkTool(BaseTool):
         )
 
     async def run_async(self, *, args: dict[str, Any], tool_context: ToolContext) -> Any:
-        _call.set(_Call(tool_context))
+        outer = _call.set(_Call(tool_context))
         try:
             result = await _answered(self._bridge, self.tool, args, tool_context)
         except _Waits as waits:
             return waits.value
+        finally:
+            _call.reset(outer)
         return _waiting(tool_context) if result is None else _shown(result, self.tool)
 
 
@@ -408,7 +410,7 @@ class WinkPlugin(BasePlugin):
     ) -> Any:
         adopted = self._ours(tool)
         call = _Call(context, tool)
-        _call.set(call)
+        outer = _call.set(call)
         try:
             asks = await tool.check_require_confirmation(args, context) is True
             result = await _answered(self.bridge, adopted, args, context, asks=asks)
@@ -417,6 +419,8 @@ class WinkPlugin(BasePlugin):
         except asyncio.CancelledError as cancelled:
             await self._handled(cancelled, given)
             raise
+        finally:
+            _call.reset(outer)
         if result is None:
             return _waiting(context)
         response = result.value
@@ -478,8 +482,19 @@ class WinkPlugin(BasePlugin):
         callbacks = invocation.agent.canonical_on_tool_error_callbacks
         return await _first_answer(callbacks, {**given, "error": error})
 
+    async def after_run_callback(self, *, invocation_context: InvocationContext) -> None:
+        """Release the workspace: between runs, others can work on it, `wink undo` for example."""
+        with self.bridge.held(ToolContext(invocation_context)):
+            pass
+
+    async def on_run_error_callback(
+        self, *, invocation_context: InvocationContext, error: Exception
+    ) -> None:
+        """Release the workspace."""
+        await self.after_run_callback(invocation_context=invocation_context)
+
     async def close(self) -> None:
-        """Release the workspace; a call of another runner opens it again."""
+        """Release the workspace once no call is under way; a call of another runner opens it."""
         self.bridge.release()
 
 
