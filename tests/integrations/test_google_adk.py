@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from cases import (
+    PATIENCE,
     Ask,
     Case,
     Driver,
@@ -27,16 +28,24 @@ from cases import (
 
 require("google.adk")
 
-from google.adk.agents import LlmAgent
+from google.adk.agents import LlmAgent, LoopAgent, ParallelAgent
+from google.adk.agents.live_request_queue import LiveRequestQueue
 from google.adk.agents.run_config import RunConfig, StreamingMode, ToolThreadPoolConfig
 from google.adk.apps import App, ResumabilityConfig
 from google.adk.models import BaseLlm
+from google.adk.models.base_llm_connection import BaseLlmConnection
 from google.adk.models.llm_response import LlmResponse
 from google.adk.plugins import ReflectAndRetryToolPlugin
 from google.adk.runners import Runner
 from google.adk.sessions import InMemorySessionService
 from google.adk.sessions.session import Session
-from google.adk.tools import AgentTool, BaseTool, FunctionTool, LongRunningFunctionTool
+from google.adk.tools import (
+    AgentTool,
+    BaseTool,
+    FunctionTool,
+    LongRunningFunctionTool,
+    exit_loop,
+)
 from google.adk.tools import ToolContext as AdkToolContext
 from google.adk.tools.environment import EnvironmentToolset
 from google.adk.workflow import START, Workflow
@@ -565,6 +574,142 @@ def test_a_transfer_to_another_agent_works(tmp_path: Path) -> None:
 
     assert events[-1].content.parts[0].text == "I did it"
     assert (tmp_path / "a.txt").exists()
+
+
+def test_agents_that_run_in_parallel(tmp_path: Path) -> None:
+    """Their calls are told apart, even if their models use the same ids."""
+    bench = Bench(tmp_path, tools=[])
+    ran: list[str] = []
+
+    def note() -> str:
+        """Note it."""
+        ran.append("x")
+        return f"number {len(ran)}"
+
+    agents = [
+        LlmAgent(name=name, model=Scripted(turns=[[Ask("c1", "note")], "done"]), tools=[note])
+        for name in ("ann", "bob", "cat")
+    ]
+    app = App(
+        name="bench",
+        root_agent=ParallelAgent(name="all", sub_agents=agents),
+        plugins=[bench.plugin],
+    )
+
+    bench.play(app)
+
+    assert len(ran) == 3
+    assert bench.outcomes("note") == ["ok"] * 3
+
+
+def test_tools_that_direct_adk(bench: Bench) -> None:
+    """A tool that ends a loop of agents does so, and is on record."""
+    agent = bench.agent(exit_loop)
+    loop = LoopAgent(name="loop", sub_agents=[agent], max_iterations=5)
+    app = App(name="bench", root_agent=loop, plugins=[bench.plugin])
+
+    bench.play(app, "working", [Ask("c1", "exit_loop")], "not reached")
+
+    assert len(bench.model.requests) == 2
+    assert bench.outcomes("exit_loop") == ["ok"]
+
+
+def test_an_agent_for_one_turn(tmp_path: Path) -> None:
+    """An agent that ADK offers as a tool has its calls covered, in the run of its caller."""
+    bench = Bench(tmp_path, tools=[write("a.txt")])
+    inner = LlmAgent(
+        name="helper",
+        description="Helps.",
+        mode="single_turn",
+        model=Scripted(turns=[[Ask("c1", "put")], "helped"]),
+        tools=[*bench.plugin.tools],
+    )
+
+    agent = bench.agent(sub_agents=[inner])
+    events = bench.play(agent, [Ask("c1", "helper", {"request": "help"})])
+
+    assert responses(events)["c1"] == {"result": "helped"}
+    assert (tmp_path / "a.txt").exists()
+    assert len({each["run"] for each in bench.records()}) == 1
+
+
+class Connection(BaseLlmConnection):
+    """A live session with a model that makes calls, each after the answer to the one before."""
+
+    def __init__(self, asks: Sequence[Ask]) -> None:
+        self._asks = asks
+        self._told: asyncio.Queue[types.Content] = asyncio.Queue()
+
+    async def receive(self) -> AsyncGenerator[LlmResponse, None]:
+        await self._told.get()
+        for ask in self._asks:
+            call = types.FunctionCall(id=ask.id, name=ask.tool, args=ask.arguments)
+            parts = [types.Part(function_call=call)]
+            yield LlmResponse(content=types.Content(role="model", parts=parts))
+            await self._told.get()
+        yield LlmResponse(content=said("done"), turn_complete=True)
+        await asyncio.Event().wait()
+
+    async def send_content(self, content: types.Content, **_: Any) -> None:
+        await self._told.put(content)
+
+    async def send_history(self, history: list[types.Content]) -> None:
+        """Ignore it."""
+
+    async def send_realtime(self, blob: Any) -> None:
+        """Ignore it."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class LiveModel(Scripted):
+    asks: list[Any] = []  # noqa: RUF012
+
+    @asynccontextmanager
+    async def connect(self, llm_request: LlmRequest) -> AsyncGenerator[Connection, None]:
+        yield Connection(self.asks)
+
+
+def test_a_live_session(tmp_path: Path) -> None:
+    """Calls of a live session are covered; ADK runs tools that stream in the background itself."""
+    bench = Bench(tmp_path, tools=[write("a.txt")])
+
+    def build() -> str:
+        """Build."""
+        (tmp_path / "out.txt").write_text("half")
+        raise ValueError("no compiler")
+
+    async def ticks() -> AsyncGenerator[str, None]:
+        """Tick."""
+        yield "tick"
+
+    model = LiveModel(asks=[Ask("c1", "put"), Ask("c2", "build"), Ask("c3", "ticks")])
+    agent = LlmAgent(name="live", model=model, tools=[*bench.plugin.tools, build, ticks])
+
+    async def run() -> list[Event]:
+        queue = LiveRequestQueue()
+        queue.send_content(said("begin"))
+        runner = Runner(
+            app=bench.app(agent), session_service=bench.sessions, auto_create_session=True
+        )
+        events: list[Event] = []
+        async with runner, asyncio.timeout(PATIENCE):
+            live = runner.run_live(user_id="tom", session_id="s1", live_request_queue=queue)
+            async for event in live:
+                events.append(event)
+                if event.turn_complete:
+                    break
+            await live.aclose()
+        return events
+
+    told = responses(asyncio.run(run()))
+
+    assert told["c1"] == {"result": "wrote a.txt"}
+    assert "no compiler" in told["c2"]["error"]
+    assert "pending" in told["c3"]["status"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert bench.outcomes() == ["committed", "rolled back"]
 
 
 def test_our_tools_work_in_a_workflow(tmp_path: Path) -> None:

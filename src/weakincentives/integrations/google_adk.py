@@ -128,13 +128,16 @@ def _as_caller(context: ToolContext) -> _Caller:
 
 
 def _call_id(context: ToolContext) -> str:
-    """Return the id of a call. Some models begin to count anew with every response."""
-    call_id = context.function_call_id or ""
+    """Return an id that is unique in a session.
+
+    Some models begin to count anew with every response, and several agents may run at a time.
+    """
+    call_id, agent = context.function_call_id or "", context.agent_name
     if call_id.startswith("adk-"):  # made by ADK, where the model gives none
         return call_id
-    calls = (call.id for event in context.session.events for call in event.get_function_calls())
-    count = sum(each == call_id for each in calls)
-    return f"{call_id}#{count}" if count > 1 else call_id
+    events = (event for event in context.session.events if event.author == agent)
+    uses = sum(call.id == call_id for event in events for call in event.get_function_calls())
+    return f"{agent}:{call_id}#{uses}" if uses > 1 else f"{agent}:{call_id}"
 
 
 # ADK's tools as ours
