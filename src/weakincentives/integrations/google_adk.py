@@ -392,10 +392,16 @@ class WinkPlugin(BasePlugin):
     async def before_tool_callback(
         self, *, tool: BaseTool, tool_args: dict[str, Any], tool_context: ToolContext
     ) -> Response | None:
-        """Run the tool as our call; ADK takes the returned value for the tool's."""
-        if type(tool) is BaseTool or isinstance(tool, WinkTool) or _streams(tool, tool_context):
-            return None  # ADK says that there is no such tool; or the tool does all of this itself
-        agent = tool_context.get_invocation_context().agent
+        """Run the tool as our call; ADK takes the returned value for the tool's.
+
+        What ADK would have done between this callback and the tool is done here.
+        """
+        if type(tool) is BaseTool or isinstance(tool, WinkTool):
+            return None  # unknown, which ADK tells the model; or a call of ours already
+        invocation = tool_context.get_invocation_context()
+        if _streams(tool, invocation):
+            return None
+        agent = invocation.agent
         callbacks = agent.canonical_before_tool_callbacks if isinstance(agent, LlmAgent) else ()
         given = {"tool": tool, "args": tool_args, "tool_context": tool_context}
         answer = await _first_answer(callbacks, given)
@@ -508,9 +514,9 @@ def _session_name(context: ToolContext | None) -> str | None:
     return f"adk:{session.app_name}/{session.user_id}/{session.id}"
 
 
-def _streams(tool: BaseTool, context: ToolContext) -> bool:
+def _streams(tool: BaseTool, invocation: InvocationContext) -> bool:
     """Whether ADK runs a tool in the background of a live session, or stops one there."""
-    if context.get_invocation_context().live_request_queue is None:
+    if invocation.live_request_queue is None:
         return False
     function = getattr(tool, "func", None)
     return tool.name == "stop_streaming" or inspect.isasyncgenfunction(function)
@@ -568,13 +574,9 @@ class WinkEnvironment(BaseEnvironment):
         self._plugin = plugin
         section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
         tools = {tool.name: tool for tool in section.tools}
-        self._shell, self._write_text = tools["shell_execute"], tools["write_file"]
-        options: dict[str, Any] = {"concurrent": True}
+        self._shell, self._write = tools["shell_execute"], tools["write_file"]
         self._read = Tool.from_schema(
-            "read_file", "Read a file.", _PATH, self._read_bytes, reach="read", **options
-        )
-        self._write = Tool.from_schema(
-            "write_file", "Write a file.", _PATH, _write_bytes, reach="reversible", **options
+            "read_file", "Read a file.", _params("path"), self._read_bytes, reach="read"
         )
         self._contents: dict[str, bytes] = {}
 
@@ -597,23 +599,24 @@ class WinkEnvironment(BaseEnvironment):
 
     async def read_file(self, path: Path) -> bytes:
         """Return what a file contains."""
+        # A recorded answer would be of no use: it has not the content.
         result = await self._made(self._read, {"path": self._inside(path)}, once=False)
         if not result.success:
             raise FileNotFoundError(result.render())
         return self._contents.pop(result.call_id)
 
     def _read_bytes(self, params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
-        # Not as the value: that would be on record.
         data = self._contents[context.call_id] = context.filesystem.read_bytes(params["path"])
         return ToolResult.ok(message=f"{len(data)} bytes")
 
     async def write_file(self, path: Path, content: str | bytes) -> None:
         """Write a file, and the directories above it."""
-        tool, arguments = self._write_text, {"path": self._inside(path), "overwrite": True}
+        tool, arguments = self._write, {"path": self._inside(path), "overwrite": True}
         try:
             arguments["content"] = content if isinstance(content, str) else content.decode()
         except UnicodeDecodeError:
-            tool, arguments = self._write, {"path": arguments["path"], "base64": _base64(content)}
+            encoded = b64encode(cast("bytes", content)).decode()
+            tool, arguments = _WRITE_BYTES, {"path": arguments["path"], "base64": encoded}
         result = await self._made(tool, arguments)
         if not result.success:
             raise ToolValidationError(result.render())
@@ -634,14 +637,17 @@ class WinkEnvironment(BaseEnvironment):
         return result
 
 
-_PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-
-
-def _base64(content: str | bytes) -> str:
-    return b64encode(cast("bytes", content)).decode()
+def _params(*names: str) -> dict[str, Any]:
+    properties = {name: {"type": "string"} for name in names}
+    return {"type": "object", "properties": properties, "required": [*names]}
 
 
 def _write_bytes(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
     data = b64decode(params["base64"])
     context.filesystem.write_bytes(params["path"], data)
     return ToolResult.ok(message=f"{len(data)} bytes")
+
+
+_WRITE_BYTES = Tool.from_schema(
+    "write_file", "Write a file.", _params("path", "base64"), _write_bytes, reach="reversible"
+)
