@@ -748,6 +748,27 @@ def test_a_tool_that_runs_an_agent_itself(tmp_path: Path) -> None:
     assert (tmp_path / "a.txt").exists()
 
 
+def test_a_tool_that_calls_another_as_ours(bench: Bench) -> None:
+    """An own tool may call an adopted one: a nested call, in the same context of ADK."""
+
+    def inner(text: str, tool_context: AdkToolContext) -> str:
+        """Be called."""
+        tool_context.state["inner"] = text
+        return f"inner {text}"
+
+    called = adopt(inner)
+
+    def outer(text: str, tool_context: AdkToolContext) -> str:
+        """Call."""
+        tool_context.state["outer"] = text
+        return f"outer {called({'text': text}).render()}"
+
+    events = bench.play(bench.agent(outer), [Ask("c1", "outer", {"text": "hi"})])
+
+    assert responses(events)["c1"] == {"result": "outer inner hi"}
+    assert bench.state() == {"outer": "hi", "inner": "hi"}
+
+
 # Repeated and resumed runs
 
 
@@ -992,7 +1013,7 @@ def test_an_adopted_tool_is_offered_with_what_is_known_of_it(tmp_path: Path) -> 
         await until(lambda: len(inside) == 3)
         return f"saw {number}"
 
-    look_tool = adopt(FunctionTool(look), reach="read", writes="api")
+    look_tool = adopt(FunctionTool(look), reach="read")
     bench = Bench(tmp_path, tools=[look_tool])
     turn = [Ask(f"c{n}", "look", {"number": n}) for n in range(3)]
 

@@ -100,7 +100,9 @@ class _Call:
     context: ToolContext
     tool: BaseTool | None = None
     """The tool that ADK calls, where it is not one of ours."""
-    ran: bool = False
+    call_id: str = ""
+    """Our id of it, when it runs."""
+    undo: _StateUndo | None = None
     error: Exception | None = None
 
 
@@ -147,17 +149,20 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
     """Return one of ADK's tools, or a function, as one of ours.
 
     A dict with an ``error``, or with the status ``error``, is a failure. Changes to ADK's session
-    state are undone with the call; those to files are found by a scan, unless you state
-    ``writes="api"``. A tool that asks for a confirmation or for credentials suspends the call.
+    state are undone with the call; those to files are found by a scan, unless its ``reach`` is
+    ``read``. A tool that asks for a confirmation or for credentials suspends the call.
     """
     theirs = tool if isinstance(tool, BaseTool) else FunctionTool(tool)
 
     async def run(params: dict[str, Any], *, context: ours.ToolContext) -> AnyResult:
         call = _call.get() or _Call(_new_context(context.call_id))
-        call.ran = True
-        undo = _StateUndo(call.context)
+        if call.call_id not in ("", context.call_id):
+            call = _Call(call.context)  # called by another tool
+        if call.undo is not None:
+            call.undo()  # it is run again
+        call.call_id, call.undo = context.call_id, _StateUndo(call.context)
+        called, undo = call.tool or theirs, call.undo
         try:
-            called = call.tool or theirs
             value = await called.run_async(args=dict(params), tool_context=call.context)
         except BaseException as error:
             undo()
@@ -178,9 +183,9 @@ def adopt(tool: BaseTool | Callable[..., Any], **options: Any) -> AnyTool:
         decisions = {name: each for name, each in decisions.items() if each is not None}
         return ToolResult.ok(AdkResponse(value, dict(actions.state_delta), decisions))
 
-    description = theirs.description.strip() or theirs.name
-    options = {"writes": "external", **options}
-    name = wire_name(theirs.name)
+    name, description = wire_name(theirs.name), theirs.description.strip() or theirs.name
+    writes = "api" if options.get("reach") == "read" else "external"
+    options = {"writes": writes, **options}
     try:
         return Tool.from_schema(name, description, _schema(theirs), run, **options)
     except ToolDefinitionError:  # ADK takes schemas that are none
@@ -434,7 +439,7 @@ class WinkPlugin(BasePlugin):
             return _waiting(context)
         response = result.value
         if isinstance(response, AdkResponse):
-            if not call.ran:
+            if not call.call_id:  # it did not run: its answer was on record
                 _repeat(response, context)
             if response.value is None:  # nothing yet, of a tool that runs for long
                 return {} if tool.is_long_running else {"result": None}
@@ -473,8 +478,7 @@ class WinkPlugin(BasePlugin):
     def _newly(self, tool: BaseTool) -> AnyTool:
         if _is_agent(tool):
             return adopt(tool, writes="api").replace(handler=_agent_begins)
-        reach = self._reaches.get(tool.name)
-        return adopt(tool, reach=reach, writes="api" if reach == "read" else "external")
+        return adopt(tool, reach=self._reaches.get(tool.name))
 
     async def _handled(self, error: BaseException, given: dict[str, Any]) -> Any:
         """Tell the callbacks for errors, as ADK does; return the answer of one."""
