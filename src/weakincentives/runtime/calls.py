@@ -1,12 +1,13 @@
 """The calls of a workspace: the records of its runs, joined with the history of the directory.
 
-Read-only, so it works while an agent runs. Values stay in their JSON form: showing a call does not
-load the types it used.
+Reading takes no lock, so it works while an agent runs. Values stay in their JSON form: showing a
+call does not load the types it used.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -22,11 +23,12 @@ from typing import Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
-from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
+from weakincentives.filesystem import Committed, FileChange, HostFilesystem, WorkspaceHistory
 from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.store import Note, location_of
-from weakincentives.runtime.saved import SavedSessionData, not_undone
+from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
 from weakincentives.serde.exact import StoredBytes
+from weakincentives.session import Session
 
 _RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
@@ -136,11 +138,48 @@ class Run:
         return [_fields(value) for value in self.data.log.get(kind, ())]
 
 
-def new_run(store: Path) -> Run:
+def new_run(store: Path, mark: str = "") -> Run:
     """Return a run that begins now, with a new id; ``store`` is ``HostFilesystem.store``."""
     moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
-    mark = "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(3))
-    return Run(_folder(store) / f"{moment}-{mark}{_SUFFIX}")
+    return Run(_folder(store) / f"{moment}-{mark or _letters(os.urandom(3))}{_SUFFIX}")
+
+
+def _letters(data: bytes) -> str:
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in data)
+
+
+def open_run(
+    workspace: str | os.PathLike[str] | HostFilesystem,
+    title: str = "",
+    *,
+    key: str = "",
+    types: Iterable[type] = (),
+) -> SavedSession:
+    """Begin a run on a workspace: `wink log` shows the calls of its session, saved as they end.
+
+    With a key, the run that was begun with the same key is continued; ``types`` are those in its
+    session that no imported module defines. Use it in a ``with`` block:
+
+    >>> with open_run(".", "Nightly cleanup") as run:  # doctest: +SKIP
+    ...     tools = ToolRegistry([...], workspace=".", session=run.session)
+
+    Raises:
+        SessionInUse: The run is open, here or in another process.
+        SnapshotError: The run to continue is damaged, or has values of unknown types.
+    """
+    if isinstance(workspace, HostFilesystem):
+        store = workspace.store
+    else:
+        store = location_of(Path(workspace).resolve())
+        Note.read(store)
+    # The letters of a key are found without opening the other runs.
+    mark = _letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
+    for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
+        if Run(path).data.about.get("key") == key:
+            return SavedSession.open(path, types=types)
+    run = new_run(store, mark)
+    about = {"kind": "hosted", "title": title, "key": key}
+    return SavedSession.create(run.path, Session(session_id=run.id), about=about)
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:
@@ -202,6 +241,11 @@ class Call:
         return None if self.record is None else plain(self.record["params"])
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether it was rolled back to wait for someone outside."""
+        return _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED"
+
+    @property
     def outcome(self) -> str:
         """How it ended, in a word or two."""
         if self.is_undone:
@@ -215,7 +259,7 @@ class Call:
             return "dry run" if self.run is not None and self.run.is_dry else "ok"
         if self.record["denied_by"]:
             return "denied"
-        if _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED":
+        if self.is_suspended:
             return "suspended"
         return "rolled back" if self.record["ran"] else "refused"
 
@@ -335,6 +379,8 @@ class Calls:
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
         calls = list(calls)
         for call in calls:
+            if call.is_suspended:  # what its id has in the history is from when it was made again
+                continue
             call.committed = self.committed.get(call.call_id)
             call.is_undone = call.call_id in self.undone
         return calls

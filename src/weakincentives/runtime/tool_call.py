@@ -18,6 +18,7 @@ from weakincentives.gate import Gate, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
 from weakincentives.runtime.snapshots import tool_transaction
@@ -41,6 +42,7 @@ from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
 
 T = TypeVar("T")
@@ -62,14 +64,21 @@ def execute_tool(
     context: ToolContext | None = None,
     session: Session | None = None,
     prompt: Prompt[Any] | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     """Run one call and return its result; failures are results, too.
 
     The tools are those of the context's prompt, or of ``prompt``, or of the prompt that the
     session last rendered.
+
+    Args:
+        once: A call that is on record, with the same id, tool and arguments, returns its recorded
+            answer and runs nothing.
+        approval: What a person has decided about the call, after ``admit`` or ``ApprovalNeeded``.
     """
-    context = context or _context(session, prompt)
-    return _run(call, offers_of(context), context)
+    context = context or context_of(session, prompt)
+    return _run(call, offers_of(context), context, once=once, approval=approval)
 
 
 async def aexecute_tool(
@@ -78,10 +87,12 @@ async def aexecute_tool(
     context: ToolContext | None = None,
     session: Session | None = None,
     prompt: Prompt[Any] | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     """Run one call on the caller's event loop."""
-    context = context or _context(session, prompt)
-    return await _arun(call, offers_of(context), context)
+    context = context or context_of(session, prompt)
+    return await _arun(call, offers_of(context), context, once=once, approval=approval)
 
 
 def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> AnyResult:
@@ -115,7 +126,7 @@ def execute_tools(
     A call that raises through (a deadline, an interrupt) ends the turn: the calls before it are
     committed, those after it are not.
     """
-    context = context or _context(session, prompt)
+    context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
     # What the model was shown when it made the calls.
     offers = offers_of(context)
@@ -125,7 +136,7 @@ def execute_tools(
             number, call = group[0]
             results.append(_run(call, offers, context, Place(number)))
         else:
-            work = _Work(context, offers)
+            work = Work(context, offers)
             results += work.run(partial(work.together, group, most), True)
     return tuple(results)
 
@@ -139,7 +150,7 @@ async def aexecute_tools(
     max_concurrency: int | None = None,
 ) -> tuple[AnyResult, ...]:
     """Run the calls of one model turn on the caller's event loop."""
-    context = context or _context(session, prompt)
+    context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
     offers = offers_of(context)
     results: list[AnyResult] = []
@@ -148,7 +159,7 @@ async def aexecute_tools(
             number, call = group[0]
             results.append(await _arun(call, offers, context, Place(number)))
         else:
-            work = _Work(context, offers)
+            work = Work(context, offers)
             results += await work.arun(partial(work.together, group, most))
     return tuple(results)
 
@@ -194,8 +205,12 @@ async def apply_effects(
 # Through the gates: calls on one session, or on one workspace, run one after the other
 
 
-class _Work(Surroundings):
+class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
+
+    joining: ToolCall | None = None
+    """A call that may run concurrently: it joins the turn under way on its event loop, or begins
+    one that others can join."""
 
     async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
         """Run calls concurrently. Their records come in call order."""
@@ -237,42 +252,34 @@ class _Work(Surroundings):
             if gate.line:
                 gate.wake_next()
 
-    async def arun(
-        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None = None
-    ) -> T:
-        """Run on the caller's event loop.
-
-        ``joining`` is the tool of a call that may run concurrently: it joins the turn under way on
-        that loop, or begins one that others can join, and ``start`` gets its ``place``.
-        """
+    async def arun(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
+        """Run on the caller's event loop; ``start`` gets the place of a call that joins others."""
         try:
-            return await self._ain_turn(start, joining)
+            return await self._ain_turn(start)
         finally:
             self._publish()
 
-    async def _ain_turn(
-        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None
-    ) -> T:
+    async def _ain_turn(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
         import asyncio
 
-        gates, deadline = self.gates(), self.context.deadline
+        gates, call, deadline = self.gates(), self.joining, self.context.deadline
         held: list[Gate] = []
         turn: JoinedTurn | None = None
         place: Place | None = None
         try:
             try:
-                may_join = None if joining is None else self._may_join
+                may_join = None if call is None else self._may_join
                 for gate in gates:
                     if not await gate.enter(deadline, may_join):
                         turn = gate.joined
                         break
                     held.append(gate)
                     may_join = None  # only at the first gate: a turn holds all of them
-                if turn is not None:
-                    place = turn.join(deadline)
-                elif joining is not None and gates and not self.resources.in_place:
-                    place = first_place(reads=joining.reach == "read")
-                    turn, held = JoinedTurn(gates, place), []
+                if call is not None and turn is not None:
+                    place = turn.join(call.id, deadline)
+                elif call is not None and gates and not self.resources.in_place:
+                    place = first_place(reads=self.offers[call.name].tool.reach == "read")
+                    turn, held = JoinedTurn(gates, place, call.id), []
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
@@ -289,8 +296,8 @@ class _Work(Surroundings):
 
     def _may_join(self) -> bool:
         gates = self.gates()
-        turn: JoinedTurn | None = gates[0].joined
-        return turn is not None and not self.resources.in_place and turn.admits(gates)
+        call, turn = cast("ToolCall", self.joining), cast("JoinedTurn | None", gates[0].joined)
+        return turn is not None and not self.resources.in_place and turn.admits(gates, call.id)
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
@@ -328,23 +335,50 @@ class _Work(Surroundings):
 
 
 def _run(
-    call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
+    call: ToolCall,
+    offers: Offers,
+    context: ToolContext,
+    place: Place | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
-    work = _Work(context, offers)
-    return work.run(partial(run_call, work, call, work.recorded, needs_loop, place), needs_loop)
+    work = Work(context, offers)
+    work.approval = approval
+    run = _run_once if once else run_call
+    return work.run(partial(run, work, call, work.recorded, needs_loop, place), needs_loop)
 
 
 async def _arun(
-    call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
+    call: ToolCall,
+    offers: Offers,
+    context: ToolContext,
+    place: Place | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
-    work = _Work(context, offers)
-    if place is None:
-        offer = offers.get(call.name)
-        joining = offer.tool if offer is not None and offer.may_run_concurrently else None
-        return await work.arun(partial(run_call, work, call, work.recorded, True), joining)
-    return await work.arun(partial(run_call, work, call, work.recorded, True, place))
+    work = Work(context, offers)
+    work.approval = approval
+    run = _run_once if once else run_call
+    if place is not None:
+        return await work.arun(partial(run, work, call, work.recorded, True, place))
+    offer = offers.get(call.name)
+    if offer is not None and offer.may_run_concurrently:
+        work.joining = call
+    return await work.arun(partial(run, work, call, work.recorded, True))
+
+
+async def _run_once(
+    work: Work,
+    call: ToolCall,
+    recorded: list[Recorded],
+    on_loop: bool,
+    place: Place | None = None,
+) -> AnyResult:
+    """Return the answer on record, or run the call: inside the gate, so that it runs once."""
+    call, known = on_record(call, work.session, work.offers)
+    return await run_call(work, call, recorded, on_loop, place) if known is None else known
 
 
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
@@ -370,7 +404,7 @@ async def _shielded(
 # Contexts
 
 
-def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
+def context_of(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
     rendered = None
