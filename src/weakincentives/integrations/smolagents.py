@@ -663,8 +663,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
             if isinstance(given, dict):
                 function.arguments = _Arguments(cast("dict[str, Any]", given), call_id)
         waiting = len(chat_message.tool_calls or ())
-        failed: dict[str, AgentError] = {}
-        self._failed = failed if waiting > 1 else None
+        failed = self._failed = dict[str, AgentError]()
         for event in super().process_tool_calls(chat_message, memory_step):
             yield event
             if isinstance(event, ToolCall):
@@ -738,7 +737,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
             failure = error
         if self._failed is None:
             raise failure
-        # Raised here, it would hide the answers of the other calls of this step.
+        # Raised here, it would hide this call and the answers of the others from the model.
         self._failed[call_id] = failure
         return f"{tool_name} failed: see the error"
 
