@@ -53,7 +53,9 @@ def cell(code: str) -> ChatMessage:
 
 def calls(*asks: Ask) -> ChatMessage:
     made = [
-        ChatMessageToolCall(ChatMessageToolCallFunction(ask.arguments, ask.tool), ask.id, "function")
+        ChatMessageToolCall(
+            ChatMessageToolCallFunction(ask.arguments, ask.tool), ask.id, "function"
+        )
         for ask in asks
     ]
     return ChatMessage(role=MessageRole.ASSISTANT, content="", tool_calls=made)
@@ -73,7 +75,8 @@ class Smolagents(Driver):
         agent = self.agent(job, policies, done)
         try:
             with _interrupted_when(job.cancel_when), agent:
-                for step in agent.run("the task", stream=True):
+                given = {ask.id: ask.arguments for ask in asks}
+                for step in agent.run("the task", stream=True, additional_args=given):
                     self.note(step, done)
                     if isinstance(step, FinalAnswerStep):
                         done.text = str(step.output)
@@ -94,7 +97,9 @@ def _answered(policy: Any, job: Job, asks: list[Ask], done: Outcome) -> Any:
         return policy
 
     def ask(request: ApprovalRequest) -> Approval:
-        this = next(a for a in asks if (a.tool, a.arguments) == (request.tool_name, request.arguments))
+        this = next(
+            a for a in asks if (a.tool, a.arguments) == (request.tool_name, request.arguments)
+        )
         asks.remove(this)
         done.questions[this.id] = request.describe(10_000)
         answer = job.answers[this.id].given()
@@ -157,7 +162,7 @@ class ToolCalling(Smolagents):
         return agent
 
     def note(self, step: object, done: Outcome) -> None:
-        if isinstance(step, ToolOutput):
+        if isinstance(step, ToolOutput) and not step.is_final_answer:
             done.answers[step.id] = step.observation
         if isinstance(step, ActionStep) and step.error is not None:
             for call in step.tool_calls or ():
@@ -212,8 +217,8 @@ def _code(turn: Turn) -> str:
         return f"final_answer({turn!r})"
     lines: list[str] = []
     for ask in turn:
-        given = ", ".join(f"{name}={value!r}" for name, value in ask.arguments.items())
-        show = f"a = {ask.tool}({given})\nprint('<{ask.id}: ' + a + '>')"
+        # Not in the code: a policy that looks for a word must not find it there.
+        show = f"a = {ask.tool}(**{ask.id})\nprint('<{ask.id}: ' + a + '>')"
         if len(turn) > 1:
             body = show.replace("\n", "\n    ")
             show = f"try:\n    {body}\nexcept Exception as error:\n    print('<{ask.id}: ' + str(error) + '>')"

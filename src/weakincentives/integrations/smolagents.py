@@ -16,9 +16,10 @@ import keyword
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn, Self, cast
@@ -51,6 +52,7 @@ Schema = dict[str, Any]
 _CELL = "python_interpreter"
 """The name of a cell in the record; smolagents calls it that, too."""
 _POLL_SECONDS = 0.05
+_STOP_SECONDS = 5.0
 
 
 # Our tools in their agents
@@ -78,14 +80,22 @@ class WinkTool(smolagents.Tool):
         super().__init__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Answer:
-        cell = _cell_here.get()
         arguments = self.arguments(_named(self.inputs, args, kwargs))
-        context = None if cell is None else cell.variables
-        with _one_at_a_time():
-            result = self.bridge.call(self.tool, arguments, context=context)
+        result = _call(self.bridge, self.tool, arguments)
         if not result.success:
             raise ToolValidationError(self.text(result))
         return self.answer(result)
+
+    def to_code_prompt(self) -> str:
+        """Return what the model reads in the prompt of a ``CodeAgent``."""
+        shown = copy.copy(self)
+        shown.inputs = {
+            name: {**node, "description": _described(node)} for name, node in self.inputs.items()
+        }
+        if is_dataclass(self.tool.result_type):
+            names = ", ".join(each.name for each in fields(self.tool.result_type))
+            shown.description += f"\n\nReturns text; its attribute `value` has the fields {names}."
+        return super(WinkTool, shown).to_code_prompt()
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments for our tool: "nullable" only means that one may be left out."""
@@ -130,6 +140,14 @@ def _inputs(schema: Schema) -> tuple[dict[str, Schema], frozenset[str]]:
             shown["nullable"] = True
         inputs[name] = shown
     return inputs, frozenset(never_null)
+
+
+def _described(node: Schema) -> str:
+    """Return a description with what a prompt for code has no other place for."""
+    rest = {k: v for k, v in node.items() if k not in ("type", "description", "nullable", "title")}
+    more = [json.dumps(rest, ensure_ascii=False)] if rest else []
+    optional = ["Optional."] if node.get("nullable") else []
+    return " ".join([*filter(None, [node["description"]]), *optional, *more])
 
 
 def _kinds(node: Schema) -> list[str]:
@@ -389,16 +407,14 @@ class WinkExecutor(LocalPythonExecutor):
 
         work = _Work(run, _named(getattr(tool, "inputs", {}), args, kwargs))
         _work.set(work)
-        with _one_at_a_time():
-            return work.outcome(self.bridge.call(cover, work.shown, context=self._given))
+        return work.outcome(_call(self.bridge, cover, work.shown))
 
     def __call__(self, code_action: str) -> CodeOutput:
         state = cast("_Variables", self.state)
         saved = _Saved(state, self.custom_tools, self._copies)
         self._cell = state.cell = cell = _Cell(self._given, self._seconds)
         try:
-            with _one_at_a_time():
-                result = self.bridge.call(self._tool, {"code": code_action}, context=self._given)
+            result = _call(self.bridge, self._tool, {"code": code_action}, self._given)
             if not result.success or cell.output is None:
                 raise InterpreterError(_why(result, saved.uncopied))
             return cell.output
@@ -421,6 +437,7 @@ class WinkExecutor(LocalPythonExecutor):
                     )
         except BaseException:
             work.cancel()
+            await cell.stop()
             raise
         output = cell.output = work.result()
         return ToolResult.ok(f"{output.logs}{truncate_content(str(output.output))}")
@@ -460,11 +477,29 @@ class _Cell:
         self.variables = variables
         """What the agent was given."""
         self.limit = _Limit(seconds)
+        self._calls: set[asyncio.Task[Any]] = set()
 
     def run(self, code: Callable[[], CodeOutput]) -> CodeOutput:
         _cell_here.set(self)
         self.context = copy_context()
         return code()
+
+    async def calling(self, call: Coroutine[Any, Any, AnyResult]) -> AnyResult:
+        """Run a nested call, so that it ends with the cell."""
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._calls.add(task)
+        try:
+            return await call
+        finally:
+            self._calls.discard(task)
+
+    async def stop(self) -> None:
+        """Cancel the nested calls under way, and wait: they must be on record before the cell."""
+        for task in tuple(self._calls):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+        until = time.monotonic() + _STOP_SECONDS
+        while self._calls and time.monotonic() < until:
+            await asyncio.sleep(0.01)
 
 
 _cell_here: ContextVar[_Cell | None] = ContextVar("wink_smolagents_cell", default=None)
@@ -575,6 +610,16 @@ class _Saved:
                 state.update(_print_outputs=printed)
         functions.clear()
         functions.update(self._functions)
+
+
+def _call(bridge: Bridge, tool: AnyTool, arguments: object, variables: Any = None) -> AnyResult:
+    """Make a call from the code of a cell, or the call of a cell itself."""
+    cell = _cell_here.get()
+    with _one_at_a_time():
+        if cell is None:
+            return bridge.call(tool, arguments, context=variables)
+        context = cell.variables if variables is None else variables
+        return run_blocking(lambda: cell.calling(bridge.acall(tool, arguments, context=context)))
 
 
 _nested: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
