@@ -7,6 +7,9 @@ A cell that raises is rolled back whole: files, session, and the variables of th
 agents that call tools as JSON there is ``WinkToolCallingAgent``.
 """
 
+# smolagents has annotations, but does not say so.
+# pyright: reportMissingTypeStubs=false
+
 from __future__ import annotations
 
 import asyncio
@@ -16,17 +19,23 @@ import keyword
 import re
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import ModuleType
-from typing import Any, NoReturn, Self, cast
+from types import ModuleType, NoneType
+from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from weakincentives.call import transaction_under_way
-from weakincentives.errors import MissingExtra, Suspended, ToolTimeout, ToolValidationError
+from weakincentives.errors import (
+    MissingExtra,
+    Suspended,
+    ToolTimeout,
+    ToolValidationError,
+    WinkError,
+)
 from weakincentives.integrations.bridge import Bridge, RunName, Workspace, wire_name
 from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
@@ -35,8 +44,8 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.tool_result import ToolResult
 
 try:
-    import smolagents
-    from smolagents import AgentError, LocalPythonExecutor, Model, ToolCallingAgent
+    from smolagents import AgentError, LocalPythonExecutor, Model, MultiStepAgent, ToolCallingAgent
+    from smolagents import Tool as TheirTool
     from smolagents.default_tools import FinalAnswerTool
     from smolagents.local_python_executor import CodeOutput, InterpreterError
     from smolagents.memory import ActionStep, ToolCall
@@ -45,14 +54,22 @@ try:
 except ImportError as error:
     raise MissingExtra("smolagents", "smolagents") from error
 
+T = TypeVar("T")
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
 Schema = dict[str, Any]
 
 _CELL = "python_interpreter"
 """The name of a cell in the record; smolagents calls it that, too."""
-_POLL_SECONDS = 0.05
 _STOP_SECONDS = 5.0
+"""How long nested calls may take to end when their cell is stopped."""
+_JSON_TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    NoneType: "null",
+}
 
 
 # Our tools in their agents
@@ -64,7 +81,7 @@ class Answer(str):
     value: Any = None
 
 
-class WinkTool(smolagents.Tool):
+class WinkTool(TheirTool):
     """One of our tools, for an agent of smolagents. It returns an ``Answer``."""
 
     skip_forward_signature_validation = True
@@ -76,15 +93,30 @@ class WinkTool(smolagents.Tool):
         if not self.name.isidentifier() or keyword.iskeyword(self.name):
             self.name = f"tool_{self.name}"
         self.description = tool.text()
-        self.inputs, self._never_null = _inputs(tool.parameters)
-        super().__init__()
+        schema = tool.parameters
+        nodes: Schema = _inlined(schema.get("properties", {}), schema.get("$defs", {}))
+        required = schema.get("required", ())
+        self._never_null = {name for name in nodes if "null" not in _kinds(nodes[name])}
+        self.inputs = {name: _input(node, name in required) for name, node in nodes.items()}
+        cast("Any", super()).__init__()
 
     def forward(self, *args: Any, **kwargs: Any) -> Answer:
         arguments = self.arguments(_named(self.inputs, args, kwargs))
         result = _call(self.bridge, self.tool, arguments)
+        answer = self.answer(result)
         if not result.success:
-            raise ToolValidationError(self.text(result))
-        return self.answer(result)
+            raise ToolValidationError(answer)
+        return answer
+
+    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments for our tool: "nullable" only means that one may be left out."""
+        return {k: v for k, v in given.items() if v is not None or k not in self._never_null}
+
+    def answer(self, result: AnyResult) -> Answer:
+        """Return what the model is told of a call."""
+        answer = Answer(result.render(self.tool.max_result_chars))
+        answer.value = result.value
+        return answer
 
     def to_code_prompt(self) -> str:
         """Return what the model reads in the prompt of a ``CodeAgent``."""
@@ -97,90 +129,71 @@ class WinkTool(smolagents.Tool):
             shown.description += f"\n\nReturns text; its attribute `value` has the fields {names}."
         return super(WinkTool, shown).to_code_prompt()
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments for our tool: "nullable" only means that one may be left out."""
-        return {k: v for k, v in given.items() if v is not None or k not in self._never_null}
 
-    def text(self, result: AnyResult) -> str:
-        """Return the result of a call as the model must see it."""
-        return result.render(self.tool.max_result_chars)
-
-    def answer(self, result: AnyResult) -> Answer:
-        """Return what a successful call answers."""
-        answer = Answer(self.text(result))
-        answer.value = result.value
-        return answer
-
-
-def _inputs(schema: Schema) -> tuple[dict[str, Schema], frozenset[str]]:
-    """Return the format of smolagents for a JSON schema, and what it wrongly lets be null."""
-    inputs: dict[str, Schema] = {}
-    never_null: set[str] = set()
-    for name, node in schema.get("properties", {}).items():
-        shown: Schema = _without_references(node, schema.get("$defs", {}))
-        branches = shown.pop("anyOf", None) or shown.pop("oneOf", None) or [shown]
-        kinds = list(dict.fromkeys(kind for branch in branches for kind in _kinds(branch)))
-        named = [kind for kind in kinds if kind != "null"]
-        if "number" in named and len(named) > 1:
-            named.append("integer")  # which is a number only where that stands alone
-        if len(branches) > 1:
-            rich = [each for each in branches if each.keys() - {"type"}]
-            if len(rich) == 1:
-                shown = {**rich[0], **shown}
-            elif rich:  # there is no place for alternatives but in words
-                words = f"One of: {json.dumps(branches, ensure_ascii=False)}"
-                shown["description"] = f"{shown.get('description', '')} {words}".strip()
-        shown["type"] = "any" if "any" in named else named[0] if len(named) == 1 else named
-        shown.setdefault("description", "")
-        if name not in schema.get("required", ()):
-            shown["nullable"] = True
-            if "null" not in kinds:
-                never_null.add(name)
-        elif "null" in kinds:
-            shown["nullable"] = True
-        inputs[name] = shown
-    return inputs, frozenset(never_null)
+def _input(node: Schema, is_required: bool) -> Schema:
+    """Return a JSON schema in the format of smolagents."""
+    shown = {key: each for key, each in node.items() if key not in ("anyOf", "oneOf")}
+    branches = [each for each in _branches(node) if each is not node and each.keys() - {"type"}]
+    if len(branches) == 1:
+        shown = {**branches[0], **shown}
+    elif branches:  # there is no place for alternatives but in words
+        words = f"One of: {json.dumps(branches, ensure_ascii=False)}"
+        shown["description"] = f"{shown.get('description', '')} {words}".strip()
+    kinds = [kind for kind in _kinds(node) if kind != "null"] or ["null"]
+    if "number" in kinds and len(kinds) > 1:
+        kinds.append("integer")  # smolagents counts it among numbers only where these stand alone
+    shown["type"] = "any" if "any" in kinds else kinds[0] if len(kinds) == 1 else kinds
+    shown.setdefault("description", "")
+    if not is_required or "null" in _kinds(node):
+        shown["nullable"] = True
+    return shown
 
 
 def _described(node: Schema) -> str:
     """Return a description with what a prompt for code has no other place for."""
     rest = {k: v for k, v in node.items() if k not in ("type", "description", "nullable", "title")}
-    more = [json.dumps(rest, ensure_ascii=False)] if rest else []
-    optional = ["Optional."] if node.get("nullable") else []
-    return " ".join([*filter(None, [node["description"]]), *optional, *more])
+    optional = "Optional." if node.get("nullable") else ""
+    more = json.dumps(rest, ensure_ascii=False) if rest else ""
+    return " ".join(filter(None, (node["description"], optional, more)))
+
+
+def _branches(node: Schema) -> list[Schema]:
+    return node.get("anyOf") or node.get("oneOf") or [node]
 
 
 def _kinds(node: Schema) -> list[str]:
-    kind = node.get("type", "any")
-    return cast("list[str]", kind) if isinstance(kind, list) else [kind]
+    """Return the JSON types that a schema names, each once."""
+    found: list[str] = []
+    for each in _branches(node):
+        if "type" not in each and "enum" in each:
+            choices: list[object] = each["enum"]
+            found += (_JSON_TYPES.get(type(value), "any") for value in choices)
+        else:
+            kind = each.get("type", "any")
+            found += kind if isinstance(kind, list) else [kind]
+    return list(dict.fromkeys(found))
 
 
-def _without_references(
-    node: Any, definitions: Mapping[str, Any], inside: tuple[str, ...] = ()
-) -> Any:
-    """Return a schema with every reference replaced; one that leads back to itself is any object."""
+def _inlined(node: Any, definitions: Schema, inside: tuple[str, ...] = ()) -> Any:
+    """Return a schema without references. One that leads back to itself becomes any object."""
     if isinstance(node, list):
-        items = cast("list[Any]", node)
-        return [_without_references(each, definitions, inside) for each in items]
+        return [_inlined(each, definitions, inside) for each in cast("list[Any]", node)]
     if not isinstance(node, dict):
         return node
-    whole = cast("Schema", node)
+    whole = {k: _inlined(v, definitions, inside) for k, v in cast("Schema", node).items()}
     name = str(whole.get("$ref", "")).removeprefix("#/$defs/")
-    if name in definitions:
-        rest = {key: each for key, each in whole.items() if key != "$ref"}
-        if name in inside:
-            return {"type": "object", **rest}
-        found = _without_references(definitions[name], definitions, (*inside, name))
-        return {**found, **rest}
-    return {key: _without_references(each, definitions, inside) for key, each in whole.items()}
+    if name not in definitions:
+        return whole
+    del whole["$ref"]
+    if name in inside:
+        return {"type": "object", **whole}
+    return {**_inlined(definitions[name], definitions, (*inside, name)), **whole}
 
 
-def _named(
-    inputs: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def _named(inputs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Schema:
     """Return arguments by name; a tool of smolagents also takes them all as one dict."""
     if len(args) == 1 and not kwargs and isinstance(args[0], dict):
-        given = cast("dict[str, Any]", args[0])
+        given = cast("Schema", args[0])
         if given.keys() <= inputs.keys():
             return given
     names = [*inputs, *(f"argument_{n}" for n in range(len(inputs), len(args)))]
@@ -198,25 +211,24 @@ def adopt(tool: Any, **options: Any) -> AnyTool:
     if isinstance(tool, WinkTool):
         return tool.tool.replace(**options) if options else tool.tool
 
-    def run(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+    def run(params: Schema, *, context: ToolContext) -> AnyResult:
         return ToolResult.ok(_recordable(_understood(partial(tool, **params))))
 
     inputs = cast("dict[str, Schema]", tool.inputs)
     schema = {
         "type": "object",
-        "properties": {name: _schema(node) for name, node in inputs.items()},
+        "properties": {name: _json_schema(node) for name, node in inputs.items()},
         "required": [name for name, node in inputs.items() if not node.get("nullable")],
         "additionalProperties": False,
     }
-    return Tool.from_schema(
-        wire_name(tool.name), tool.description, schema, run, **{"writes": "external", **options}
-    )
+    options.setdefault("writes", "external")
+    return Tool.from_schema(wire_name(tool.name), tool.description, schema, run, **options)
 
 
-def _schema(node: Schema) -> Schema:
+def _json_schema(node: Schema) -> Schema:
     shown = {key: each for key, each in node.items() if key != "nullable"}
-    kinds = [kind for kind in _kinds(node) if kind not in ("any", "image", "audio")]
-    if len(kinds) < len(_kinds(node)):
+    kinds = _kinds({"type": node["type"]})
+    if {"any", "image", "audio"}.intersection(kinds):
         del shown["type"]
     elif node.get("nullable"):
         shown["type"] = [*kinds, "null"]
@@ -238,69 +250,59 @@ def _recordable(value: Any) -> Any:
     """Return a value for the record: plain data as it is, anything else as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
-    if isinstance(value, str):
-        return str(value)
     if isinstance(value, Mapping):
         given = cast("Mapping[Any, Any]", value)
         return {str(key): _recordable(each) for key, each in given.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_recordable(each) for each in cast("Iterable[Any]", value)]
-    return truncate_content(str(value), 1000)
+    return str(value) if isinstance(value, str) else truncate_content(str(value), 1000)
 
 
 class _Work:
     """One call of a tool of theirs: its real arguments, and what comes of it."""
 
-    def __init__(
-        self, run: Callable[[Mapping[str, Any] | None], Any], given: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: Callable[[Schema | None], Any], given: Mapping[str, Any]) -> None:
         self._run, self._given = run, given
-        self.shown = cast("dict[str, Any]", _recordable(given))
+        self.shown: Schema = _recordable(given)
         """The arguments as they are on record."""
-        self._ran = False
-        self._value: Any = None
+        self._value: Any = _NOTHING
         self._error: Exception | None = None
 
-    def handle(self, params: Mapping[str, Any]) -> AnyResult:
-        """Run the tool; if a person has edited its arguments, with those."""
+    def handle(self, params: Schema) -> AnyResult:
+        """Run the tool. Arguments that a person has edited replace the real ones."""
         edited = None
         if params != self.shown:
-            same = {k for k, v in params.items() if k in self.shown and self.shown[k] == v}
-            edited = {k: self._given[k] if k in same else v for k, v in params.items()}
-        self._ran = True
-        _understood(partial(self._try, edited))
-        return ToolResult.ok(truncate_content(str(self._value)))
-
-    def _try(self, edited: Mapping[str, Any] | None) -> None:
+            edited = {k: self._given[k] if self.shown.get(k) == v else v for k, v in params.items()}
         try:
             self._value = self._run(edited)
         except Exception as error:
             self._error = error
             raise
+        return ToolResult.ok(truncate_content(str(self._value)))
 
     def outcome(self, result: AnyResult) -> Any:
         """Return or raise what the tool itself returned or raised."""
         if not result.success:
             raise self._error or ToolValidationError(result.render())
-        return self._value if self._ran else result.render()
+        return result.render() if self._value is _NOTHING else self._value
 
 
+_NOTHING = object()
 _work: ContextVar[_Work] = ContextVar("wink_smolagents_work")
 
 
-def _handle(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-    return _work.get().handle(params)
+def _needs_cover(tool: object) -> bool:
+    return not isinstance(tool, WinkTool) and type(tool) is not FinalAnswerTool
 
 
 def _covering(tool: Any) -> AnyTool:
     """Return what a tool, or managed agent, of theirs is on record as. It checks no arguments."""
-    return Tool.from_schema(
-        wire_name(tool.name),
-        tool.description or tool.name,
-        {"type": "object"},
-        _handle,
-        writes="external",
-    )
+
+    def run(params: Schema, *, context: ToolContext) -> AnyResult:
+        return _understood(partial(_work.get().handle, params))
+
+    name, text = wire_name(tool.name), tool.description or tool.name
+    return Tool.from_schema(name, text, {"type": "object"}, run, writes="external")
 
 
 # Cells
@@ -310,8 +312,8 @@ class WinkExecutor(LocalPythonExecutor):
     """Runs each code cell of a ``CodeAgent`` as one transaction.
 
     Tools and managed agents that the code calls are nested calls, with their own policies and
-    records. A cell that raises is rolled back: files, session and variables. What cannot be
-    restored of variables: values that cannot be copied (the model is told which), attributes of
+    records. A cell that raises is rolled back: files, session and variables. Of variables, these
+    cannot be restored: values that cannot be copied (the model is told which), attributes of
     classes and modules, and objects that something outside the interpreter refers to.
 
     Args:
@@ -321,14 +323,17 @@ class WinkExecutor(LocalPythonExecutor):
         policies: They govern cells and every call in them. One that asks a person needs ``ask``.
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it.
-        bridge: In place of all these: that of another executor, so that a managed agent works in
-            the same run. Its cells are then nested in the cell that calls it.
+        bridge: In place of all these: that of another executor, for an agent that it manages. Its
+            cells are then nested in the cell that calls it.
         additional_authorized_imports: As for ``LocalPythonExecutor``. With these or with functions,
-            code can write files by itself, and the workspace is scanned after each cell.
+            code can write files by itself, so the workspace is scanned after each cell.
         timeout_seconds: The time that a cell may take; time in tools does not count.
-        copy_values: Whether values of variables are copied before each cell. Without it, a rolled
-            back cell restores which variables there are, but not changes to mutable values.
+        copy_values: Whether the values of variables are copied before each cell. Without it, a
+            cell that fails restores the variables, but not what it changed inside their values.
     """
+
+    state: _Variables  # pyright: ignore[reportIncompatibleVariableOverride]
+    custom_tools: dict[str, Any]
 
     def __init__(
         self,
@@ -349,15 +354,13 @@ class WinkExecutor(LocalPythonExecutor):
             workspace, tools=tools, policies=policies, title=title, run=run
         )
         _check_policies(self.bridge)
-        super().__init__(
+        cast("Any", super()).__init__(
             list(additional_authorized_imports),
             max_print_outputs_length,
             dict(additional_functions or {}),
-            timeout_seconds=None,  # theirs runs the code outside of our context, and waits for it
+            timeout_seconds=None,  # theirs loses the context, and waits for the code all the same
         )
-        self.tools: list[smolagents.Tool] = [
-            WinkTool(tool, self.bridge) for tool in self.bridge.tools
-        ]
+        self.tools: list[TheirTool] = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
         """Ours, for ``CodeAgent(tools=...)``."""
         self.state = _Variables(self.state)
         self._seconds = timeout_seconds
@@ -379,29 +382,28 @@ class WinkExecutor(LocalPythonExecutor):
         super().send_variables(variables)
 
     def send_tools(self, tools: Mapping[str, Any]) -> None:
-        super().send_tools({name: self._callable(name, tool) for name, tool in tools.items()})
+        called: Any = {name: self._callable(name, tool) for name, tool in tools.items()}
+        super().send_tools(called)
 
     def _callable(self, name: str, tool: Any) -> Callable[..., Any]:
         """Return what code calls by the name of a tool."""
-        is_ours = isinstance(tool, WinkTool) or type(tool) is FinalAnswerTool
-        cover = None if is_ours else _covering(tool)
+        run: Callable[..., Any] = tool
+        if _needs_cover(tool):
+            run = partial(self._covered, tool, _covering(tool))
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            cell = self._cell
-            here = _cell_here.get()
+            cell, here = self._cell, _cell_here.get()
             if cell is None or here not in (None, cell):
                 raise InterpreterError(f"{name} was called after its cell had ended")
             if here is None:  # in a thread that the code has started
-                return cell.context.copy().run(call, *args, **kwargs)
-            with cell.limit.paused():
-                if cover is None:
-                    return tool(*args, **kwargs)
-                return self._covered(tool, cover, args, kwargs)
+                return cast("Any", cell.context.copy().run(call, *args, **kwargs))
+            with cell.in_tool(tool):
+                return run(*args, **kwargs)
 
         call.__name__ = name
         return call
 
-    def _covered(self, tool: Any, cover: AnyTool, args: Any, kwargs: Any) -> Any:
+    def _covered(self, tool: Any, cover: AnyTool, /, *args: Any, **kwargs: Any) -> Any:
         def run(edited: Mapping[str, Any] | None) -> Any:
             return tool(*args, **kwargs) if edited is None else tool(**edited)
 
@@ -410,9 +412,9 @@ class WinkExecutor(LocalPythonExecutor):
         return work.outcome(_call(self.bridge, cover, work.shown))
 
     def __call__(self, code_action: str) -> CodeOutput:
-        state = cast("_Variables", self.state)
+        state = self.state
         saved = _Saved(state, self.custom_tools, self._copies)
-        self._cell = state.cell = cell = _Cell(self._given, self._seconds)
+        self._cell = state.cell = cell = _Cell(self.bridge, self._given, self._seconds)
         try:
             result = _call(self.bridge, self._tool, {"code": code_action}, self._given)
             if not result.success or cell.output is None:
@@ -422,15 +424,17 @@ class WinkExecutor(LocalPythonExecutor):
             saved.restore(state, self.custom_tools)
             raise
         finally:
+            cell.is_over = True
             self._cell = state.cell = None
 
     async def _run(self, params: dict[str, Any], *, context: ToolContext) -> AnyResult:
         cell = self._cell
         assert cell is not None
-        work = in_thread(partial(cell.run, partial(super().__call__, params["code"])))
+        code = partial(super().__call__, params["code"])
+        work = in_thread(partial(cell.run, code))
         try:
-            while not await ends_within(cell.limit.left(), work):
-                if cell.limit.is_over():
+            while not await ends_within(cell.seconds_left(), work):
+                if cell.is_late():
                     raise ToolTimeout(
                         f"Code execution exceeded the maximum execution time of {self._seconds:g} "
                         "seconds"
@@ -462,7 +466,8 @@ def _why(result: AnyResult, uncopied: Sequence[str]) -> str:
         lines.append("The cell was rolled back: files and variables are as they were before it.")
         lines += (f"Not undone: {each}" for each in result.metadata.not_undone)
         if uncopied:
-            lines.append(f"Not undone: changes inside the values of {', '.join(uncopied)}")
+            names = ", ".join(uncopied)
+            lines.append(f"What the cell may have changed inside these values stays: {names}")
     return "\n".join(lines)
 
 
@@ -472,20 +477,48 @@ class _Cell:
     context: Context
     """Where its code runs; for threads that it starts."""
     output: CodeOutput | None = None
+    is_over = False
 
-    def __init__(self, variables: Mapping[str, Any], seconds: float | None) -> None:
+    def __init__(self, bridge: Bridge, variables: Mapping[str, Any], seconds: float | None) -> None:
+        self.bridge = bridge
         self.variables = variables
         """What the agent was given."""
-        self.limit = _Limit(seconds)
+        self._until = None if seconds is None else time.monotonic() + seconds
+        self._lock = threading.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
+        self._inside: list[Any] = []
+        """The tools and managed agents at work. Meanwhile, the time of the code does not pass."""
+        self._since = 0.0
 
     def run(self, code: Callable[[], CodeOutput]) -> CodeOutput:
         _cell_here.set(self)
         self.context = copy_context()
         return code()
 
-    async def calling(self, call: Coroutine[Any, Any, AnyResult]) -> AnyResult:
-        """Run a nested call, so that it ends with the cell."""
+    @contextmanager
+    def in_tool(self, tool: Any) -> Generator[None]:
+        with self._lock:
+            if not self._inside:
+                self._since = time.monotonic()
+            self._inside.append(tool)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside.remove(tool)
+                if not self._inside and self._until is not None:
+                    self._until += time.monotonic() - self._since
+
+    def seconds_left(self) -> float | None:
+        """Return how long to wait before the next look; None for ever."""
+        return None if self._until is None else max(self._until - time.monotonic(), 0.05)
+
+    def is_late(self) -> bool:
+        with self._lock:
+            return not self._inside and (self._until or 0.0) <= time.monotonic()
+
+    async def calling(self, call: Coroutine[Any, Any, T]) -> T:
+        """Make nested calls, which end with the cell."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         self._calls.add(task)
         try:
@@ -495,6 +528,10 @@ class _Cell:
 
     async def stop(self) -> None:
         """Cancel the nested calls under way, and wait: they must be on record before the cell."""
+        self.is_over = True
+        for each in tuple(self._inside):
+            if isinstance(each, MultiStepAgent):
+                each.interrupt()
         for task in tuple(self._calls):
             task.get_loop().call_soon_threadsafe(task.cancel)
         until = time.monotonic() + _STOP_SECONDS
@@ -505,38 +542,53 @@ class _Cell:
 _cell_here: ContextVar[_Cell | None] = ContextVar("wink_smolagents_cell", default=None)
 
 
-class _Limit:
-    """The time that code may take. It stops while a tool works, which has a limit of its own."""
+def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Make calls from sync code; in a cell, they belong to it."""
+    cell = _cell_here.get()
+    if cell is None:
+        return run_blocking(start)
+    if cell.is_over:
+        raise InterpreterError("the cell has ended")
+    return run_blocking(lambda: cell.calling(start()))
 
-    def __init__(self, seconds: float | None) -> None:
-        self._until = None if seconds is None else time.monotonic() + seconds
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._since = 0.0
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        with self._lock:
-            if not self._inside:
-                self._since = time.monotonic()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if not self._inside and self._until is not None:
-                    self._until += time.monotonic() - self._since
+def _call(bridge: Bridge, tool: AnyTool, arguments: object, variables: Any = None) -> AnyResult:
+    """Make a call from the code of a cell, or the call of a cell itself."""
+    cell = _cell_here.get()
+    if variables is None and cell is not None:
+        variables = cell.variables
+    if cell is not None and cell.bridge is not bridge:
+        outer, inner = cell.bridge.registry(cell.variables), bridge.registry(variables)
+        if outer.workspace is inner.workspace:
+            raise WinkError(
+                "an agent that is managed by another one, in the same workspace, needs the bridge "
+                "of that one: bridge=executor.bridge"
+            )
+    with _one_at_a_time():
+        return _blocking(lambda: bridge.acall(tool, arguments, context=variables))
 
-    def left(self) -> float | None:
-        """Return how long to wait before the next look; None for ever."""
-        if self._until is None:
-            return None
-        return max(self._until - time.monotonic(), _POLL_SECONDS)
 
-    def is_over(self) -> bool:
-        with self._lock:
-            return not self._inside and self._until is not None and time.monotonic() >= self._until
+_nested: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_guard = threading.Lock()
+
+
+@contextmanager
+def _one_at_a_time() -> Generator[None]:
+    """Let threads that one call has started make their own calls one after the other.
+
+    A call that is nested in no other waits for its turn anyway.
+    """
+    parent = transaction_under_way.get()
+    if parent is None:
+        yield
+        return
+    with _guard:
+        lock = _nested.setdefault(parent, threading.Lock())
+    with lock:
+        yield
+
+
+# Variables
 
 
 class _Variables(dict[str, Any]):
@@ -612,36 +664,6 @@ class _Saved:
         functions.update(self._functions)
 
 
-def _call(bridge: Bridge, tool: AnyTool, arguments: object, variables: Any = None) -> AnyResult:
-    """Make a call from the code of a cell, or the call of a cell itself."""
-    cell = _cell_here.get()
-    with _one_at_a_time():
-        if cell is None:
-            return bridge.call(tool, arguments, context=variables)
-        context = cell.variables if variables is None else variables
-        return run_blocking(lambda: cell.calling(bridge.acall(tool, arguments, context=context)))
-
-
-_nested: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-_guard = threading.Lock()
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Let threads that one call has started make their own calls one after the other.
-
-    A call that is nested in no other waits for its turn anyway.
-    """
-    parent = transaction_under_way.get()
-    if parent is None:
-        yield
-        return
-    with _guard:
-        lock = _nested.setdefault(parent, threading.Lock())
-    with lock:
-        yield
-
-
 # Agents that call tools as JSON
 
 
@@ -661,7 +683,7 @@ Settle = Callable[[], Any]
 
 
 class WinkToolCallingAgent(ToolCallingAgent):
-    """A ``ToolCallingAgent`` whose calls are ours: all of a step are one turn, in call order.
+    """A ``ToolCallingAgent`` whose calls are ours: those of a step are one turn, in call order.
 
     ``tools`` may be ours or those of smolagents; all of them are covered. Managed agents are not:
     their own calls are, where they use one of our classes. When one of several calls fails, the
@@ -675,6 +697,8 @@ class WinkToolCallingAgent(ToolCallingAgent):
         bridge: In place of all these: that of another agent or executor.
     """
 
+    tools: dict[str, Any]
+
     def __init__(
         self,
         tools: Sequence[object],
@@ -687,7 +711,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
         bridge: Bridge | None = None,
         **options: Any,
     ) -> None:
-        ours = [each for each in tools if isinstance(each, Tool)]
+        ours = [cast("AnyTool", each) for each in tools if isinstance(each, Tool)]
         self.bridge = bridge or Bridge(
             workspace, tools=ours, policies=policies, title=title, run=run
         )
@@ -696,98 +720,100 @@ class WinkToolCallingAgent(ToolCallingAgent):
         self._settled: dict[str, Settle] = {}
         self._failed: dict[str, AgentError] | None = None
         self._used: set[str] = set()
-        theirs = [WinkTool(each, self.bridge) if isinstance(each, Tool) else each for each in tools]
-        super().__init__(tools=cast("list[smolagents.Tool]", theirs), model=model, **options)
+        offered: list[Any] = [
+            WinkTool(cast("AnyTool", each), self.bridge) if isinstance(each, Tool) else each
+            for each in tools
+        ]
+        cast("Any", super()).__init__(tools=offered, model=model, **options)
 
     def process_tool_calls(
         self, chat_message: ChatMessage, memory_step: ActionStep
-    ) -> Generator[Any, None, None]:
-        calls = {each.id: each.function for each in chat_message.tool_calls or ()}
+    ) -> Generator[Any]:
+        made = chat_message.tool_calls or []
+        calls: dict[str, Any] = {each.id: each.function for each in made}
         for call_id, function in calls.items():
-            given: Any = function.arguments or {}
-            if isinstance(given, dict):
-                function.arguments = _Arguments(cast("dict[str, Any]", given), call_id)
-        waiting = len(chat_message.tool_calls or ())
+            if isinstance(function.arguments or {}, dict):
+                function.arguments = _Arguments(function.arguments or {}, call_id)
+        waiting = len(made)
         failed = self._failed = dict[str, AgentError]()
-        for event in super().process_tool_calls(chat_message, memory_step):
-            yield event
-            if isinstance(event, ToolCall):
-                waiting -= 1
-                if not waiting:
+        try:
+            for event in super().process_tool_calls(chat_message, memory_step):
+                yield event
+                waiting -= isinstance(event, ToolCall)
+                if isinstance(event, ToolCall) and not waiting:
                     # Here, not in the threads that come now: this one can be interrupted.
-                    self._settled = run_blocking(partial(self._together, calls))
+                    self._settled = _blocking(partial(self._together, calls))
+        finally:
+            self._failed = None
         if failed:
             texts = [str(failed[each]) for each in calls if each in failed]
             raise AgentToolExecutionError("\n".join(texts), self.logger)
 
     async def _together(self, calls: Mapping[str, Any]) -> dict[str, Settle]:
         starts = {
-            call_id: self._acall(function.name, function.arguments)
+            call_id: self._settle(function.name, function.arguments)
             for call_id, function in calls.items()
-            if isinstance(function.arguments, dict) and self._is_covered(function.name)
+            if self._is_covered(function.name) and isinstance(function.arguments, _Arguments)
         }
         if transaction_under_way.get() is not None:  # nested calls share what they change
             return {call_id: await start for call_id, start in starts.items()}
         return dict(zip(starts, await asyncio.gather(*starts.values()), strict=True))
 
     def _is_covered(self, name: str) -> bool:
-        return name in self.tools and type(self.tools[name]) is not FinalAnswerTool
+        tool = self.tools.get(name)
+        return isinstance(tool, WinkTool) or (tool is not None and _needs_cover(tool))
 
-    async def _acall(self, name: str, arguments: Mapping[str, Any]) -> Settle:
-        tool, call_id = self.tools[name], getattr(arguments, "call_id", None)
+    async def _settle(self, name: str, arguments: Mapping[str, Any]) -> Settle:
+        """Make a call; whatever comes of it, the other calls of the step go on."""
+        call_id = getattr(arguments, "call_id", None)
         if call_id in self._used:
             call_id = None  # some models begin to count anew with every step
         elif call_id is not None:
             self._used.add(call_id)
+        call = self._ours if isinstance(self.tools[name], WinkTool) else self._theirs
         try:
-            if isinstance(tool, WinkTool):
-                given = tool.arguments(
-                    cast("Any", self)._substitute_state_variables(dict(arguments))
-                )
-                result = await tool.bridge.acall(
-                    tool.tool, given, call_id=call_id, context=self.state
-                )
-                return partial(self._answer, tool, result)
-            if name not in self._covers:
-                self._covers[name] = _covering(tool)
-            run = super().execute_tool_call
-            work = _Work(
-                lambda edited: run(name, dict(arguments if edited is None else edited)), arguments
-            )
-            _work.set(work)
-            result = await self.bridge.acall(
-                self._covers[name], work.shown, call_id=call_id, context=self.state
-            )
-            return partial(work.outcome, result)
+            return await call(name, arguments, call_id)
         except Exception as error:
-            return partial(self._fail, AgentToolExecutionError, str(error))
+            return partial(_raise, ToolValidationError(str(error)))
 
-    def _answer(self, tool: WinkTool, result: AnyResult) -> Answer:
+    async def _ours(self, name: str, arguments: Mapping[str, Any], call_id: str | None) -> Settle:
+        tool = cast("WinkTool", self.tools[name])
+        given: Any = self._substitute_state_variables(dict(arguments))
+        given = tool.arguments(given)
+        result = await tool.bridge.acall(tool.tool, given, call_id=call_id, context=self.state)
         if result.success:
-            return tool.answer(result)
+            return lambda: tool.answer(result)
         is_invalid = result.failure is not None and result.failure.code == "INVALID_ARGUMENTS"
-        self._fail(AgentToolCallError if is_invalid else AgentToolExecutionError, tool.text(result))
+        kind = AgentToolCallError if is_invalid else AgentToolExecutionError
+        return partial(_raise, kind(tool.answer(result), self.logger))
+
+    async def _theirs(self, name: str, arguments: Mapping[str, Any], call_id: str | None) -> Settle:
+        execute = super().execute_tool_call
+        cover = self._covers.get(name) or self._covers.setdefault(name, _covering(self.tools[name]))
+        work = _Work(lambda edited: execute(name, dict(edited or arguments)), arguments)
+        _work.set(work)
+        result = await self.bridge.acall(cover, work.shown, call_id=call_id, context=self.state)
+        return partial(work.outcome, result)
 
     def execute_tool_call(self, tool_name: str, arguments: Any) -> Any:
         call_id = getattr(arguments, "call_id", "")
         settle = self._settled.pop(call_id, None)
-        try:
-            if settle is None and self._is_covered(tool_name):
+        if settle is None and self._is_covered(tool_name):
+            given = arguments
+            if not isinstance(given, dict):
                 given = _named(self.tools[tool_name].inputs, (arguments,), {})
-                settle = run_blocking(lambda: self._acall(tool_name, given))
+            settle = _blocking(lambda: self._settle(tool_name, cast("Any", given)))
+        try:
             return super().execute_tool_call(tool_name, arguments) if settle is None else settle()
-        except ToolValidationError as error:  # one of theirs did not run
+        except ToolValidationError as error:  # it did not run
             failure: AgentError = AgentToolExecutionError(str(error), self.logger)
         except AgentError as error:
             failure = error
         if self._failed is None:
             raise failure
-        # Raised here, it would hide this call and the answers of the others from the model.
+        # Raised here, it would hide this call, and the answers of the others, from the model.
         self._failed[call_id] = failure
         return f"{tool_name} failed: see the error"
-
-    def _fail(self, kind: Callable[..., AgentError], text: str) -> NoReturn:
-        raise kind(text, self.logger)
 
     def cleanup(self) -> None:
         """Release the workspace."""
@@ -798,3 +824,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
 
     def __exit__(self, *_: object) -> None:
         self.cleanup()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
