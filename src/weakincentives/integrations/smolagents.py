@@ -96,7 +96,9 @@ class WinkTool(TheirTool):
         schema = tool.parameters
         nodes: Schema = _inlined(schema.get("properties", {}), schema.get("$defs", {}))
         required = schema.get("required", ())
-        self._never_null = {name for name in nodes if "null" not in _kinds(nodes[name])}
+        self._never_null = {
+            name for name, node in nodes.items() if {"any", "null"}.isdisjoint(_kinds(node))
+        }
         self.inputs = {name: _input(node, name in required) for name, node in nodes.items()}
         cast("Any", super()).__init__()
 
@@ -391,12 +393,12 @@ class WinkExecutor(LocalPythonExecutor):
         if _needs_cover(tool):
             run = partial(self._covered, tool, _covering(tool))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> object:
             cell, here = self._cell, _cell_here.get()
             if cell is None or here not in (None, cell):
                 raise InterpreterError(f"{name} was called after its cell had ended")
             if here is None:  # in a thread that the code has started
-                return cast("Any", cell.context.copy().run(call, *args, **kwargs))
+                return cell.context.copy().run(call, *args, **kwargs)
             with cell.in_tool(tool):
                 return run(*args, **kwargs)
 
