@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cases
 import pytest
 from cases import Ask, Case, Driver, Job, Outcome, Turn, all_cases, require
 
@@ -30,8 +31,7 @@ from smolagents.models import (
 from smolagents.monitoring import LogLevel
 
 import weakincentives as wink
-from weakincentives import Session, ToolContext, ToolRegistry
-from weakincentives.events import ToolInvoked
+from weakincentives import ToolContext, ToolRegistry
 from weakincentives.integrations import adopt
 from weakincentives.integrations.smolagents import WinkExecutor, WinkToolCallingAgent
 from weakincentives.prompt import AnyPolicy, Approval, ApprovalPolicy, ApprovalRequest
@@ -147,6 +147,7 @@ class ToolCalling(Smolagents):
         "a_pending_call_is_suspended": _NO_PAUSE,
         "resuming_runs_nothing_twice": _NOT_STORED,
         "cancelling_one_call_leaves_the_others": _ONE_CALL,
+        "cancelling_the_run_rolls_back_an_own_tool": "smolagents has no async tools.",
     }
 
     def agent(self, job: Job, policies: Sequence[AnyPolicy], done: Outcome) -> Any:
@@ -253,7 +254,6 @@ class Stage:
         self.workspace = workspace
         workspace.mkdir()
         (workspace / "old.txt").write_text("old")
-        self.said: list[smolagents.Tool] = []
 
     def play(self, *cells: str, own: Sequence[Any] = (), **options: Any) -> CodeAgent:
         """Run cells; the last one must give the final answer."""
@@ -277,9 +277,8 @@ class Stage:
             if each.is_file()
         }
 
-    def records(self) -> list[ToolInvoked]:
-        session: Session = self.agent.python_executor.bridge.registry({}).session
-        return list(session[ToolInvoked].all())
+    def records(self, tool: str = "") -> list[dict[str, Any]]:
+        return cases.Stage(InCells, self.workspace).records(tool)
 
 
 @pytest.fixture
@@ -311,13 +310,9 @@ def test_a_cell_that_raises_is_rolled_back_whole(stage: Stage):
 def test_tools_called_in_a_cell_are_nested_calls(stage: Stage):
     stage.play("put('a.txt', 'a')\nput('b.txt', 'b')", "final_answer('done')")
 
-    first, second, whole, _ = stage.records()
-    assert [each.tool_name for each in (first, second, whole)] == [
-        "put",
-        "put",
-        "python_interpreter",
-    ]
-    assert first.nested_in == second.nested_in == whole.call_id
+    whole, _ = stage.records("python_interpreter")
+    assert [each["nested_in"] for each in stage.records("put")] == [whole["call"]] * 2
+    assert [each["path"] for each in whole["files"]] == ["a.txt", "b.txt"]
 
 
 def test_a_cell_that_catches_the_failure_of_a_tool_goes_on(stage: Stage):
@@ -428,9 +423,8 @@ def test_threads_of_a_cell_call_tools_in_its_transaction(stage: Stage):
     )
 
     assert stage.files() == {**{f"{n}.txt": "x" for n in range(8)}, "old.txt": "old"}
-    whole = [each for each in stage.records() if each.tool_name == "python_interpreter"]
-    nested = [each for each in stage.records() if each.nested_in == whole[0].call_id]
-    assert len(nested) == 8
+    whole = stage.records("python_interpreter")[0]
+    assert [each["nested_in"] for each in stage.records("put")].count(whole["call"]) == 8
 
 
 def test_a_thread_that_outlives_its_cell_calls_nothing_any_more(stage: Stage):
@@ -515,8 +509,7 @@ def test_a_tool_of_smolagents_returns_and_raises_in_a_cell_what_it_does_alone(st
     )
 
     assert stage.answer == [({1, 2}, 2), Odd]
-    outcomes = [each.success for each in stage.records() if each.tool_name == "pair"]
-    assert outcomes == [True, False]
+    assert [each["outcome"] for each in stage.records("pair")] == ["ok", "rolled back"]
 
 
 def test_a_person_can_edit_the_call_of_a_tool_of_smolagents(stage: Stage):
@@ -571,6 +564,52 @@ def test_an_interrupt_rolls_the_cell_back_and_the_next_run_works(stage: Stage):
 
     assert stage.files() == {"old.txt": "old"}
     assert agent.run("the task", reset=False) == 1
+
+
+def test_an_interrupt_rolls_back_a_tool_of_smolagents(stage: Stage):
+    """In a cell, and as a call of its own. Its thread goes on: Python cannot stop it."""
+    waiting, over = threading.Event(), threading.Event()
+    place = stage.workspace / "half.txt"
+
+    @tool
+    def scribble() -> str:
+        """Write half of a file, then wait."""
+        place.write_text("half")
+        waiting.set()
+        over.wait(30)
+        return "never seen"
+
+    with _interrupted_when(waiting), pytest.raises(KeyboardInterrupt):
+        stage.play("scribble()", own=[scribble])
+    waiting.clear()
+    in_cell = stage.files()
+    model = Script(calls(Ask("c1", "scribble")))
+    agent = WinkToolCallingAgent([scribble], model, workspace=stage.workspace, **QUIET)
+    with _interrupted_when(waiting), pytest.raises(KeyboardInterrupt):
+        agent.run("the task")
+    over.set()
+
+    assert in_cell == stage.files() == {"old.txt": "old"}
+    outcomes = [(each["tool"], each["outcome"]) for each in stage.records()]
+    assert outcomes == [
+        ("python_interpreter", "rolled back"),
+        ("scribble", "rolled back"),
+        ("scribble", "rolled back"),
+    ]
+
+
+def test_after_a_run_others_may_work_in_the_workspace(stage: Stage):
+    stage.play("put('a.txt', 'a')", "final_answer('done')")
+    shown = cases.Stage(InCells, stage.workspace)
+
+    shown.wink("undo")
+    assert stage.files() == {"old.txt": "old"}
+
+    model = Script(calls(Ask("c1", "put", {"path": "b.txt", "text": "b"})), _said("done"))
+    agent = WinkToolCallingAgent([put], model, workspace=stage.workspace, **QUIET)
+    agent.run("the task")
+    shown.wink("undo")
+    assert stage.files() == {"old.txt": "old"}
 
 
 def test_variables_stay_from_run_to_run(stage: Stage):
@@ -631,8 +670,10 @@ def test_a_managed_agent_is_rolled_back_with_the_cell_that_called_it(stage: Stag
     )
 
     assert stage.files() == {"old.txt": "old", "one.txt": "1"}
-    names = [each.tool_name for each in stage.records()]
-    assert names[:4] == ["put", "python_interpreter", "helper", "python_interpreter"]
+    outer, inner = stage.records("python_interpreter")[:2]
+    assert stage.records("put")[0]["nested_in"] == inner["call"]
+    assert inner["nested_in"] == stage.records("helper")[0]["call"]
+    assert stage.records("helper")[0]["nested_in"] == outer["call"]
 
 
 def test_calls_of_a_managed_agent_made_in_parallel_lose_no_update(stage: Stage):
@@ -739,9 +780,8 @@ def test_a_model_that_counts_its_calls_anew_in_every_step_is_understood(tmp_path
     model = Script(calls(one), calls(one), _said("done"))
     with WinkToolCallingAgent([put], model, workspace=tmp_path, **QUIET) as agent:
         agent.run("the task")
-        records = agent.bridge.registry({}).session[ToolInvoked].all()
 
-    assert len(records) == 2
+    assert len(cases.Stage(ToolCalling, tmp_path).records("put")) == 2
 
 
 def test_our_tools_work_in_their_own_agent(tmp_path: Path):

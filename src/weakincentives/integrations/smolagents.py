@@ -20,7 +20,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -416,11 +416,14 @@ class WinkExecutor(LocalPythonExecutor):
     def __call__(self, code_action: str) -> CodeOutput:
         state = self.state
         saved = _Saved(state, self.custom_tools, self._copies)
-        self._cell = state.cell = cell = _Cell(self.bridge, self._given, self._seconds)
+        self._cell = state.cell = cell = _Cell(self.bridge, self._seconds)
+        goes_on = False
         try:
             result = _call(self.bridge, self._tool, {"code": code_action}, self._given)
             if not result.success or cell.output is None:
+                goes_on = True
                 raise InterpreterError(_why(result, saved.uncopied))
+            goes_on = not cell.output.is_final_answer
             return cell.output
         except BaseException:
             saved.restore(state, self.custom_tools)
@@ -428,6 +431,8 @@ class WinkExecutor(LocalPythonExecutor):
         finally:
             cell.is_over = True
             self._cell = state.cell = None
+            if not goes_on and transaction_under_way.get() is None:
+                self.bridge.release()  # others may work in the workspace until the next run
 
     async def _run(self, params: dict[str, Any], *, context: ToolContext) -> AnyResult:
         cell = self._cell
@@ -481,10 +486,8 @@ class _Cell:
     output: CodeOutput | None = None
     is_over = False
 
-    def __init__(self, bridge: Bridge, variables: Mapping[str, Any], seconds: float | None) -> None:
+    def __init__(self, bridge: Bridge, seconds: float | None) -> None:
         self.bridge = bridge
-        self.variables = variables
-        """What the agent was given."""
         self._until = None if seconds is None else time.monotonic() + seconds
         self._lock = threading.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
@@ -554,20 +557,20 @@ def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return run_blocking(lambda: cell.calling(start()))
 
 
-def _call(bridge: Bridge, tool: AnyTool, arguments: object, variables: Any = None) -> AnyResult:
+def _call(bridge: Bridge, tool: AnyTool, arguments: object, given: Any = None) -> AnyResult:
     """Make a call from the code of a cell, or the call of a cell itself."""
     cell = _cell_here.get()
-    if variables is None and cell is not None:
-        variables = cell.variables
-    if cell is not None and cell.bridge is not bridge:
-        outer, inner = cell.bridge.registry(cell.variables), bridge.registry(variables)
-        if outer.workspace is inner.workspace:
-            raise WinkError(
-                "an agent that is managed by another one, in the same workspace, needs the bridge "
-                "of that one: bridge=executor.bridge"
-            )
+    if (
+        cell is not None
+        and cell.bridge is not bridge
+        and cell.bridge.registry().workspace is bridge.registry(given).workspace
+    ):
+        raise WinkError(
+            "an agent that is managed by another one, in the same workspace, needs the bridge of "
+            "that one: bridge=executor.bridge"
+        )
     with _one_at_a_time():
-        return _blocking(lambda: bridge.acall(tool, arguments, context=variables))
+        return _blocking(lambda: bridge.acall(tool, arguments, context=given))
 
 
 _nested: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
@@ -727,6 +730,24 @@ class WinkToolCallingAgent(ToolCallingAgent):
             for each in tools
         ]
         cast("Any", super()).__init__(tools=offered, model=model, **options)
+
+    def run(self, task: str, stream: bool = False, *args: Any, **options: Any) -> Any:
+        """Run the agent. Afterwards, others may work in the workspace until the next run."""
+        run = partial(cast("Any", super()).run, task, stream, *args, **options)
+        given = {**self.state, **(options.get("additional_args") or {})}
+        if stream:
+            return self._streamed(run, given)
+        with self._held(given):
+            return run()
+
+    def _streamed(self, run: Callable[[], Any], given: Schema) -> Generator[Any]:
+        with self._held(given):
+            yield from run()
+
+    def _held(self, given: Schema) -> AbstractContextManager[None]:
+        # The calls of a managed agent may be part of the cell that calls it.
+        is_nested = transaction_under_way.get() is not None
+        return nullcontext() if is_nested else self.bridge.held(given)
 
     def process_tool_calls(
         self, chat_message: ChatMessage, memory_step: ActionStep
