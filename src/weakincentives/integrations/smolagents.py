@@ -41,6 +41,7 @@ from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.runtime.transactions import offers_of
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -414,6 +415,7 @@ class WinkExecutor(LocalPythonExecutor):
         return work.outcome(_call(self.bridge, cover, work.shown))
 
     def __call__(self, code_action: str) -> CodeOutput:
+        _check_outer(self.bridge, self._given)
         state = self.state
         saved = _Saved(state, self.custom_tools, self._copies)
         self._cell = state.cell = cell = _Cell(self.bridge, self._seconds)
@@ -463,6 +465,18 @@ def _check_policies(bridge: Bridge) -> None:
         raise TypeError(
             "smolagents cannot pause an agent until a person answers: give ApprovalPolicy an "
             "`ask` function"
+        )
+
+
+def _check_outer(bridge: Bridge, given: Any) -> None:
+    """Refuse to wait for a cell that waits for us."""
+    cell = _cell_here.get()
+    if cell is None or cell.bridge is bridge:
+        return
+    if cell.bridge.registry().workspace is bridge.registry(given).workspace:
+        raise WinkError(
+            "an agent that is managed by another one, in the same workspace, needs the bridge of "
+            "that one: bridge=executor.bridge"
         )
 
 
@@ -550,26 +564,17 @@ _cell_here: ContextVar[_Cell | None] = ContextVar("wink_smolagents_cell", defaul
 def _blocking(start: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Make calls from sync code; in a cell, they belong to it."""
     cell = _cell_here.get()
-    if cell is None:
-        return run_blocking(start)
-    if cell.is_over:
-        raise InterpreterError("the cell has ended")
-    return run_blocking(lambda: cell.calling(start()))
+    return run_blocking(start if cell is None else lambda: cell.calling(start()))
 
 
 def _call(bridge: Bridge, tool: AnyTool, arguments: object, given: Any = None) -> AnyResult:
     """Make a call from the code of a cell, or the call of a cell itself."""
-    cell = _cell_here.get()
-    if (
-        cell is not None
-        and cell.bridge is not bridge
-        and cell.bridge.registry().workspace is bridge.registry(given).workspace
-    ):
-        raise WinkError(
-            "an agent that is managed by another one, in the same workspace, needs the bridge of "
-            "that one: bridge=executor.bridge"
-        )
     with _one_at_a_time():
+        if _cell_here.get() is not None:
+            registry = bridge.registry(given)
+            offer = offers_of(registry.context()).get(tool.name)
+            if offer is not None and offer.tool is tool and not offer.needs_loop:
+                return registry.execute(tool, arguments)  # here: a tenth of the cost
         return _blocking(lambda: bridge.acall(tool, arguments, context=given))
 
 
@@ -583,10 +588,12 @@ def _one_at_a_time() -> Generator[None]:
 
     A call that is nested in no other waits for its turn anyway.
     """
-    parent = transaction_under_way.get()
+    parent, cell = transaction_under_way.get(), _cell_here.get()
     if parent is None:
         yield
         return
+    if cell is not None and cell.is_over:
+        raise InterpreterError("the cell has ended")
     with _guard:
         lock = _nested.setdefault(parent, threading.Lock())
     with lock:
@@ -773,6 +780,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
             raise AgentToolExecutionError("\n".join(texts), self.logger)
 
     async def _together(self, calls: Mapping[str, Any]) -> dict[str, Settle]:
+        _check_outer(self.bridge, self.state)
         starts = {
             call_id: self._settle(function.name, function.arguments)
             for call_id, function in calls.items()
