@@ -6,6 +6,10 @@
 It runs offline: a script plays the model.
 """
 
+# smolagents has annotations, but does not say so, and some are left open.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,7 +49,7 @@ def tools_for(shop: Path) -> list[Any]:
     orders = shop / "orders.csv"
 
     @tool
-    def load_orders() -> list:
+    def load_orders() -> list[dict[str, Any]]:
         """Return all orders that are not billed."""
         rows = [line.split(",") for line in orders.read_text().splitlines()]
         return [{"id": row[0]} | ({"price": int(row[1])} if row[1] else {}) for row in rows]
@@ -77,18 +81,18 @@ def tools_for(shop: Path) -> list[Any]:
 
 def run(shop: Path, **options: Any) -> None:
     (shop / "orders.csv").write_text("a1,30\na2,\na3,5\n")
-    agent = CodeAgent(tools_for(shop), Script(), verbosity_level=LogLevel.OFF, **options)
+    agent: Any = CodeAgent(tools_for(shop), Script(), verbosity_level=LogLevel.OFF, **options)
     with agent:
         agent.run("Bill all open orders")
-    print("  variables:", "total" in agent.python_executor.state and "total is set" or "none")
+    print(f"  the variable total: {agent.python_executor.state.get('total', 'not set')}")
     for path in sorted(shop.glob("*")):
         print(f"  {path.name}: {path.read_text()!r}")
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        print("smolagents alone:")
+        print("On the disk afterwards, with smolagents alone:")
         run(Path(place))
     with tempfile.TemporaryDirectory() as place:
-        print("with WinkExecutor:")
+        print("With WinkExecutor:")
         run(Path(place), executor=WinkExecutor(workspace=place, tools=[]))

@@ -429,6 +429,27 @@ def test_what_nested_calls_change_is_in_the_history_of_the_outermost_call(tmp_pa
     assert committed.paths == ("good.txt",)
 
 
+def test_a_call_that_fails_says_what_its_nested_calls_did_outside():
+    @tool(reach="irreversible")
+    def send() -> str:
+        """Send a message."""
+        return "sent"
+
+    @tool
+    def send_and_fail() -> str:
+        """Send a message, then fail."""
+        registry.execute("send")
+        raise ValueError("changed my mind")
+
+    registry = in_memory(send, send_and_fail)
+
+    result = registry.execute("send_and_fail")
+
+    assert result.metadata.not_undone == (
+        "what 'send' did outside the session, files and resources",
+    )
+
+
 def test_a_handler_calls_its_own_registry_as_a_nested_call():
     @tool
     def save_twice(*, context: ToolContext) -> str:

@@ -39,8 +39,9 @@ from weakincentives.errors import (
 from weakincentives.integrations.bridge import Bridge, RunName, Workspace, wire_name
 from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.transactions import offers_of
 from weakincentives.tool_result import ToolResult
 
@@ -741,7 +742,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
     def run(self, task: str, stream: bool = False, *args: Any, **options: Any) -> Any:
         """Run the agent. Afterwards, others may work in the workspace until the next run."""
         run = partial(cast("Any", super()).run, task, stream, *args, **options)
-        given = {**self.state, **(options.get("additional_args") or {})}
+        given: Schema = {**self.state, **(options.get("additional_args") or {})}
         if stream:
             return self._streamed(run, given)
         with self._held(given):
