@@ -535,6 +535,35 @@ def test_a_person_can_edit_the_call_of_a_tool_of_smolagents(stage: Stage):
     assert stage.answer == (range(3), "better")
 
 
+def test_the_reach_of_a_tool_of_smolagents_can_be_stated(stage: Stage):
+    asked: list[str] = []
+
+    @tool
+    def publish(title: str) -> str:
+        """Publish a page.
+
+        Args:
+            title: Which page.
+        """
+        return f"published {title}"
+
+    def ask(request: ApprovalRequest) -> bool:
+        asked.append(request.question)
+        return True
+
+    stage.play(
+        "publish('draft')\nraise ValueError()",
+        "final_answer('done')",
+        own=[publish],
+        reaches={"publish": "irreversible"},
+        policies=[ApprovalPolicy(ask=ask, reaches={"irreversible"})],
+    )
+
+    (question,) = asked
+    assert "cannot be undone" in question
+    assert "Not undone: what 'publish' did outside" in str(stage.steps[0].error)
+
+
 def test_our_answers_are_text_with_a_value(stage: Stage):
     executor = WinkExecutor(stage.workspace)
 

@@ -41,7 +41,7 @@ from weakincentives.loops import ends_within, in_thread, run_blocking
 from weakincentives.prompt.approval import ApprovalPolicy
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Tool
+from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.runtime.transactions import offers_of
 from weakincentives.tool_result import ToolResult
 
@@ -299,14 +299,22 @@ def _needs_cover(tool: object) -> bool:
     return not isinstance(tool, WinkTool) and type(tool) is not FinalAnswerTool
 
 
-def _covering(tool: Any) -> AnyTool:
+def _covering(tool: Any, reach: Reach | None) -> AnyTool:
     """Return what a tool, or managed agent, of theirs is on record as. It checks no arguments."""
 
     def run(params: Schema, *, context: ToolContext) -> AnyResult:
         return _understood(partial(_work.get().handle, params))
 
-    name, text = wire_name(tool.name), tool.description or tool.name
-    return Tool.from_schema(name, text, {"type": "object"}, run, writes="external")
+    is_ours = hasattr(getattr(tool, "python_executor", tool), "bridge")  # an agent with our calls
+    return Tool.from_schema(
+        wire_name(tool.name),
+        tool.description or tool.name,
+        {"type": "object"},
+        run,
+        reach=reach,
+        concurrent=reach == "read",
+        writes="api" if is_ours or reach == "read" else "external",
+    )
 
 
 # Cells
@@ -329,8 +337,10 @@ class WinkExecutor(LocalPythonExecutor):
         run: Names the run, so that another process continues it.
         bridge: In place of all these: that of another executor, for an agent that it manages. Its
             cells are then nested in the cell that calls it.
+        reaches: How far tools of smolagents reach, by name: ``{"search": "read"}``. Unstated, they
+            may write files by themselves, so the workspace is scanned.
         additional_authorized_imports: As for ``LocalPythonExecutor``. With these or with functions,
-            code can write files by itself, so the workspace is scanned after each cell.
+            code can write files by itself, too.
         timeout_seconds: The time that a cell may take; time in tools does not count.
         copy_values: Whether the values of variables are copied before each cell. Without it, a
             cell that fails restores the variables, but not what it changed inside their values.
@@ -348,6 +358,7 @@ class WinkExecutor(LocalPythonExecutor):
         title: str = "",
         run: RunName = None,
         bridge: Bridge | None = None,
+        reaches: Mapping[str, Reach] | None = None,
         additional_authorized_imports: Sequence[str] = (),
         additional_functions: Mapping[str, Callable[..., Any]] | None = None,
         max_print_outputs_length: int | None = None,
@@ -369,6 +380,7 @@ class WinkExecutor(LocalPythonExecutor):
         self.state = _Variables(self.state)
         self._seconds = timeout_seconds
         self._copies = copy_values
+        self._reaches: Mapping[str, Reach] = reaches or {}
         self._given: Mapping[str, Any] = {}
         self._cell: _Cell | None = None
         writes_files = bool(additional_authorized_imports or additional_functions)
@@ -393,7 +405,7 @@ class WinkExecutor(LocalPythonExecutor):
         """Return what code calls by the name of a tool."""
         run: Callable[..., Any] = tool
         if _needs_cover(tool):
-            run = partial(self._covered, tool, _covering(tool))
+            run = partial(self._covered, tool, _covering(tool, self._reaches.get(name)))
 
         def call(*args: Any, **kwargs: Any) -> object:
             cell, here = self._cell, _cell_here.get()
@@ -708,6 +720,8 @@ class WinkToolCallingAgent(ToolCallingAgent):
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it.
         bridge: In place of all these: that of another agent or executor.
+        reaches: How far tools of smolagents reach, by name: ``{"search": "read"}``. Unstated, they
+            run one at a time, and the workspace is scanned for what they write.
     """
 
     tools: dict[str, Any]
@@ -722,6 +736,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
         title: str = "",
         run: RunName = None,
         bridge: Bridge | None = None,
+        reaches: Mapping[str, Reach] | None = None,
         **options: Any,
     ) -> None:
         ours = [cast("AnyTool", each) for each in tools if isinstance(each, Tool)]
@@ -730,6 +745,7 @@ class WinkToolCallingAgent(ToolCallingAgent):
         )
         _check_policies(self.bridge)
         self._covers: dict[str, AnyTool] = {}
+        self._reaches: Mapping[str, Reach] = reaches or {}
         self._settled: dict[str, Settle] = {}
         self._failed: dict[str, AgentError] | None = None
         self._used: set[str] = set()
@@ -821,7 +837,9 @@ class WinkToolCallingAgent(ToolCallingAgent):
 
     async def _theirs(self, name: str, arguments: Mapping[str, Any], call_id: str | None) -> Settle:
         execute = super().execute_tool_call
-        cover = self._covers.get(name) or self._covers.setdefault(name, _covering(self.tools[name]))
+        cover = self._covers.get(name)
+        if cover is None:
+            cover = self._covers[name] = _covering(self.tools[name], self._reaches.get(name))
         work = _Work(lambda edited: execute(name, dict(edited or arguments)), arguments)
         _work.set(work)
         result = await self.bridge.acall(cover, work.shown, call_id=call_id, context=self.state)
