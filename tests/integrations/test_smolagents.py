@@ -813,6 +813,26 @@ def test_a_model_that_counts_its_calls_anew_in_every_step_is_understood(tmp_path
     assert len(cases.Stage(ToolCalling, tmp_path).records("put")) == 2
 
 
+def test_a_final_answer_beside_other_calls_runs_none_of_them(tmp_path: Path):
+    model = Script(
+        calls(Ask("c1", "put", {"path": "a.txt", "text": "a"}), Ask("c2", "final_answer")),
+        _said("done"),
+    )
+    with WinkToolCallingAgent([put], model, workspace=tmp_path, **QUIET) as agent:
+        assert agent.run("the task") == "done"
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_calls_of_one_step_with_the_same_id_all_run(tmp_path: Path):
+    asks = [Ask("", "put", {"path": f"{n}.txt", "text": "x"}) for n in range(3)]
+    model = Script(calls(*asks), _said("done"))
+    with WinkToolCallingAgent([put], model, workspace=tmp_path, **QUIET) as agent:
+        agent.run("the task")
+
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_our_tools_work_in_their_own_agent(tmp_path: Path):
     """It checks arguments itself, one at a time; the rest is as in ours."""
     model = Script(

@@ -52,7 +52,12 @@ try:
     from smolagents.local_python_executor import CodeOutput, InterpreterError
     from smolagents.memory import ActionStep, ToolCall
     from smolagents.models import ChatMessage
-    from smolagents.utils import AgentToolCallError, AgentToolExecutionError, truncate_content
+    from smolagents.utils import (
+        AgentExecutionError,
+        AgentToolCallError,
+        AgentToolExecutionError,
+        truncate_content,
+    )
 except ImportError as error:
     raise MissingExtra("smolagents", "smolagents") from error
 
@@ -777,6 +782,14 @@ class WinkToolCallingAgent(ToolCallingAgent):
         self, chat_message: ChatMessage, memory_step: ActionStep
     ) -> Generator[Any]:
         made = chat_message.tool_calls or []
+        if len(made) > 1 and any(each.function.name == "final_answer" for each in made):
+            # smolagents says so, too, but only when the others have run, and hides their answers.
+            raise AgentExecutionError(
+                "final_answer must be the only tool call of its step: nothing was run", self.logger
+            )
+        for number, each in enumerate(made):
+            if any(each.id == earlier.id for earlier in made[:number]):
+                each.id = f"{each.id}_{number}"  # else smolagents drops the earlier one
         calls: dict[str, Any] = {each.id: each.function for each in made}
         for call_id, function in calls.items():
             if isinstance(function.arguments or {}, dict):
