@@ -396,6 +396,7 @@ class WinkExecutor(LocalPythonExecutor):
             self._run,
             writes="external" if writes_files else "api",
             reach=None if writes_files else "reversible",
+            concurrent=False,  # tools in it may have to work in place
         )
 
     def send_variables(self, variables: dict[str, Any]) -> None:
