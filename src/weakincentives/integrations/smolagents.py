@@ -18,7 +18,6 @@ import json
 import keyword
 import re
 import threading
-import time
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import Context, ContextVar, copy_context
@@ -29,6 +28,7 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from weakincentives.call import transaction_under_way
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
     MissingExtra,
     Suspended,
@@ -521,7 +521,7 @@ class _Cell:
 
     def __init__(self, bridge: Bridge, seconds: float | None) -> None:
         self.bridge = bridge
-        self._until = None if seconds is None else time.monotonic() + seconds
+        self._until = None if seconds is None else SYSTEM_CLOCK.monotonic() + seconds
         self._lock = threading.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
         self._inside: list[Any] = []
@@ -537,7 +537,7 @@ class _Cell:
     def in_tool(self, tool: Any) -> Generator[None]:
         with self._lock:
             if not self._inside:
-                self._since = time.monotonic()
+                self._since = SYSTEM_CLOCK.monotonic()
             self._inside.append(tool)
         try:
             yield
@@ -545,15 +545,15 @@ class _Cell:
             with self._lock:
                 self._inside.remove(tool)
                 if not self._inside and self._until is not None:
-                    self._until += time.monotonic() - self._since
+                    self._until += SYSTEM_CLOCK.monotonic() - self._since
 
     def seconds_left(self) -> float | None:
         """Return how long to wait before the next look; None for ever."""
-        return None if self._until is None else max(self._until - time.monotonic(), 0.05)
+        return None if self._until is None else max(self._until - SYSTEM_CLOCK.monotonic(), 0.05)
 
     def is_late(self) -> bool:
         with self._lock:
-            return not self._inside and (self._until or 0.0) <= time.monotonic()
+            return not self._inside and (self._until or 0.0) <= SYSTEM_CLOCK.monotonic()
 
     async def calling(self, call: Coroutine[Any, Any, T]) -> T:
         """Make nested calls, which end with the cell."""
@@ -572,8 +572,8 @@ class _Cell:
                 each.interrupt()
         for task in tuple(self._calls):
             task.get_loop().call_soon_threadsafe(task.cancel)
-        until = time.monotonic() + _STOP_SECONDS
-        while self._calls and time.monotonic() < until:
+        until = SYSTEM_CLOCK.monotonic() + _STOP_SECONDS
+        while self._calls and SYSTEM_CLOCK.monotonic() < until:
             await asyncio.sleep(0.01)
 
 
