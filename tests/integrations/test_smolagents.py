@@ -813,6 +813,28 @@ def test_a_model_that_counts_its_calls_anew_in_every_step_is_understood(tmp_path
     assert len(cases.Stage(ToolCalling, tmp_path).records("put")) == 2
 
 
+def test_tools_of_smolagents_that_only_read_run_at_the_same_time(tmp_path: Path):
+    meeting = threading.Barrier(3)
+
+    @tool
+    def meet(name: str) -> str:
+        """Wait for the others.
+
+        Args:
+            name: Who comes.
+        """
+        meeting.wait(30)
+        return f"met {name}"
+
+    model = Script(calls(*(Ask(f"c{n}", "meet", {"name": f"n{n}"}) for n in range(3))), _said(""))
+    reaches: Any = {"meet": "read"}
+    with WinkToolCallingAgent([meet], model, workspace=tmp_path, reaches=reaches, **QUIET) as agent:
+        agent.run("the task")
+
+    step = next(each for each in agent.memory.steps if isinstance(each, ActionStep))
+    assert step.observations == "met n0\nmet n1\nmet n2"
+
+
 def test_a_final_answer_beside_other_calls_runs_none_of_them(tmp_path: Path):
     model = Script(
         calls(Ask("c1", "put", {"path": "a.txt", "text": "a"}), Ask("c2", "final_answer")),
