@@ -387,7 +387,12 @@ class Transaction:
             self._journalled = True
         with undisturbed(base.journalled):  # a view that is not in the list could not be undone
             in_place = base.journalled and not self.concurrent
-            view: Participant = base.fork_in_place() if in_place else base.fork()
+            # For a nested call, its parent forks: what is changed then belongs to the parent.
+            before = transaction_under_way.set(self)
+            try:
+                view: Participant = base.fork_in_place() if in_place else base.fork()
+            finally:
+                transaction_under_way.reset(before)
             if self.reads_only:
                 view.read_only = _reads_only(self.call)
             if self._sealed:
