@@ -30,7 +30,14 @@ from weakincentives.runtime.transactions import (
     Transaction,
     offers_of,
 )
-from weakincentives.runtime.turn import DEFAULT_CONCURRENCY, Group, groups, run_together
+from weakincentives.runtime.turn import (
+    DEFAULT_CONCURRENCY,
+    Group,
+    JoinedTurn,
+    first_place,
+    groups,
+    run_together,
+)
 from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
@@ -201,6 +208,10 @@ async def apply_effects(
 class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
 
+    joining: ToolCall | None = None
+    """A call that may run concurrently: it joins the turn under way on its event loop, or begins
+    one that others can join."""
+
     async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
         """Run calls concurrently. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in group]
@@ -241,32 +252,52 @@ class Work(Surroundings):
             if gate.line:
                 gate.wake_next()
 
-    async def arun(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run on the caller's event loop."""
+    async def arun(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
+        """Run on the caller's event loop; ``start`` gets the place of a call that joins others."""
         try:
             return await self._ain_turn(start)
         finally:
             self._publish()
 
-    async def _ain_turn(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _ain_turn(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
         import asyncio
 
+        gates, call, deadline = self.gates(), self.joining, self.context.deadline
         held: list[Gate] = []
+        turn: JoinedTurn | None = None
+        place: Place | None = None
         try:
             try:
-                for gate in self.gates():
-                    await gate.enter(self.context.deadline)
+                may_join = None if call is None else self._may_join
+                for gate in gates:
+                    if not await gate.enter(deadline, may_join):
+                        turn = gate.joined
+                        break
                     held.append(gate)
+                    may_join = None  # only at the first gate: a turn holds all of them
+                if call is not None and turn is not None:
+                    place = turn.join(call.id, deadline)
+                elif call is not None and gates and not self.resources.in_place:
+                    place = first_place(reads=self.offers[call.name].tool.reach == "read")
+                    turn, held = JoinedTurn(gates, place, call.id), []
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
-            value, interrupt = await asyncio.create_task(_shielded(start))
+            args = () if place is None else (place,)
+            value, interrupt = await asyncio.create_task(_shielded(start, *args))
             if interrupt is not None:
                 raise interrupt
             return cast("T", value)
         finally:
             for gate in reversed(held):
                 gate.release()
+            if turn is not None and place is not None:
+                turn.leave(place)
+
+    def _may_join(self) -> bool:
+        gates = self.gates()
+        call, turn = cast("ToolCall", self.joining), cast("JoinedTurn | None", gates[0].joined)
+        return turn is not None and not self.resources.in_place and turn.admits(gates, call.id)
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
@@ -284,7 +315,11 @@ class Work(Surroundings):
         return (gate, *others)
 
     def _publish(self) -> None:
-        """Publish the records, once the gates are free: subscribers may call tools themselves."""
+        """Publish the records before the caller gets its answer: a saved session saves them now.
+
+        The gates are free, so that subscribers may call tools themselves, unless other calls of a
+        joined turn are under way: then a sync call from their event loop raises RuntimeError.
+        """
         # Those of a nested call go out with its parent: if that is re-run, they never happened.
         parent, recorded = self.parent, self.recorded
         if parent is not None and parent.concurrent and parent.holds(recorded):
@@ -326,11 +361,20 @@ async def _arun(
     work = Work(context, offers)
     work.approval = approval
     run = _run_once if once else run_call
-    return await work.arun(partial(run, work, call, work.recorded, True, place))
+    if place is not None:
+        return await work.arun(partial(run, work, call, work.recorded, True, place))
+    offer = offers.get(call.name)
+    if offer is not None and offer.may_run_concurrently:
+        work.joining = call
+    return await work.arun(partial(run, work, call, work.recorded, True))
 
 
 async def _run_once(
-    work: Work, call: ToolCall, recorded: list[Recorded], on_loop: bool, place: Place | None
+    work: Work,
+    call: ToolCall,
+    recorded: list[Recorded],
+    on_loop: bool,
+    place: Place | None = None,
 ) -> AnyResult:
     """Return the answer on record, or run the call: inside the gate, so that it runs once."""
     call, known = on_record(call, work.session, work.offers)
@@ -348,11 +392,11 @@ def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
 
 
 async def _shielded(
-    start: Callable[[], Coroutine[Any, Any, T]],
+    start: Callable[..., Coroutine[Any, Any, T]], *args: Any
 ) -> tuple[T | None, BaseException | None]:
     # As a value: an interrupt raised inside a task would end the whole loop.
     try:
-        return await start(), None
+        return await start(*args), None
     except (KeyboardInterrupt, SystemExit) as interrupt:
         return None, interrupt
 
