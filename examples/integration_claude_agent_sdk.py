@@ -5,7 +5,7 @@
 
 Claude runs a command with the Bash of its own program; it writes a release into two files and fails
 before the third. Without us the release is half done. With us the files are as before, and Claude
-is told so. Without ANTHROPIC_API_KEY a script on this machine speaks for Claude: no network is needed.
+is told so. Without ANTHROPIC_API_KEY a script speaks for Claude, and no network is needed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ async def run(project: Path, home: str, env: dict[str, str], *, with_us: bool) -
 
 def scripted(request: dict[str, Any]) -> dict[str, Any]:
     """Return the model's next words: the command, then what it was told about it."""
-    for message in reversed(request["messages"]):
-        for block in message["content"] if isinstance(message["content"], list) else []:
-            if block["type"] == "tool_result":
-                told = " ".join(str(block["content"]).split())
-                if "Rolled back" in json.dumps(request["messages"]):
-                    told += " It was rolled back."
-                return {"type": "text", "text": f"I was told: {told}"}
+    messages: list[Any] = request["messages"]
+    contents: list[Any] = [each["content"] for each in messages if each["role"] == "user"]
+    for block in contents[-1]:
+        if block["type"] == "tool_result":
+            told = " ".join(str(block["content"]).split())
+            if "Rolled back" in json.dumps(messages):
+                told += ". It was rolled back."
+            return {"type": "text", "text": f"I was told: {told}"}
     given = {"command": COMMAND, "description": "Release 2.0"}
     return {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": given}
 
@@ -88,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             "id": f"msg_{len(request['messages'])}", "type": "message", "role": "assistant",
             "model": request["model"], "content": [], "stop_reason": None, "usage": usage,
         }  # fmt: skip
-        start = {**block, "input": {}} if is_use else {"type": "text", "text": ""}
+        start: dict[str, Any] = {**block, "input": {}} if is_use else {"type": "text", "text": ""}
         reason = {"stop_reason": "tool_use" if is_use else "end_turn", "stop_sequence": None}
         events: list[dict[str, Any]] = [
             {"type": "message_start", "message": message},

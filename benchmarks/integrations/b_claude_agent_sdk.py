@@ -4,9 +4,9 @@
 
 One JSON line: CPU time of one call in µs, p10 of many, of a trivial async tool in an MCP server of
 this process, as the SDK calls it. ``alone_us`` is the SDK's own tool, ``with_us`` the same function
-as a tool of ours, with the hook before it; ``covered_read_us`` and ``covered_scan_us`` are the hooks
-before and after a tool of the program, as one that only reads and as one that may change files. The
-program itself takes 10 to 60 ms for a call.
+as a tool of ours, with the hook before it; ``covered_read_us`` and ``covered_scan_us`` are the
+hooks before and after a tool of the program, as one that only reads and as one that may change
+files. The program itself takes 10 to 60 ms for a call.
 """
 
 from __future__ import annotations

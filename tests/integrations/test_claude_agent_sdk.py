@@ -98,10 +98,6 @@ class ClaudeSDK(Driver):
 
     name = "claude-agent-sdk"
     limits: ClassVar = {
-        "all_argument_errors_come_at_once": (
-            "the program makes a number of a string of digits where the schema wants one; all "
-            "other errors come at once"
-        ),
         "an_own_tool_that_pauses_the_agent_is_suspended": (
             "a tool cannot pause the agent: the SDK turns every exception of it into an answer"
         ),

@@ -72,16 +72,9 @@ _logger = get_logger(__name__)
 _EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
 """Native tools that change one file."""
 _NOT_CALLS = AGENTS | {
-    "AskUserQuestion",
-    "BashOutput",
-    "EnterPlanMode",
-    "ExitPlanMode",
-    "KillShell",
-    "Monitor",
-    "SlashCommand",
-    "TaskOutput",
-    "TaskStop",
-    "TodoWrite",
+    *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
+    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
+    *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
     "ToolSearch",
 }
 """Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
@@ -505,7 +498,7 @@ class _Agent:
                 _runs_elsewhere,
                 reach="read" if name in READING else "reversible" if name in _EDITING else None,
                 writes="api" if name in READING else "external",
-                concurrent=False,
+                concurrent=name in READING,
                 preview=_preview if _is_native(name) else None,
                 max_result_chars=None,  # the program shows it
             )
