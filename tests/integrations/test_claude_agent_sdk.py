@@ -668,6 +668,70 @@ def test_the_tools_of_a_sub_agent_are_calls_too(play: Play):
     assert play.records() == [("bash", "committed"), ("bash", "rolled back")]
 
 
+def test_sub_agents_at_the_same_time_change_files_one_at_a_time(play: Play):
+    task = {"description": "Look", "prompt": "Look at it.", "subagent_type": "general-purpose"}
+    work = "echo $$ >> a.txt; echo x > $$.new; sleep 0.2; wc -l < a.txt >> counts.txt"
+
+    play(
+        uses(("Agent", task), ("Agent", task), ("Agent", task)),
+        *(uses(bash(work)) for _ in range(3)),
+        *[DONE] * 3,
+        native=None,
+    )
+
+    assert play.tree()["counts.txt"].split() == ["2", "3", "4"]
+    assert play.records() == [("bash", "committed")] * 3
+    assert [len(each["files"]) for each in play.details()] == [3, 3, 3]
+
+
+def test_a_tool_of_another_programs_server_is_a_call_named_after_that_server(
+    play: Play, tmp_path: Path
+):
+    program = tmp_path / "server.py"
+    program.write_text(
+        "import asyncio, pathlib, sys\n"
+        "from mcp.server import Server\n"
+        "from mcp.server.stdio import stdio_server\n"
+        "from mcp.types import CallToolResult, ListToolsResult, TextContent, Tool\n"
+        "async def list_tools(context, params):\n"
+        "    schema = {'type': 'object', 'properties': {'ok': {'type': 'boolean'}}}\n"
+        "    tool = Tool(name='read', description='Read.', input_schema=schema)\n"
+        "    return ListToolsResult(tools=[tool])\n"
+        "async def call_tool(context, params):\n"
+        "    pathlib.Path(sys.argv[1], 'a.txt').write_text('by the server')\n"
+        "    said = [TextContent(type='text', text='done')]\n"
+        "    return CallToolResult(content=said, is_error=not params.arguments['ok'])\n"
+        "async def main():\n"
+        "    server = Server('files', on_list_tools=list_tools, on_call_tool=call_tool)\n"
+        "    async with stdio_server() as streams:\n"
+        "        await server.run(*streams, server.create_initialization_options())\n"
+        "asyncio.run(main())\n"
+    )
+    command = {"command": sys.executable, "args": [str(program), str(play.root)]}
+
+    play(
+        uses(("mcp__files__read", {"ok": False})),
+        uses(("mcp__files__read", {"ok": True})),
+        mcp_servers={"files": command},
+        env={"ENABLE_TOOL_SEARCH": "false"},
+    )
+
+    assert play.records() == [("files__read", "rolled back"), ("files__read", "committed")]
+    assert play.tree()["a.txt"] == "by the server"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"permission_mode": "plan"}, {"disallowed_tools": ["mcp__wink__note"]}],
+    ids=["planning", "disallowed"],
+)
+def test_our_tools_do_not_run_where_the_user_allows_none(play: Play, more: Any):
+    play(uses(("mcp__wink__note", {"text": "x"})), tools=[note], **more)
+
+    assert play.tree() == AS_IT_WAS
+    assert ("note", "committed") not in play.records()
+
+
 def test_a_tool_of_the_sdk_as_one_of_ours(play: Play):
     @sdk.tool("Publish page", "Publish a page", {"title": str, "copies": int})
     async def publish(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -807,7 +871,7 @@ def test_an_interrupted_turn_is_rolled_back_and_the_conversation_goes_on(play: P
 
 
 def test_a_run_after_one_whose_process_was_killed(play: Play, tmp_path: Path):
-    """What a killed process leaves is not ours to undo: nobody knows who wrote it since."""
+    """The next run restores what the killed one left half done, when nothing of it runs on."""
     program = tmp_path / "program.py"
     program.write_text(
         "import asyncio, json, sys\n"
@@ -828,14 +892,13 @@ def test_a_run_after_one_whose_process_was_killed(play: Play, tmp_path: Path):
         asyncio.run(until(lambda: play.tree()["a.txt"] == "new\n"))
         process.kill()
         process.wait()
-    for left in processes():
-        os.kill(left, signal.SIGKILL)
+        assert processes(), "the command runs on"
 
     play(uses(bash("echo next > c.txt")))
 
-    assert play.tree()["b.txt"] == "kept\n"
-    assert play.tree()["c.txt"] == "next\n"
-    assert ("bash", "committed") in play.records()
+    assert processes() == []
+    assert play.tree() == {**AS_IT_WAS, "b.txt": "kept\n", "c.txt": "next\n"}
+    assert play.records() == [("bash", "committed")] * 2
 
 
 # Several runs
@@ -857,6 +920,58 @@ def test_two_runs_on_one_workspace_do_not_mix_their_changes(play: Play):
     changed = [sorted(each["path"] for each in call["files"]) for call in play.details()]
     assert sorted(changed) == [[f"{n}.txt", "a.txt"] for n in range(6)]
     assert len({call["run"] for call in play.details()}) == 2
+
+
+def test_a_run_that_is_cancelled_while_it_waits_for_another_leaves_that_alone(play: Play):
+    async def scenario() -> None:
+        async def read(text: str) -> None:
+            async for _ in play.query(text):
+                pass
+
+        first = asyncio.create_task(read("One."))
+        await until(lambda: play.tree()["a.txt"] == "begun\n")
+        second = asyncio.create_task(read("Two."))
+        await until(lambda: len(play.server.requests) == 2)
+        await asyncio.sleep(0.5)  # so that its hook waits, most likely
+        second.cancel()
+        await asyncio.wait([second])
+        (play.root / "go").touch()
+        await first
+
+    waits = "echo begun > a.txt; until [ -e go ]; do sleep 0.05; done; echo done > a.txt"
+    with play.serving(uses(bash(waits)), uses(bash("echo other > b.txt"))):
+        asyncio.run(scenario())
+
+    assert play.tree() == {**AS_IT_WAS, "a.txt": "done\n"}
+    assert ("bash", "committed") in play.records()
+    play(uses(bash("echo next > b.txt")))
+    assert play.tree()["b.txt"] == "next\n"
+
+
+def test_a_run_that_is_cancelled_while_a_person_is_asked(play: Play):
+    async def scenario() -> None:
+        asked = asyncio.Event()
+
+        async def never_answers(name: str, given: Any, context: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        async def read() -> None:
+            async for _ in play.query(permission_mode="default", can_use_tool=never_answers):
+                pass
+
+        task = asyncio.create_task(read())
+        await asked.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    with play.serving(uses(bash("rm a.txt"))):
+        asyncio.run(scenario())
+
+    assert play.tree() == AS_IT_WAS
+    assert play.records() == [("bash", "rolled back")]
+    play(uses(bash("echo next > b.txt")))
+    assert play.tree()["b.txt"] == "next\n"
 
 
 def test_resuming_a_session_continues_the_run(play: Play):
@@ -891,3 +1006,17 @@ def test_without_the_sdk_one_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
     assert "pip install 'wink-runtime[claude-agent-sdk]'" in done.stderr
+
+
+def test_the_example_runs_as_a_user_would_run_it():
+    example = Path(__file__).parents[2] / "examples" / "integration_claude_agent_sdk.py"
+    alone = {k: v for k, v in os.environ.items() if not k.startswith("ANTHROPIC")}
+
+    done = subprocess.run(
+        [sys.executable, str(example)], env=alone, capture_output=True, text=True, check=True
+    )
+
+    without, _, with_us, told = done.stdout.splitlines()
+    assert "'VERSION': '2.0\\n'" in without
+    assert with_us == "with us: {'VERSION': '1.0\\n'}"
+    assert told.endswith("It was rolled back.")

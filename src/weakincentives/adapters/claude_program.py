@@ -5,11 +5,13 @@ For the adapter, which drives the program, and for the integration, which is a g
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +43,8 @@ _MARK = "WINK_CLAUDE_RUN"
 """The environment variable that identifies the program and its child processes."""
 _DYING = 60.0
 """Seconds until a killed process must be gone; it takes milliseconds."""
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""How many ticks a second has, on the clock of processes."""
 
 
 def as_mcp_tool(tool: Tool[Any, Any], description: str) -> McpTool:
@@ -97,13 +101,17 @@ class Processes:
     """The program and all processes that it starts, known by a mark in their environment.
 
     None are found where there is no ``/proc``.
+
+    Args:
+        place: The directory they work on: see ``kill_orphans``.
     """
 
-    def __init__(self) -> None:
-        mark = os.urandom(16).hex()
-        self.environment = {_MARK: mark}
+    def __init__(self, place: str = "") -> None:
+        owner = os.getpid()
+        self._place = hashlib.sha256(place.encode()).hexdigest()[:16]
+        self._mark = f"{self._place}.{owner}.{_started(owner)}.{os.urandom(8).hex()}"
+        self.environment = {_MARK: self._mark}
         """For the program; its children inherit it."""
-        self._wanted = f"{_MARK}={mark}".encode()
 
     @staticmethod
     def now() -> float:
@@ -112,23 +120,46 @@ class Processes:
 
     def kill(self, since: float = 0.0) -> None:
         """Kill all that were started since then; when this returns, none can write any more."""
-        until = SYSTEM_CLOCK.monotonic() + _DYING
-        pause = threading.Event()
-        # Repeated: a process may have started another just before it was killed.
-        while (found := self._running(since)) and SYSTEM_CLOCK.monotonic() < until:
-            for process in found:
-                with suppress(OSError):  # it is gone
-                    os.kill(process, signal.SIGKILL)
-            pause.wait(0.001)
+        ticks = since * _TICKS - 1  # a start is rounded down
+        _kill(lambda mark, process: mark == self._mark and _started(process) > ticks)
 
-    def _running(self, since: float) -> list[int]:
-        found: list[int] = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it is gone, or not ours
-                if self._wanted not in entry.read_bytes().split(b"\0"):
-                    continue
-                # The name, in parentheses, may contain anything.
-                status = entry.with_name("stat").read_bytes().rpartition(b")")[2].split()
-                if (int(status[19]) + 1) / os.sysconf("SC_CLK_TCK") > since:
-                    found.append(int(entry.parent.name))
-        return found
+    def kill_orphans(self) -> None:
+        """Kill what works on the same place for a process of ours that was killed itself."""
+
+        def is_orphan(mark: str, _: int) -> bool:
+            place, *owner = mark.split(".")
+            return place == self._place and str(_started(int(owner[0]))) != owner[1]
+
+        _kill(is_orphan)
+
+
+def _kill(wanted: Callable[[str, int], bool]) -> None:
+    until = SYSTEM_CLOCK.monotonic() + _DYING
+    pause = threading.Event()
+    # Repeated: a process may have started another just before it was killed.
+    while (found := [*_marked(wanted)]) and SYSTEM_CLOCK.monotonic() < until:
+        for process in found:
+            with suppress(OSError):  # it is gone
+                os.kill(process, signal.SIGKILL)
+        pause.wait(0.001)
+
+
+def _marked(wanted: Callable[[str, int], bool]) -> Iterator[int]:
+    """Yield the processes whose mark is wanted."""
+    name = f"{_MARK}=".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it is gone, or not ours
+            text, process = entry.read_bytes(), int(entry.parent.name)
+            marks = [each for each in text.split(b"\0") if each.startswith(name)]
+            if marks and wanted(marks[0].removeprefix(name).decode(), process):
+                yield process
+
+
+def _started(process: int) -> int:
+    """Return when a process was started, in ticks since the system was; zero if it is gone."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except OSError:
+        return 0
+    # The name, in parentheses, may contain anything.
+    return int(status.rpartition(b")")[2].split()[19])

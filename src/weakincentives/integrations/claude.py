@@ -228,7 +228,8 @@ class _Agent:
         """Tool uses whose denial ends the turn."""
         self._in_process = _servers_here(options)
         self._tools: dict[str, AnyTool] = {}
-        self._processes = Processes()
+        self._processes = Processes(self._root)
+        self._processes.kill_orphans()
         self._uses: dict[str, _Use] = {}
         """By the program's id of the tool use."""
         self._checks: dict[str, asyncio.Future[None]] = {}
