@@ -290,6 +290,9 @@ class _Agent:
             if name.startswith(PREFIX):
                 return await self._check(name, given, use_id, hook_input)
             return await self._begin(name, given, use_id, hook_input)
+        except Exception as error:  # the program would not say what it was
+            _logger.exception("%s could not begin, and does not run", name)
+            return _decision("deny", f"Internal error: {error}")
         finally:
             _give(self._check_of(use_id))
 
