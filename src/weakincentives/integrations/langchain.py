@@ -1,0 +1,580 @@
+"""LangChain and LangGraph: every tool call of an agent as a transaction, resumed from checkpoints.
+
+>>> agent = create_agent(model, middleware=[WinkMiddleware(workspace=".")])  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import itertools
+from base64 import b64decode, b64encode
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+
+from weakincentives.errors import (
+    ApprovalNeeded,
+    InvalidArguments,
+    MissingExtra,
+    Suspended,
+    ToolDefinitionError,
+    ToolValidationError,
+)
+from weakincentives.integrations.bridge import (
+    AnyResult,
+    AnyTool,
+    Bridge,
+    RunName,
+    Workspace,
+    wire_name,
+)
+from weakincentives.logs import get_logger
+from weakincentives.loops import in_thread
+from weakincentives.prompt.approval import Approval, ApprovalAsked, ApprovalRequest
+from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.runtime.tool_call import step_by_hand
+from weakincentives.tool_result import ToolResult
+
+try:
+    from langchain.agents.middleware import AgentMiddleware
+    from langchain.agents.middleware.types import ToolCallRequest
+    from langchain_core.messages import ToolMessage
+    from langchain_core.tools import BaseTool, InjectedToolCallId, ToolException
+    from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+    from langgraph.config import get_config
+    from langgraph.errors import GraphBubbleUp, GraphInterrupt, ParentCommand
+    from langgraph.runtime import Runtime, get_runtime
+    from langgraph.types import Command, interrupt
+    from pydantic import BaseModel, BeforeValidator, PrivateAttr
+    from typing_extensions import NotRequired, TypedDict
+except ImportError as error:
+    raise MissingExtra("langchain", "langchain") from error
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.policies import AnyPolicy
+
+Answer = ToolMessage | Command[Any]
+"""What a tool gives its agent."""
+
+Suspended.register(GraphBubbleUp)
+
+_logger = get_logger(__name__)
+_serializer = JsonPlusSerializer()
+_RAISED = "RAISED"
+"""The code of a call whose exception ended the node: the model was never told."""
+_NOT_TOLD = frozenset({_RAISED, "INTERRUPTED"})
+_UNDONE = "What this call changed in the workspace was undone."
+_ALONE = (
+    "it needs a person's approval, which can be asked for one call of a node only: make this call "
+    "again, alone"
+)
+_MAX_DESCRIPTION = 1024
+_MAX_SHOWN = 20_000
+"""Characters of a request that a person is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the model, as it reaches us."""
+
+    tool: AnyTool
+    name: str
+    """The tool's name in the agent: those of its own tools may have capitals."""
+    arguments: object
+    id: str | None
+    """The model's id; None if no model made the call."""
+    blocking: bool
+    """Whether it was made from sync code."""
+    work: _OwnCall | None = None
+    """What to run, if it is a call of one of the agent's own tools."""
+
+
+class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
+    """Runs the tool calls of an agent as transactions: its own tools, and those offered here.
+
+    List it last: middleware that retries or edits calls then does so around each transaction. One
+    instance may serve several agents. In a graph without ``create_agent``, pass ``tools``,
+    ``wrap_tool_call`` and ``awrap_tool_call`` to its ``ToolNode``.
+
+    A policy that needs approval interrupts the graph, with the value of LangChain's own per-call
+    review: ``name``, ``args``, ``description``. Resume with ``{"type": "approve"}``,
+    ``{"type": "reject", "message": ...}`` or ``{"type": "edit", "edited_action": {"name": ...,
+    "args": ...}}``, with ``by`` to name the person, or with a bool.
+
+    Args:
+        workspace: The directory, or a function of LangGraph's ``Runtime`` that returns it.
+        tools: Our tools, or LangChain's, to offer to the model; by default the file tools.
+        policies: They govern every call.
+        reaches: What the agent's own tools do, by name: ``{"search": "read"}``. A tool that reads
+            runs concurrently, and the workspace is not searched for changes afterwards.
+        title: What `wink log` shows for the run.
+        run: The name of the run, or a function of the ``Runtime`` that returns it. By default the
+            thread id: a thread that is resumed in another process continues its run. With a name of
+            your own, a run that is repeated from its start gets its recorded answers.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace = ".",
+        *,
+        tools: Iterable[object] | None = None,
+        policies: Iterable[AnyPolicy] = (),
+        reaches: Mapping[str, Reach] | None = None,
+        title: str = "",
+        run: RunName = None,
+    ) -> None:
+        super().__init__()
+        self._is_named = run is not None
+        self._bridge = Bridge(
+            workspace,
+            tools=tools,
+            policies=policies,
+            title=title,
+            run=_thread_id if run is None else run,
+        )
+        self._reaches = dict(reaches or {})
+        self._covers: dict[str, AnyTool] = {}
+        self._asking: dict[str, str] = {}
+        """The call that asks a person, by node: LangGraph does not tell a node's answers apart."""
+        self.tools = [_Offered.of(tool, self._answer) for tool in self._bridge.tools]
+
+    def close(self) -> None:
+        """Release the workspace; calls are refused from now on."""
+        self._bridge.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # The agent's own tools
+
+    def wrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Answer]
+    ) -> Answer:
+        """Run a call of one of the agent's own tools as a transaction."""
+        if isinstance(request.tool, _Offered):
+            return handler(request)
+        work = _OwnCall(request, lambda edited: in_thread(lambda: handler(edited)))
+        return step_by_hand(self._cover, work, True)
+
+    async def awrap_tool_call(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
+    ) -> Answer:
+        """Run a call of one of the agent's own tools as a transaction."""
+        if isinstance(request.tool, _Offered):
+            return await handler(request)
+        return await self._cover(_OwnCall(request, handler), False)
+
+    async def _cover(self, work: _OwnCall, blocking: bool) -> Answer:
+        call = work.request.tool_call
+        name = call["name"]
+        tool = self._covers.get(name)
+        if tool is None:
+            reach = self._reaches.get(name)
+            tool = self._covers[name] = Tool.from_schema(
+                wire_name(name),
+                (work.request.tool.description if work.request.tool else "") or name,
+                {"type": "object"},  # the tool validates its arguments itself
+                _run_own_call,
+                reach=reach,
+                writes="api" if reach == "read" else "external",
+            )
+        _own_call.set(work)
+        result = await self._answer(_Call(tool, name, call["args"], call["id"], blocking, work))
+        return work.outcome(result)
+
+    # Every call
+
+    async def _answer(self, call: _Call) -> AnyResult:
+        """Run a call, or return its recorded answer."""
+        runtime = _runtime()
+        first = call_id = self._id_of(call, runtime)
+        for number in itertools.count(2):
+            result = await self._approved(call, call_id, runtime)
+            code = "" if result.failure is None else result.failure.code
+            ran_now = call.work is not None and call.work.raised is not None
+            reach = call.tool.reach
+            if code not in _NOT_TOLD or ran_now or reach in ("compensable", "irreversible"):
+                return result
+            # It ended its node, which runs again: so does the call.
+            call_id = f"{first}~{number}"
+        raise AssertionError("unreachable")
+
+    async def _approved(
+        self, call: _Call, call_id: str | None, runtime: Runtime[Any] | None
+    ) -> AnyResult:
+        """Make a call; interrupt the graph if a person must be asked."""
+        options: dict[str, Any] = {"call_id": call_id, "context": runtime}
+        approval = self._given(call, call_id, runtime)
+        while True:
+            try:
+                if call.blocking:
+                    return self._bridge.call(
+                        call.tool, call.arguments, approval=approval, **options
+                    )
+                return await self._bridge.acall(
+                    call.tool, call.arguments, approval=approval, **options
+                )
+            except ApprovalNeeded as needed:
+                if runtime is None or runtime.execution_info is None or call_id is None:
+                    raise
+                node = runtime.execution_info.task_id
+                if self._asking.setdefault(node, call_id) == call_id:
+                    approval = _ask(call, needed.request)
+                else:
+                    approval = Approval(False, reason=_ALONE)
+
+    def _given(
+        self, call: _Call, call_id: str | None, runtime: Runtime[Any] | None
+    ) -> Approval | None:
+        """Return a person's answer to a question that an earlier run of the node has asked.
+
+        An answer is for what was shown then, so it is read before the call is checked again.
+        LangGraph counts the interrupts of a node: those that were answered are counted again.
+        """
+        if call_id is None or runtime is None:
+            return None
+        session = self._bridge.registry(runtime).session
+        asked = [e for e in session[ApprovalAsked].all() if e.call_id.partition(":")[2] == call_id]
+        try:
+            for each in asked:
+                if each.answer is not None:
+                    interrupt(None)
+            return _ask(call) if asked and asked[-1].answer is None else None
+        except GraphInterrupt:
+            return None  # no answer yet: the question is made, and asked, again
+
+    def _id_of(self, call: _Call, runtime: Runtime[Any] | None) -> str | None:
+        """Return an id that is the same when its node runs again, and differs in other nodes."""
+        if runtime is None or runtime.execution_info is None or call.id is None:
+            return None
+        info = runtime.execution_info
+        if not self._is_named:
+            return f"{info.task_id}:{call.id}"
+        # A repeated run has other nodes: only their names and the number of the step are the same.
+        nodes = "/".join(part.partition(":")[0] for part in info.checkpoint_ns.split("|"))
+        step = get_config().get("metadata", {}).get("langgraph_step", 0)
+        return f"{nodes}:{step}:{call.id}"
+
+
+def _runtime() -> Runtime[Any] | None:
+    try:
+        return get_runtime()
+    except (RuntimeError, KeyError):  # not in a graph
+        return None
+
+
+def _thread_id(runtime: Runtime[Any] | None) -> str | None:
+    info = None if runtime is None else runtime.execution_info
+    return None if info is None or info.thread_id is None else str(info.thread_id)
+
+
+# Our tools for the agent
+
+
+class _Offered(BaseTool):
+    """One of our tools as LangChain's."""
+
+    _tool: AnyTool = PrivateAttr()
+    _answer: Callable[..., Awaitable[AnyResult]] = PrivateAttr()
+
+    @classmethod
+    def of(cls, tool: AnyTool, answer: Callable[..., Awaitable[AnyResult]]) -> Self:
+        offered = cls(
+            name=tool.name, description=tool.text(_MAX_DESCRIPTION), args_schema=tool.parameters
+        )
+        offered._tool, offered._answer = tool, answer
+        return offered
+
+    # The arguments as one value: by name they would clash with those of LangChain ("config").
+    def _to_args_and_kwargs(
+        self, tool_input: str | dict[str, Any], tool_call_id: str | None
+    ) -> tuple[Any, dict[str, Any]]:
+        return (tool_input, tool_call_id), {}
+
+    def _run(self, arguments: object, tool_call_id: str | None) -> object:
+        return step_by_hand(self._message, arguments, tool_call_id, True)
+
+    async def _arun(self, arguments: object, tool_call_id: str | None) -> object:
+        return await self._message(arguments, tool_call_id, False)
+
+    async def _message(
+        self, arguments: object, tool_call_id: str | None, blocking: bool
+    ) -> ToolMessage | str:
+        call = _Call(self._tool, self.name, arguments, tool_call_id, blocking)
+        result = await self._answer(call)
+        text = result.render(self._tool.max_result_chars)
+        if tool_call_id is None:
+            return text  # called directly, not by a model
+        content: Any = text
+        if result.media:
+            content = [{"type": "text", "text": text}, *map(_block, result.media)]
+        return ToolMessage(
+            content,
+            name=self.name,
+            tool_call_id=tool_call_id,
+            status="success" if result.success else "error",
+        )
+
+
+def _block(media: Any) -> dict[str, str]:
+    kind = media.media_type.partition("/")[0]
+    return {
+        "type": kind if kind in ("image", "audio", "video") else "file",
+        "base64": media.base64,
+        "mime_type": media.media_type,
+    }
+
+
+# Calls of the agent's own tools
+
+
+class _OwnCall:
+    """A call of one of the agent's own tools: how to run it, and what became of it."""
+
+    def __init__(
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
+    ) -> None:
+        self.request = request
+        self._handler = handler
+        self._given: Answer | None = None
+        self._text = ""
+        self.raised: Exception | None = None
+
+    async def run(self, arguments: dict[str, Any]) -> AnyResult:
+        call = self.request.tool_call
+        edited: Any = {**call, "args": arguments}
+        try:
+            given = self._given = await self._handler(self.request.override(tool_call=edited))
+        except ParentCommand as handover:  # to another agent: the call has done its work
+            self.raised = handover
+            return ToolResult.ok(None, f"Handed over: {handover}")
+        except GraphBubbleUp:
+            raise
+        except Exception as error:
+            self.raised = error
+            return ToolResult.error(str(error) or type(error).__name__, code=_RAISED)
+        self._text = _text_of(given)
+        if isinstance(given, ToolMessage) and given.status == "error":
+            return ToolResult.error("\n".join(filter(None, (self._text, _UNDONE))))
+        return ToolResult(self._text, _saved(given), exclude_value_from_context=True)
+
+    def outcome(self, result: AnyResult) -> Answer:
+        """Return what the tool gave, unchanged unless the model must be told more."""
+        if self.raised is not None:
+            raise self.raised
+        given = self._given
+        if given is None:
+            given = _loaded(result.value)
+            if given is not None:
+                return given
+            call = self.request.tool_call
+            status = "success" if result.success else "error"
+            return ToolMessage(
+                result.render(), name=call["name"], tool_call_id=call["id"] or "", status=status
+            )
+        more = result.message.removeprefix(self._text).lstrip("\n")
+        if not more or not isinstance(given, ToolMessage):
+            return given
+        content: Any = given.content
+        if isinstance(content, str):
+            content = f"{content}\n{more}".lstrip("\n")
+        else:
+            content = [*content, {"type": "text", "text": more}]
+        return given.model_copy(update={"content": content})
+
+
+_own_call: ContextVar[_OwnCall | None] = ContextVar("own call", default=None)
+
+
+async def _run_own_call(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+    work = _own_call.get()
+    assert work is not None
+    return await work.run(params)
+
+
+def _text_of(given: Any) -> str:
+    """Return what the model will read of a tool's answer."""
+    if isinstance(given, ToolMessage):
+        return given.text
+    if isinstance(given, Command):
+        given = cast("Command[Any]", given).update or {}
+        given = (
+            cast("Mapping[str, Any]", given).get("messages", ())
+            if isinstance(given, Mapping)
+            else ()
+        )
+    texts = [_text_of(each) for each in cast("Iterable[Any]", given) if not isinstance(each, str)]
+    return "\n".join(filter(None, texts))
+
+
+def _saved(given: Any) -> dict[str, str] | None:
+    """Return what the text of a tool's answer does not contain, in a form that can be recorded."""
+    if isinstance(given, ToolMessage) and given.artifact is None and isinstance(given.content, str):
+        return None
+    try:
+        kind, data = _serializer.dumps_typed(given)
+    except Exception:
+        _logger.warning("the answer of a tool cannot be saved; only its text is on record")
+        return None
+    return {"langgraph": kind, "data": b64encode(data).decode()}
+
+
+def _loaded(saved: Any) -> Answer | None:
+    if not isinstance(saved, Mapping) or "langgraph" not in saved:
+        return None
+    found = cast("Mapping[str, str]", saved)
+    return _serializer.loads_typed((found["langgraph"], b64decode(found["data"])))
+
+
+# Approval
+
+
+class _Action(TypedDict):
+    name: str
+    args: dict[str, Any]
+
+
+class _Decision(TypedDict):
+    """A person's answer, in LangChain's words."""
+
+    type: Literal["approve", "edit", "reject"]
+    edited_action: NotRequired[_Action]
+    message: NotRequired[str]
+    by: NotRequired[str]
+
+
+def _ask(call: _Call, request: ApprovalRequest | None = None) -> Approval:
+    """Interrupt the graph, or return a person's answer."""
+    question = request and {
+        "type": "tool_approval",
+        "tool_call_id": call.id,
+        "name": call.name,
+        "args": dict(request.arguments),
+        "description": request.describe(_MAX_SHOWN),
+    }
+    form: Any = Annotated[_Decision, BeforeValidator(partial(_decision, call))]
+    given: _Decision = interrupt(question, response_schema=form)
+    edited = given.get("edited_action") if given["type"] == "edit" else None
+    return Approval(
+        given["type"] != "reject",
+        by=given.get("by", ""),
+        reason=given.get("message", ""),
+        arguments=None if edited is None else edited["args"],
+    )
+
+
+def _decision(call: _Call, answer: Any) -> Any:
+    """Return an answer in LangChain's words. Who gives an invalid one can give another."""
+    if isinstance(answer, bool):
+        return {"type": "approve" if answer else "reject"}
+    if isinstance(answer, Mapping):
+        found = cast("Mapping[str, Any]", answer)
+        decisions = found.get("decisions")  # of LangChain's batched review
+        if isinstance(decisions, list) and len(cast("list[Any]", decisions)) == 1:
+            return _decision(call, decisions[0])
+        if found.get("type") == "edit":
+            _check_edit(call, found.get("edited_action"))
+    return answer
+
+
+def _check_edit(call: _Call, action: Any) -> None:
+    if not isinstance(action, Mapping):
+        raise ValueError("an edit needs edited_action, with name and args")
+    edited = cast("Mapping[str, Any]", action)
+    if edited.get("name") != call.name:
+        raise ValueError(f"an edit cannot change the tool, which is {call.name!r}")
+    try:
+        call.tool.parse(edited.get("args"))
+    except InvalidArguments as error:
+        raise ValueError(str(error)) from error
+
+
+# LangChain's tools as ours
+
+
+def adopt(tool: BaseTool, **options: Any) -> AnyTool:
+    """Return one of LangChain's tools as ours.
+
+    What it reports as an error, in any of LangChain's ways, is a failed call. Arguments that only a
+    graph can inject are not supported. Options are those of ``Tool.from_schema``.
+    """
+    injected = _injected(tool)
+    if injected:
+        raise ToolDefinitionError(
+            f"{tool.name}: only a graph can inject {', '.join(sorted(injected))}; give the tool to "
+            "create_agent, where WinkMiddleware covers it"
+        )
+
+    def call(params: dict[str, Any], context: ToolContext) -> Any:
+        # As a model's call: then errors that the tool handles itself come back as such.
+        return {"type": "tool_call", "name": tool.name, "args": params, "id": context.call_id}
+
+    def handle(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+        with _reported():
+            return _result_of(tool, tool.invoke(call(params, context)))
+
+    async def ahandle(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+        with _reported():
+            return _result_of(tool, await tool.ainvoke(call(params, context)))
+
+    schema: Any = tool.tool_call_schema
+    if not isinstance(schema, Mapping):
+        schema = schema.model_json_schema()
+    handler: Any = ahandle if _is_async(tool) else handle
+    options = {"writes": "external", "description": tool.description or tool.name, **options}
+    name = options.pop("name", wire_name(tool.name))
+    return Tool.from_schema(name, options.pop("description"), schema, handler, **options)
+
+
+def _injected(tool: BaseTool) -> set[str]:
+    """Return the arguments of a tool that neither a model nor we can give."""
+    model: Any = tool.get_input_schema()
+    shown: Any = tool.tool_call_schema
+    if isinstance(shown, Mapping):
+        return set()
+    hidden = {
+        name
+        for name, field in model.model_fields.items()
+        if name not in shown.model_fields
+        and not any(
+            each is InjectedToolCallId or isinstance(each, InjectedToolCallId)
+            for each in field.metadata
+        )
+    }
+    return hidden
+
+
+def _is_async(tool: BaseTool) -> bool:
+    if hasattr(tool, "coroutine"):
+        return getattr(tool, "coroutine") is not None  # noqa: B009
+    return type(tool)._arun is not BaseTool._arun  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except ToolException as error:  # worded for the model
+        raise ToolValidationError(str(error)) from error
+
+
+def _result_of(tool: BaseTool, given: Any) -> AnyResult:
+    if not isinstance(given, ToolMessage):
+        raise TypeError(
+            f"{tool.name} returned a {type(given).__name__}, which only a graph can apply; give it "
+            "to create_agent, where WinkMiddleware covers it"
+        )
+    if given.status == "error":
+        return ToolResult.error(given.text)
+    return ToolResult.ok(given.text)
