@@ -149,11 +149,16 @@ def _letters(data: bytes) -> str:
 
 
 def open_run(
-    workspace: str | os.PathLike[str] | HostFilesystem, title: str = "", *, key: str = ""
+    workspace: str | os.PathLike[str] | HostFilesystem,
+    title: str = "",
+    *,
+    key: str = "",
+    types: Iterable[type] = (),
 ) -> SavedSession:
     """Begin a run on a workspace: `wink log` shows the calls of its session, saved as they end.
 
-    With a key, the run that was begun with the same key is continued. Use it in a ``with`` block:
+    With a key, the run that was begun with the same key is continued; ``types`` are those in its
+    session that no imported module defines. Use it in a ``with`` block:
 
     >>> with open_run(".", "Nightly cleanup") as run:  # doctest: +SKIP
     ...     tools = ToolRegistry([...], workspace=".", session=run.session)
@@ -171,7 +176,7 @@ def open_run(
     mark = _letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
     for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
         if Run(path).data.about.get("key") == key:
-            return SavedSession.open(path)
+            return SavedSession.open(path, types=types)
     run = new_run(store, mark)
     about = {"kind": "hosted", "title": title, "key": key}
     return SavedSession.create(run.path, Session(session_id=run.id), about=about)
@@ -236,6 +241,11 @@ class Call:
         return None if self.record is None else plain(self.record["params"])
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether it was rolled back to wait for someone outside."""
+        return _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED"
+
+    @property
     def outcome(self) -> str:
         """How it ended, in a word or two."""
         if self.is_undone:
@@ -249,7 +259,7 @@ class Call:
             return "dry run" if self.run is not None and self.run.is_dry else "ok"
         if self.record["denied_by"]:
             return "denied"
-        if _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED":
+        if self.is_suspended:
             return "suspended"
         return "rolled back" if self.record["ran"] else "refused"
 
@@ -369,6 +379,8 @@ class Calls:
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
         calls = list(calls)
         for call in calls:
+            if call.is_suspended:  # what its id has in the history is from when it was made again
+                continue
             call.committed = self.committed.get(call.call_id)
             call.is_undone = call.call_id in self.undone
         return calls
