@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+from uuid import uuid4
 
 import pytest
 from cases import Answer, Case, Driver, Job, Outcome, all_cases, require, run_on_loop
@@ -82,23 +83,25 @@ class LangChain(Driver):
 
     def run(self, job: Job) -> Outcome:
         start = {"messages": [("user", "go")]}
-        return self._run(job, InMemorySaver(), start)
+        return self._run(job, InMemorySaver(), str(uuid4()), start)
 
     def resume(self, job: Job, state: Any) -> Outcome:
-        saver, turns, waiting = restored(state[0]), state[1], state[2]
-        answers = _resume(waiting, job.answers)
-        return self._run(job, saver, Command(resume=answers), turns)
+        saver, thread, turns, waiting = state
+        answers = Command(resume=_resume(waiting, job.answers))
+        return self._run(job, restored(saver), thread, answers, turns)
 
     def suspend(self) -> NoReturn:
         interrupt("what now?")
         raise AssertionError("not resumed")
 
-    def _run(self, job: Job, saver: InMemorySaver, start: Any, earlier: Any = ()) -> Outcome:
+    def _run(
+        self, job: Job, saver: InMemorySaver, thread: str, start: Any, earlier: Any = ()
+    ) -> Outcome:
         done = Outcome()
         model = Scripted(turns=[*earlier, *job.turns])
         done.tools = model.shown
         config: Any = {
-            "configurable": {"thread_id": "a thread"},
+            "configurable": {"thread_id": thread},
             "max_concurrency": 16,
             "recursion_limit": 200,
         }
@@ -128,7 +131,7 @@ class LangChain(Driver):
             elif isinstance(each, AIMessage) and not each.tool_calls:
                 done.text = each.text
         spoken = sum(isinstance(each, AIMessage) for each in state.get("messages", ()))
-        done.state = (stored(saver), model.turns[:spoken], waiting)
+        done.state = (stored(saver), thread, model.turns[:spoken], waiting)
         return done
 
     def invoke(self, agent: Any, start: Any, config: Any, job: Job) -> Any:

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Self, cast
 
 from weakincentives.errors import (
     ApprovalNeeded,
@@ -48,8 +48,8 @@ try:
     from langgraph.errors import GraphBubbleUp, GraphInterrupt, ParentCommand
     from langgraph.runtime import Runtime, get_runtime
     from langgraph.types import Command, interrupt
-    from pydantic import BaseModel, BeforeValidator, PrivateAttr
-    from typing_extensions import NotRequired, TypedDict
+    from pydantic import BeforeValidator, PrivateAttr
+    from typing_extensions import TypedDict  # pydantic reads it, before Python 3.12
 except ImportError as error:
     raise MissingExtra("langchain", "langchain") from error
 
@@ -406,7 +406,7 @@ async def _run_own_call(params: dict[str, Any], *, context: ToolContext) -> AnyR
 def _text_of(given: Any) -> str:
     """Return what the model will read of a tool's answer."""
     if isinstance(given, ToolMessage):
-        return given.text
+        return str(given.text)
     if isinstance(given, Command):
         given = cast("Command[Any]", given).update or {}
         given = (
@@ -576,5 +576,5 @@ def _result_of(tool: BaseTool, given: Any) -> AnyResult:
             "to create_agent, where WinkMiddleware covers it"
         )
     if given.status == "error":
-        return ToolResult.error(given.text)
-    return ToolResult.ok(given.text)
+        return ToolResult.error(str(given.text))
+    return ToolResult.ok(str(given.text))
