@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.hosted import Admission, OpenCall
+    from weakincentives.runtime.saved import SavedSession
 
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
@@ -246,10 +248,7 @@ class Bridge:
             files = closing.enter_context(_SharedWorkspace(root)).files
             kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
             types = [kind for kind in kinds if isinstance(kind, type)]
-            run = closing.enter_context(open_run(files, self._title, key=key, types=types))
-            if len(run.session[ToolInvoked]):
-                run.mark_resumed()
-            run.undo_unrecorded(files)
+            run = closing.enter_context(_SharedRun(files, self._title, key, types)).run
             registry = closing.enter_context(
                 ToolRegistry(
                     self.tools, workspace=files, session=run.session, policies=self.policies
@@ -301,3 +300,40 @@ class _SharedWorkspace:
                 self._open[self._root] = files, users - 1
             else:
                 files.close()
+
+
+class _SharedRun:
+    """A run that several agents of one process continue: the last one closes it."""
+
+    _open: dict[tuple[Path, str], tuple[SavedSession, int]] = {}  # noqa: RUF012
+    _lock = threading.Lock()
+
+    def __init__(self, files: HostFilesystem, title: str, key: str, types: list[type]) -> None:
+        self._place = (files.store, key)
+        self._files = files
+        self._begin = partial(open_run, files, title, key=key, types=types)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            known = self._open.get(self._place)
+            self.run = self._begun() if known is None else known[0]
+            if self._place[1]:  # one without a name is nobody else's
+                self._open[self._place] = self.run, 1 if known is None else known[1] + 1
+        return self
+
+    def _begun(self) -> SavedSession:
+        with ExitStack() as closing:
+            run = closing.enter_context(self._begin())
+            if len(run.session[ToolInvoked]):
+                run.mark_resumed()
+            run.undo_unrecorded(self._files)
+            closing.pop_all()
+            return run
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            users = self._open.pop(self._place, (self.run, 1))[1]
+            if users > 1:
+                self._open[self._place] = self.run, users - 1
+            else:
+                self.run.close()

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Self, cast
 
@@ -22,6 +22,7 @@ from weakincentives.errors import (
     Suspended,
     ToolDefinitionError,
     ToolValidationError,
+    WinkError,
 )
 from weakincentives.integrations.bridge import (
     AnyResult,
@@ -110,6 +111,8 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         policies: They govern every call.
         reaches: What the agent's own tools do, by name: ``{"search": "read"}``. A tool that reads
             runs concurrently, and the workspace is not searched for changes afterwards.
+        agents: Those of the agent's own tools that run an agent themselves. Such a call is checked
+            and recorded when it begins; the calls of that agent are transactions of their own.
         title: What `wink log` shows for the run.
         run: The name of the run, or a function of the ``Runtime`` that returns it. By default the
             thread id: a thread that is resumed in another process continues its run. With a name of
@@ -123,6 +126,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         tools: Iterable[object] | None = None,
         policies: Iterable[AnyPolicy] = (),
         reaches: Mapping[str, Reach] | None = None,
+        agents: Iterable[str] = (),
         title: str = "",
         run: RunName = None,
     ) -> None:
@@ -136,6 +140,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
             run=_thread_id if run is None else run,
         )
         self._reaches = dict(reaches or {})
+        self._agents = frozenset(agents)
         self._covers: dict[str, AnyTool] = {}
         self._asking: dict[str, str] = {}
         """The call that asks a person, by node: LangGraph does not tell a node's answers apart."""
@@ -164,8 +169,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return handler(request)
-        work = _OwnCall(request, lambda edited: in_thread(lambda: handler(edited)))
-        return step_by_hand(self._cover, work, True)
+        return step_by_hand(self._cover, _OwnCall(request, handler, True))
 
     async def awrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
@@ -173,9 +177,9 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return await handler(request)
-        return await self._cover(_OwnCall(request, handler), False)
+        return await self._cover(_OwnCall(request, handler, False))
 
-    async def _cover(self, work: _OwnCall, blocking: bool) -> Answer:
+    async def _cover(self, work: _OwnCall) -> Answer:
         call = work.request.tool_call
         name = call["name"]
         tool = self._covers.get(name)
@@ -185,18 +189,33 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
                 wire_name(name),
                 (work.request.tool.description if work.request.tool else "") or name,
                 {"type": "object"},  # the tool validates its arguments itself
-                _run_own_call,
+                _start_agent if name in self._agents else _run_own_call,
                 reach=reach,
-                writes="api" if reach == "read" else "external",
+                writes="api" if reach == "read" or name in self._agents else "external",
+                max_result_chars=None,
             )
-        _own_call.set(work)
-        result = await self._answer(_Call(tool, name, call["args"], call["id"], blocking, work))
+        token = _own_call.set(work)
+        try:
+            made = _Call(tool, name, call["args"], call["id"], work.blocking, work)
+            result = await self._answer(made)
+        finally:
+            _own_call.reset(token)
+        if name in self._agents and result.success:
+            given: Any = work.begin(cast("dict[str, Any]", result.value))
+            return given if work.blocking else await given
         return work.outcome(result)
 
     # Every call
 
     async def _answer(self, call: _Call) -> AnyResult:
         """Run a call, or return its recorded answer."""
+        outer = _own_call.get()
+        if outer not in (None, call.work) and call.id is not None:
+            name = outer.request.tool_call["name"]
+            raise WinkError(
+                f"{name} runs an agent, whose finished calls would be undone with it: name it in "
+                f"WinkMiddleware(agents={{{name!r}}})"
+            )
         runtime = _runtime()
         first = call_id = self._id_of(call, runtime)
         for number in itertools.count(2):
@@ -343,22 +362,27 @@ class _OwnCall:
     """A call of one of the agent's own tools: how to run it, and what became of it."""
 
     def __init__(
-        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
+        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Any], blocking: bool
     ) -> None:
         self.request = request
+        self.blocking = blocking
         self._handler = handler
         self._given: Answer | None = None
         self._text = ""
         self.raised: Exception | None = None
 
+    def begin(self, arguments: dict[str, Any]) -> Any:
+        """Start the tool, with arguments that a person may have edited."""
+        call: Any = {**self.request.tool_call, "args": arguments}
+        return self._handler(self.request.override(tool_call=call))
+
     async def run(self, arguments: dict[str, Any]) -> AnyResult:
-        call = self.request.tool_call
-        edited: Any = {**call, "args": arguments}
+        """Run the tool, and return what goes on record."""
         try:
-            given = self._given = await self._handler(self.request.override(tool_call=edited))
+            given = self._given = await self._ended(arguments)
         except ParentCommand as handover:  # to another agent: the call has done its work
             self.raised = handover
-            return ToolResult.ok(None, f"Handed over: {handover}")
+            return ToolResult.ok(None, "handed over to another agent")
         except GraphBubbleUp:
             raise
         except Exception as error:
@@ -368,6 +392,19 @@ class _OwnCall:
         if isinstance(given, ToolMessage) and given.status == "error":
             return ToolResult.error("\n".join(filter(None, (self._text, _UNDONE))))
         return ToolResult(self._text, _saved(given), exclude_value_from_context=True)
+
+    async def _ended(self, arguments: dict[str, Any]) -> Answer:
+        if self.blocking:
+            return await in_thread(lambda: self.begin(arguments))
+        if self.request.tool is None or _is_async(self.request.tool):
+            return await self.begin(arguments)
+        work = asyncio.ensure_future(self.begin(arguments))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # It is in a thread, which goes on: only what it has done by its end can be undone.
+            await asyncio.wait([work])
+            raise
 
     def outcome(self, result: AnyResult) -> Answer:
         """Return what the tool gave, unchanged unless the model must be told more."""
@@ -401,6 +438,11 @@ async def _run_own_call(params: dict[str, Any], *, context: ToolContext) -> AnyR
     work = _own_call.get()
     assert work is not None
     return await work.run(params)
+
+
+def _start_agent(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+    # With the arguments: when its node runs again, the agent must continue with the same.
+    return ToolResult("started", params, exclude_value_from_context=True)
 
 
 def _text_of(given: Any) -> str:
@@ -440,16 +482,18 @@ def _loaded(saved: Any) -> Answer | None:
 # Approval
 
 
-class _Action(TypedDict):
+class EditedAction(TypedDict):
+    """The call to run instead."""
+
     name: str
     args: dict[str, Any]
 
 
-class _Decision(TypedDict):
+class Decision(TypedDict):
     """A person's answer, in LangChain's words."""
 
     type: Literal["approve", "edit", "reject"]
-    edited_action: NotRequired[_Action]
+    edited_action: NotRequired[EditedAction]
     message: NotRequired[str]
     by: NotRequired[str]
 
@@ -463,8 +507,12 @@ def _ask(call: _Call, request: ApprovalRequest | None = None) -> Approval:
         "args": dict(request.arguments),
         "description": request.describe(_MAX_SHOWN),
     }
-    form: Any = Annotated[_Decision, BeforeValidator(partial(_decision, call))]
-    given: _Decision = interrupt(question, response_schema=form)
+
+    def answer(given: Any) -> Any:
+        return _decision(call, given)
+
+    form: Any = Annotated[Decision, BeforeValidator(answer)]
+    given: Decision = interrupt(question, response_schema=form)
     edited = given.get("edited_action") if given["type"] == "edit" else None
     return Approval(
         given["type"] != "reject",
@@ -543,7 +591,7 @@ def _injected(tool: BaseTool) -> set[str]:
     shown: Any = tool.tool_call_schema
     if isinstance(shown, Mapping):
         return set()
-    hidden = {
+    return {
         name
         for name, field in model.model_fields.items()
         if name not in shown.model_fields
@@ -552,7 +600,6 @@ def _injected(tool: BaseTool) -> set[str]:
             for each in field.metadata
         )
     }
-    return hidden
 
 
 def _is_async(tool: BaseTool) -> bool:
