@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,6 +73,8 @@ _ALONE = (
     "it needs a person's approval, which can be asked for one call of a node only: make this call "
     "again, alone"
 )
+_SUFFIX = re.compile("[~#]")
+"""What is before it in an id names the call; what follows, its attempt."""
 _MAX_DESCRIPTION = 1024
 _MAX_SHOWN = 20_000
 """Characters of a request that a person is shown."""
@@ -142,8 +145,6 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         self._reaches = dict(reaches or {})
         self._agents = frozenset(agents)
         self._covers: dict[str, AnyTool] = {}
-        self._asking: dict[str, str] = {}
-        """The call that asks a person, by node: LangGraph does not tell a node's answers apart."""
         self.tools = [_Offered.of(tool, self._answer) for tool in self._bridge.tools]
 
     def close(self) -> None:
@@ -217,14 +218,14 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
                 f"WinkMiddleware(agents={{{name!r}}})"
             )
         runtime = _runtime()
-        first = call_id = self._id_of(call, runtime)
+        first = call_id = None if call.id is None else self._id_of(call.id, runtime)
         for number in itertools.count(2):
             result = await self._approved(call, call_id, runtime)
             code = "" if result.failure is None else result.failure.code
             ran_now = call.work is not None and call.work.raised is not None
-            reach = call.tool.reach
-            if code not in _NOT_TOLD or ran_now or reach in ("compensable", "irreversible"):
-                return result
+            reached_out = call.tool.reach in ("compensable", "irreversible")
+            if code not in _NOT_TOLD or ran_now or (reached_out and result.metadata.undone):
+                return result  # what may have had an effect outside is not done twice
             # It ended its node, which runs again: so does the call.
             call_id = f"{first}~{number}"
         raise AssertionError("unreachable")
@@ -233,57 +234,57 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         self, call: _Call, call_id: str | None, runtime: Runtime[Any] | None
     ) -> AnyResult:
         """Make a call; interrupt the graph if a person must be asked."""
-        options: dict[str, Any] = {"call_id": call_id, "context": runtime}
-        approval = self._given(call, call_id, runtime)
+        approval = None if call_id is None else self._given(call, call_id, runtime)
         while True:
+            options: Any = {"call_id": call_id, "context": runtime, "approval": approval}
             try:
                 if call.blocking:
-                    return self._bridge.call(
-                        call.tool, call.arguments, approval=approval, **options
-                    )
-                return await self._bridge.acall(
-                    call.tool, call.arguments, approval=approval, **options
-                )
+                    return self._bridge.call(call.tool, call.arguments, **options)
+                return await self._bridge.acall(call.tool, call.arguments, **options)
             except ApprovalNeeded as needed:
-                if runtime is None or runtime.execution_info is None or call_id is None:
+                if call_id is None:
                     raise
-                node = runtime.execution_info.task_id
-                if self._asking.setdefault(node, call_id) == call_id:
+                node = call_id.rpartition(":")[0]
+                first = next(i for i, _ in self._asked(runtime) if i.rpartition(":")[0] == node)
+                if _SUFFIX.split(first)[0] == _SUFFIX.split(call_id)[0]:
                     approval = _ask(call, needed.request)
-                else:
+                else:  # LangGraph does not tell the answers to one node apart
                     approval = Approval(False, reason=_ALONE)
 
-    def _given(
-        self, call: _Call, call_id: str | None, runtime: Runtime[Any] | None
-    ) -> Approval | None:
+    def _given(self, call: _Call, call_id: str, runtime: Runtime[Any] | None) -> Approval | None:
         """Return a person's answer to a question that an earlier run of the node has asked.
 
         An answer is for what was shown then, so it is read before the call is checked again.
         LangGraph counts the interrupts of a node: those that were answered are counted again.
         """
-        if call_id is None or runtime is None:
-            return None
-        session = self._bridge.registry(runtime).session
-        asked = [e for e in session[ApprovalAsked].all() if e.call_id.partition(":")[2] == call_id]
+        answers = [answer for asked, answer in self._asked(runtime) if asked == call_id]
         try:
-            for each in asked:
-                if each.answer is not None:
+            for answer in answers:
+                if answer is not None and answer.reason != _ALONE:
                     interrupt(None)
-            return _ask(call) if asked and asked[-1].answer is None else None
+            return _ask(call) if answers and answers[-1] is None else None
         except GraphInterrupt:
             return None  # no answer yet: the question is made, and asked, again
 
-    def _id_of(self, call: _Call, runtime: Runtime[Any] | None) -> str | None:
+    def _asked(self, runtime: Runtime[Any] | None) -> list[tuple[str, Approval | None]]:
+        """Return the calls that people were asked about, oldest first, and their answers."""
+        asked = self._bridge.registry(runtime).session[ApprovalAsked].all()
+        return [(each.call_id.partition(":")[2], each.answer) for each in asked]
+
+    def _id_of(self, tool_call_id: str, runtime: Runtime[Any] | None) -> str | None:
         """Return an id that is the same when its node runs again, and differs in other nodes."""
-        if runtime is None or runtime.execution_info is None or call.id is None:
+        info = None if runtime is None else runtime.execution_info
+        if info is None:
             return None
-        info = runtime.execution_info
-        if not self._is_named:
-            return f"{info.task_id}:{call.id}"
-        # A repeated run has other nodes: only their names and the number of the step are the same.
-        nodes = "/".join(part.partition(":")[0] for part in info.checkpoint_ns.split("|"))
-        step = get_config().get("metadata", {}).get("langgraph_step", 0)
-        return f"{nodes}:{step}:{call.id}"
+        node = info.task_id
+        if self._is_named:
+            # A repeated run has other nodes: only their names and places are the same.
+            names = "/".join(part.partition(":")[0] for part in info.checkpoint_ns.split("|"))
+            about = get_config().get("metadata", {})
+            place = "/".join(map(str, about.get("langgraph_path", ())))
+            node = f"{names}:{about.get('langgraph_step', 0)}:{place}"
+        # Ours are told apart by what is before the last colon.
+        return f"{node}:{tool_call_id.replace(':', '_')}"
 
 
 def _runtime() -> Runtime[Any] | None:
@@ -382,7 +383,8 @@ class _OwnCall:
             given = self._given = await self._ended(arguments)
         except ParentCommand as handover:  # to another agent: the call has done its work
             self.raised = handover
-            return ToolResult.ok(None, "handed over to another agent")
+            said = "handed over to another agent"
+            return ToolResult(said, _saved(handover.args[0]), exclude_value_from_context=True)
         except GraphBubbleUp:
             raise
         except Exception as error:
