@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -104,6 +105,8 @@ class Bridge:
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it; may be a function of the
             framework's run context. By default each bridge begins a run of its own.
+        idle: Close a run so many seconds after its last call; the next one opens it again. For
+            frameworks that do not tell when their agent ends. Its runs need names.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Bridge:
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,
+        idle: float | None = None,
     ) -> None:
         self._workspace = workspace
         self._title = title
@@ -133,6 +137,10 @@ class Bridge:
         self._ending: set[_Place] = set()
         """Runs to close when nothing needs them."""
         self._closed = False
+        self._idle = idle
+        self._since: dict[_Place, float] = {}
+        """When the last call of a run ended."""
+        self._watch: threading.Thread | None = None
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
 
@@ -280,8 +288,32 @@ class Bridge:
                 if not self._users[place] and place in self._ending:
                     self._ending.discard(place)
                     ended = self._open.pop(place, None)
+                elif not self._users[place] and self._idle is not None:
+                    self._since[place] = time.monotonic()
+                    if self._watch is None:
+                        watch = threading.Thread(target=self._close_idle, args=[self._idle])
+                        watch.daemon = True
+                        self._watch = watch
+                        watch.start()
             if ended is not None:
                 ended.closing.close()
+
+    def _close_idle(self, seconds: float) -> None:
+        """Close runs as they become idle, until none is open."""
+        while self._watch is not None:
+            with self._lock:
+                now = time.monotonic()
+                due = [p for p, at in self._since.items() if now - at >= seconds]
+                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                for place in due:
+                    del self._since[place]  # one in use comes back
+                pause = min((at + seconds - now for at in self._since.values()), default=0)
+                if not self._since:
+                    self._watch = None
+            for each in ended:
+                if each is not None:
+                    each.closing.close()
+            time.sleep(pause)
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Self, cast
 
+from weakincentives.call import new_id
 from weakincentives.errors import (
     ApprovalNeeded,
     InvalidArguments,
@@ -76,6 +77,8 @@ _ALONE = (
 _SUFFIX = re.compile("[~#]")
 """What is before it in an id names the call; what follows, its attempt."""
 _MAX_DESCRIPTION = 1024
+_IDLE_SECONDS = 2.0
+"""LangGraph does not tell when a run pauses. Then another process may continue it."""
 _MAX_SHOWN = 20_000
 """Characters of a request that a person is shown."""
 
@@ -140,7 +143,8 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
             tools=tools,
             policies=policies,
             title=title,
-            run=_thread_id if run is None else run,
+            run=_thread_or(new_id()) if run is None else run,
+            idle=_IDLE_SECONDS,
         )
         self._reaches = dict(reaches or {})
         self._agents = frozenset(agents)
@@ -294,9 +298,12 @@ def _runtime() -> Runtime[Any] | None:
         return None
 
 
-def _thread_id(runtime: Runtime[Any] | None) -> str | None:
-    info = None if runtime is None else runtime.execution_info
-    return None if info is None or info.thread_id is None else str(info.thread_id)
+def _thread_or(name: str) -> Callable[[Any], str]:
+    def named(runtime: Runtime[Any] | None) -> str:
+        info = None if runtime is None else runtime.execution_info
+        return name if info is None or info.thread_id is None else str(info.thread_id)
+
+    return named
 
 
 # Our tools for the agent
