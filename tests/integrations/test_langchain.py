@@ -167,11 +167,16 @@ class LangChain(Driver):
         return run_on_loop(agent.ainvoke(start, config), job.cancel_when)
 
 
+_IN_THREADS = "`invoke` runs calls in threads, which nobody can cancel; `ainvoke` can be"
+
+
 class LangChainSync(LangChain):
+    name: ClassVar[str] = "LangChain, sync"
     limits: ClassVar[Mapping[str, str]] = {
         **LangChain.limits,
-        "cancelling_the_run_rolls_back_the_open_call": "threads",
-        "the_next_run_works_after_a_cancelled_one": "threads",
+        "cancelling_the_run_rolls_back_an_own_tool": _IN_THREADS,
+        "cancelling_the_run_rolls_back_the_open_call": _IN_THREADS,
+        "the_next_run_works_after_a_cancelled_one": _IN_THREADS,
     }
 
     def invoke(self, agent: Any, start: Any, config: Any, job: Job) -> Any:

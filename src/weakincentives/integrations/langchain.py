@@ -9,8 +9,7 @@ import asyncio
 import itertools
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,7 +36,8 @@ from weakincentives.integrations.bridge import (
 from weakincentives.logs import get_logger
 from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalAsked, ApprovalRequest
-from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.context import ToolContext
+from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.tool_result import ToolResult
 
@@ -45,7 +45,12 @@ try:
     from langchain.agents.middleware import AgentMiddleware
     from langchain.agents.middleware.types import ToolCallRequest
     from langchain_core.messages import ToolMessage
-    from langchain_core.tools import BaseTool, InjectedToolCallId, ToolException
+    from langchain_core.tools import (
+        BaseTool,
+        InjectedToolCallId,
+        StructuredTool,
+        ToolException,
+    )
     from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
     from langgraph.config import get_config
     from langgraph.errors import GraphBubbleUp, GraphInterrupt, ParentCommand
@@ -390,8 +395,9 @@ class _OwnCall:
             given = self._given = await self._ended(arguments)
         except ParentCommand as handover:  # to another agent: the call has done its work
             self.raised = handover
+            command: Any = cast("Exception", handover).args[0]
             said = "handed over to another agent"
-            return ToolResult(said, _saved(handover.args[0]), exclude_value_from_context=True)
+            return ToolResult(said, _saved(command), exclude_value_from_context=True)
         except GraphBubbleUp:
             raise
         except Exception as error:
@@ -459,14 +465,11 @@ def _text_of(given: Any) -> str:
     if isinstance(given, ToolMessage):
         return str(given.text)
     if isinstance(given, Command):
-        given = cast("Command[Any]", given).update or {}
-        given = (
-            cast("Mapping[str, Any]", given).get("messages", ())
-            if isinstance(given, Mapping)
-            else ()
-        )
-    texts = [_text_of(each) for each in cast("Iterable[Any]", given) if not isinstance(each, str)]
-    return "\n".join(filter(None, texts))
+        update = cast("Command[Any]", given).update
+        given = cast("dict[str, Any]", update).get("messages") if isinstance(update, dict) else ()
+    if not isinstance(given, list):
+        return ""
+    return "\n".join(filter(None, map(_text_of, cast("list[Any]", given))))
 
 
 def _saved(given: Any) -> dict[str, str] | None:
@@ -535,26 +538,18 @@ def _decision(call: _Call, answer: Any) -> Any:
     """Return an answer in LangChain's words. Who gives an invalid one can give another."""
     if isinstance(answer, bool):
         return {"type": "approve" if answer else "reject"}
-    if isinstance(answer, Mapping):
-        found = cast("Mapping[str, Any]", answer)
-        decisions = found.get("decisions")  # of LangChain's batched review
-        if isinstance(decisions, list) and len(cast("list[Any]", decisions)) == 1:
-            return _decision(call, decisions[0])
-        if found.get("type") == "edit":
-            _check_edit(call, found.get("edited_action"))
-    return answer
-
-
-def _check_edit(call: _Call, action: Any) -> None:
-    if not isinstance(action, Mapping):
-        raise ValueError("an edit needs edited_action, with name and args")
-    edited = cast("Mapping[str, Any]", action)
-    if edited.get("name") != call.name:
-        raise ValueError(f"an edit cannot change the tool, which is {call.name!r}")
-    try:
-        call.tool.parse(edited.get("args"))
-    except InvalidArguments as error:
-        raise ValueError(str(error)) from error
+    found = cast("Mapping[str, Any]", answer if isinstance(answer, Mapping) else {})
+    if len(found.get("decisions", ())) == 1:  # of LangChain's batched review
+        return _decision(call, found["decisions"][0])
+    if found.get("type") == "edit":
+        edited: Mapping[str, Any] = found.get("edited_action") or {}
+        if edited.get("name") != call.name:
+            raise ValueError(f"edited_action must name the tool, which is {call.name!r}")
+        try:
+            call.tool.parse(edited.get("args"))
+        except InvalidArguments as error:
+            raise ValueError(str(error)) from error
+    return cast("Any", answer)
 
 
 # LangChain's tools as ours
@@ -564,10 +559,9 @@ def adopt(tool: BaseTool, **options: Any) -> AnyTool:
     """Return one of LangChain's tools as ours.
 
     What it reports as an error, in any of LangChain's ways, is a failed call. Arguments that only a
-    graph can inject are not supported. Options are those of ``Tool.from_schema``.
+    graph can inject are not supported. The options are those of ``Tool.from_schema``.
     """
-    injected = _injected(tool)
-    if injected:
+    if injected := _injected(tool):
         raise ToolDefinitionError(
             f"{tool.name}: only a graph can inject {', '.join(sorted(injected))}; give the tool to "
             "create_agent, where WinkMiddleware covers it"
@@ -578,51 +572,45 @@ def adopt(tool: BaseTool, **options: Any) -> AnyTool:
         return {"type": "tool_call", "name": tool.name, "args": params, "id": context.call_id}
 
     def handle(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-        with _reported():
+        try:
             return _result_of(tool, tool.invoke(call(params, context)))
+        except ToolException as error:  # worded for the model
+            raise ToolValidationError(str(error)) from error
 
     async def ahandle(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-        with _reported():
+        try:
             return _result_of(tool, await tool.ainvoke(call(params, context)))
+        except ToolException as error:
+            raise ToolValidationError(str(error)) from error
 
     schema: Any = tool.tool_call_schema
-    if not isinstance(schema, Mapping):
-        schema = schema.model_json_schema()
-    handler: Any = ahandle if _is_async(tool) else handle
-    options = {"writes": "external", "description": tool.description or tool.name, **options}
-    name = options.pop("name", wire_name(tool.name))
-    return Tool.from_schema(name, options.pop("description"), schema, handler, **options)
+    return Tool.from_schema(
+        options.pop("name", wire_name(tool.name)),
+        options.pop("description", tool.description or tool.name),
+        cast("Any", schema if isinstance(schema, Mapping) else schema.model_json_schema()),
+        cast("Any", ahandle if _is_async(tool) else handle),
+        **{"writes": "external", **options},
+    )
 
 
 def _injected(tool: BaseTool) -> set[str]:
     """Return the arguments of a tool that neither a model nor we can give."""
-    model: Any = tool.get_input_schema()
     shown: Any = tool.tool_call_schema
     if isinstance(shown, Mapping):
         return set()
+    fields: dict[str, Any] = dict(cast("Any", tool.get_input_schema()).model_fields)
+    ours = {InjectedToolCallId}
     return {
         name
-        for name, field in model.model_fields.items()
-        if name not in shown.model_fields
-        and not any(
-            each is InjectedToolCallId or isinstance(each, InjectedToolCallId)
-            for each in field.metadata
-        )
+        for name in fields.keys() - shown.model_fields.keys()
+        if not any(each in ours or type(each) in ours for each in fields[name].metadata)
     }
 
 
 def _is_async(tool: BaseTool) -> bool:
-    if hasattr(tool, "coroutine"):
-        return getattr(tool, "coroutine") is not None  # noqa: B009
+    if isinstance(tool, StructuredTool):
+        return tool.coroutine is not None
     return type(tool)._arun is not BaseTool._arun  # pyright: ignore[reportPrivateUsage]
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    try:
-        yield
-    except ToolException as error:  # worded for the model
-        raise ToolValidationError(str(error)) from error
 
 
 def _result_of(tool: BaseTool, given: Any) -> AnyResult:
@@ -631,6 +619,5 @@ def _result_of(tool: BaseTool, given: Any) -> AnyResult:
             f"{tool.name} returned a {type(given).__name__}, which only a graph can apply; give it "
             "to create_agent, where WinkMiddleware covers it"
         )
-    if given.status == "error":
-        return ToolResult.error(str(given.text))
-    return ToolResult.ok(str(given.text))
+    text = str(given.text)
+    return ToolResult.error(text) if given.status == "error" else ToolResult.ok(text)
