@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,11 @@ from cases import (
 require("langchain")
 
 from langchain.agents import create_agent
-from langchain.agents.middleware import ShellToolMiddleware, ToolRetryMiddleware
+from langchain.agents.middleware import (
+    HumanInTheLoopMiddleware,
+    ShellToolMiddleware,
+    ToolRetryMiddleware,
+)
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
@@ -695,6 +700,70 @@ def test_agents_of_one_process_share_a_thread(scene: Scene) -> None:
     scene.create([_save("c1", "three.txt")], tools=[save])
     scene.invoke()
     assert scene.records() == [("save", True)] * 3
+
+
+def test_the_directory_is_free_while_the_agent_is_idle(tmp_path: Path) -> None:
+    """Another process can work on it, though the middleware is not closed; then the agent can."""
+    place = tmp_path / "project"
+    place.mkdir()
+    scene = Scene(place, is_async=False)
+    scene.create([_save("c1", "a.txt")], "and?", [_save("c2", "b.txt")], tools=[save])
+    scene.invoke()
+    undo = [sys.executable, "-m", "weakincentives.cli", "undo", "--workspace", str(place)]
+
+    latest = time.monotonic() + PATIENCE
+    while (done := subprocess.run(undo, capture_output=True, text=True)).returncode:
+        assert time.monotonic() < latest, done.stderr
+
+    assert scene.files() == []
+    assert told(scene.invoke())["c2"] == ("success", "saved b.txt")
+    assert scene.files() == ["b.txt"]
+    assert scene.wink is not None
+    scene.wink.close()
+
+
+def test_a_handover_to_another_agent_is_committed(scene: Scene) -> None:
+    """A tool that ends its agent, and names the next one, has done its work."""
+
+    @their_tool
+    def hand_over(runtime: ToolRuntime) -> Any:
+        """Let the other agent continue."""
+        (scene.place / "notes.txt").write_text("x")
+        answer = ToolMessage("handed over", tool_call_id=runtime.tool_call_id or "")
+        messages = [*runtime.state["messages"], answer]
+        return Command(goto="second", graph=Command.PARENT, update={"messages": messages})
+
+    wink = scene.middleware(tools=[save])
+    first: list[Turn] = [[Ask("c1", "hand_over")], "never said"]
+    second: list[Turn] = ["never said", [_save("c2", "a.txt")], "done"]
+    graph = StateGraph(MessagesState)
+    agents = (("first", first, [hand_over]), ("second", second, []))
+    for name, turns, own in agents:
+        graph.add_node(name, create_agent(Scripted(turns=turns), own, middleware=[wink]))
+    graph.add_edge(START, "first")
+    scene.agent = graph.compile(checkpointer=InMemorySaver())
+
+    state = scene.invoke()
+
+    assert told(state) == {"c1": ("success", "handed over"), "c2": ("success", "saved a.txt")}
+    assert scene.files() == ["a.txt", "notes.txt"]
+    assert scene.records() == [("hand_over", True), ("save", True)]
+
+
+@pytest.mark.parametrize("mode", ["batched", "per_call"])
+def test_langchains_own_review_may_come_first(scene: Scene, mode: Any) -> None:
+    """Both ask, and each gets its own answer; what is edited there is what we ask about."""
+    review = HumanInTheLoopMiddleware({"save": True}, interrupt_mode=mode)
+    scene.create([_save("c1", "a.txt")], around=[review], tools=[save], policies=[ApprovalPolicy()])
+    edited = {"name": "save", "args": {"path": "b.txt", "text": "x"}}
+    edit = {"type": "edit", "edited_action": edited}
+
+    scene.invoke()
+    (asked,) = scene.resume({"decisions": [edit]} if mode == "batched" else edit)["__interrupt__"]
+    assert (asked.value["tool_call_id"], asked.value["args"]) == ("c1", edited["args"])
+    scene.resume(True)
+
+    assert scene.files() == ["b.txt"]
 
 
 def test_the_context_of_a_run_names_the_workspace(scene: Scene) -> None:

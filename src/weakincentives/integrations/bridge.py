@@ -299,21 +299,21 @@ class Bridge:
                 ended.closing.close()
 
     def _close_idle(self, seconds: float) -> None:
-        """Close runs as they become idle, until none is open."""
-        while self._watch is not None:
+        """Close runs as they become idle, until none is left."""
+        pause: float | None = seconds
+        while pause is not None:
+            time.sleep(pause)
             with self._lock:
                 now = time.monotonic()
-                due = [p for p, at in self._since.items() if now - at >= seconds]
-                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                due = [place for place, at in self._since.items() if now - at >= seconds]
                 for place in due:
                     del self._since[place]  # one in use comes back
-                pause = min((at + seconds - now for at in self._since.values()), default=0)
-                if not self._since:
+                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                pause = min((at + seconds - now for at in self._since.values()), default=None)
+                if pause is None:
                     self._watch = None
-            for each in ended:
-                if each is not None:
-                    each.closing.close()
-            time.sleep(pause)
+            for each in filter(None, ended):
+                each.closing.close()
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""

@@ -405,7 +405,8 @@ class _OwnCall:
             return ToolResult.error(str(error) or type(error).__name__, code=_RAISED)
         self._text = _text_of(given)
         if isinstance(given, ToolMessage) and given.status == "error":
-            return ToolResult.error("\n".join(filter(None, (self._text, _UNDONE))))
+            undone = "" if self.request.tool is None else _UNDONE  # an unknown tool did nothing
+            return ToolResult.error("\n".join(filter(None, (self._text, undone))))
         return ToolResult(self._text, _saved(given), exclude_value_from_context=True)
 
     async def _ended(self, arguments: dict[str, Any]) -> Answer:
