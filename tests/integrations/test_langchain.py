@@ -562,6 +562,28 @@ def test_a_call_whose_exception_ended_the_run_runs_again(scene: Scene) -> None:
     ]
 
 
+def test_what_may_have_reached_outside_is_not_done_again(scene: Scene) -> None:
+    """A tool that is irreversible, and raised, does not run when its node resumes."""
+    sent = [0]
+
+    @their_tool
+    def send(text: str) -> str:
+        """Send a message."""
+        sent[0] += 1
+        raise OSError("no answer")
+
+    call = Ask("c1", "send", {"text": "hello"})
+    scene.create([call], own=[send], reaches={"send": "irreversible"})
+
+    with pytest.raises(OSError, match="no answer"):
+        scene.invoke()
+    state = scene.invoke(None)
+
+    assert sent == [1]
+    assert told(state)["c1"][0] == "error"
+    assert "no answer" in told(state)["c1"][1]
+
+
 def test_every_retry_of_langchain_is_a_transaction(scene: Scene) -> None:
     """A retry starts from the files before the failed attempt."""
     runs = [0]

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -38,6 +36,7 @@ from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalAsked, ApprovalRequest
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.tool import Reach, Tool
+from weakincentives.runtime.answers import INTERRUPTED
 from weakincentives.runtime.tool_call import step_by_hand
 from weakincentives.tool_result import ToolResult
 
@@ -71,16 +70,11 @@ Suspended.register(GraphBubbleUp)
 
 _logger = get_logger(__name__)
 _serializer = JsonPlusSerializer()
-_RAISED = "RAISED"
-"""The code of a call whose exception ended the node: the model was never told."""
-_NOT_TOLD = frozenset({_RAISED, "INTERRUPTED"})
 _UNDONE = "What this call changed in the workspace was undone."
 _ALONE = (
     "it needs a person's approval, which can be asked for one call of a node only: make this call "
     "again, alone"
 )
-_SUFFIX = re.compile("[~#]")
-"""What is before it in an id names the call; what follows, its attempt."""
 _MAX_DESCRIPTION = 1024
 _IDLE_SECONDS = 2.0
 """LangGraph does not tell when a run pauses. Then another process may continue it."""
@@ -151,7 +145,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
             run=_thread_or(new_id()) if run is None else run,
             idle=_IDLE_SECONDS,
         )
-        self._reaches = dict(reaches or {})
+        self._reaches: dict[str, Reach] = {**(reaches or {})}
         self._agents = frozenset(agents)
         self._covers: dict[str, AnyTool] = {}
         self.tools = [_Offered.of(tool, self._answer) for tool in self._bridge.tools]
@@ -179,7 +173,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return handler(request)
-        return step_by_hand(self._cover, _OwnCall(request, handler, True))
+        return step_by_hand(self._cover, self._own(request, handler, True))
 
     async def awrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Awaitable[Answer]]
@@ -187,14 +181,17 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
         """Run a call of one of the agent's own tools as a transaction."""
         if isinstance(request.tool, _Offered):
             return await handler(request)
-        return await self._cover(_OwnCall(request, handler, False))
+        return await self._cover(self._own(request, handler, False))
+
+    def _own(self, request: ToolCallRequest, handler: Any, blocking: bool) -> _OwnCall:
+        return _OwnCall(request, handler, blocking, self._reaches.get(request.tool_call["name"]))
 
     async def _cover(self, work: _OwnCall) -> Answer:
         call = work.request.tool_call
         name = call["name"]
         tool = self._covers.get(name)
         if tool is None:
-            reach = self._reaches.get(name)
+            reach = work.reach
             tool = self._covers[name] = Tool.from_schema(
                 wire_name(name),
                 (work.request.tool.description if work.request.tool else "") or name,
@@ -218,7 +215,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
     # Every call
 
     async def _answer(self, call: _Call) -> AnyResult:
-        """Run a call, or return its recorded answer."""
+        """Run a call, or return its recorded answer; interrupt the graph to ask a person."""
         outer = _own_call.get()
         if outer not in (None, call.work) and call.id is not None:
             name = outer.request.tool_call["name"]
@@ -227,22 +224,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
                 f"WinkMiddleware(agents={{{name!r}}})"
             )
         runtime = _runtime()
-        first = call_id = None if call.id is None else self._id_of(call.id, runtime)
-        for number in itertools.count(2):
-            result = await self._approved(call, call_id, runtime)
-            code = "" if result.failure is None else result.failure.code
-            ran_now = call.work is not None and call.work.raised is not None
-            reached_out = call.tool.reach in ("compensable", "irreversible")
-            if code not in _NOT_TOLD or ran_now or (reached_out and result.metadata.undone):
-                return result  # what may have had an effect outside is not done twice
-            # It ended its node, which runs again: so does the call.
-            call_id = f"{first}~{number}"
-        raise AssertionError("unreachable")
-
-    async def _approved(
-        self, call: _Call, call_id: str | None, runtime: Runtime[Any] | None
-    ) -> AnyResult:
-        """Make a call; interrupt the graph if a person must be asked."""
+        call_id = None if call.id is None else self._id_of(call.id, runtime)
         approval = None if call_id is None else self._given(call, call_id, runtime)
         while True:
             options: Any = {"call_id": call_id, "context": runtime, "approval": approval}
@@ -255,7 +237,7 @@ class WinkMiddleware(AgentMiddleware[Any, Any, Any]):
                     raise
                 node = call_id.rpartition(":")[0]
                 first = next(i for i, _ in self._asked(runtime) if i.rpartition(":")[0] == node)
-                if _SUFFIX.split(first)[0] == _SUFFIX.split(call_id)[0]:
+                if first.partition("#")[0] == call_id:
                     approval = _ask(call, needed.request)
                 else:  # LangGraph does not tell the answers to one node apart
                     approval = Approval(False, reason=_ALONE)
@@ -375,10 +357,15 @@ class _OwnCall:
     """A call of one of the agent's own tools: how to run it, and what became of it."""
 
     def __init__(
-        self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Any], blocking: bool
+        self,
+        request: ToolCallRequest,
+        handler: Callable[[ToolCallRequest], Any],
+        blocking: bool,
+        reach: Reach | None,
     ) -> None:
         self.request = request
         self.blocking = blocking
+        self.reach = reach
         self._handler = handler
         self._given: Answer | None = None
         self._text = ""
@@ -402,7 +389,10 @@ class _OwnCall:
             raise
         except Exception as error:
             self.raised = error
-            return ToolResult.error(str(error) or type(error).__name__, code=_RAISED)
+            if self.reach in ("compensable", "irreversible"):
+                raise  # it may have had its effect: it is not run again
+            # It ends the node, and the model is told nothing: a node that resumes runs it again.
+            return ToolResult.error(str(error) or type(error).__name__, code=INTERRUPTED)
         self._text = _text_of(given)
         if isinstance(given, ToolMessage) and given.status == "error":
             undone = "" if self.request.tool is None else _UNDONE  # an unknown tool did nothing
