@@ -27,6 +27,7 @@ from test_turn_properties import (
     was_interrupted,
 )
 
+import weakincentives as wink
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, PromptEvaluationError, Suspended
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
@@ -868,3 +869,55 @@ def test_calls_that_join_come_out_as_if_the_cancelled_ones_had_never_been_made(
     drawn: list[tuple[str, Any]], gaps: list[int], cancels: dict[int, int]
 ) -> None:
     check(drawn, None, gaps, cancels)
+
+
+@pytest.mark.parametrize("how", ["threads", "tasks"])
+def test_calls_that_a_handler_makes_at_the_same_time_lose_no_update(how: str):
+    """Each works on the view of the call that they are nested in."""
+
+    @dataclass(frozen=True)
+    class Total:
+        value: int = 0
+
+    def read(context: wink.ToolContext) -> int:
+        latest = context.session[Total].latest()
+        return 0 if latest is None else latest.value
+
+    @wink.tool(reach="reversible")
+    def add(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        time.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def aadd(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        await asyncio.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    def in_threads(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        calls = [
+            threading.Thread(target=tools.execute, args=("add", {}, context)) for _ in range(20)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def in_tasks(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        await asyncio.gather(*(tools.aexecute("aadd", {}, context) for _ in range(20)))
+        return "added"
+
+    tools = wink.ToolRegistry([add, aadd, in_threads, in_tasks])
+    with tools:
+        assert tools.execute(f"in_{how}").success
+        assert tools.session[Total].latest() == Total(20)

@@ -302,7 +302,8 @@ class Work(Surroundings):
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
         if gate is None:
-            return ()  # nested: the call it belongs to holds the gates
+            # Nested: the call it belongs to holds the others.
+            return () if self.parent is None else (self.parent.gate,)
         others = self.resources.gates
         if not others:
             return (gate,)
