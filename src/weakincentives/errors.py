@@ -56,6 +56,7 @@ WinkError
 │           │   └── ContextOverflow           the request does not fit into the context window
 │           └── MalformedResponse          its answer does not match its interface
 ├── Suspended                        not a failure: the call waits for someone outside, then resumes
+│   └── ApprovalNeeded                 a person must approve the call first
 ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
 ├── SessionError
 │   ├── ReducerError                   a reducer raised; its event changed nothing
@@ -204,6 +205,17 @@ class Suspended(WinkError, metaclass=ABCMeta):
     Raise it yourself, or register the control-flow exceptions of a framework:
     ``Suspended.register(GraphInterrupt)``.
     """
+
+
+class ApprovalNeeded(Suspended):
+    """A person must approve the call first; ``request`` is an ``ApprovalRequest``.
+
+    Ask them, then make the same call again with ``approval=``.
+    """
+
+    def __init__(self, request: Any) -> None:
+        super().__init__(f"{request.tool_name} needs approval")
+        self.request = request
 
 
 class ContractError(WinkError, AssertionError):

@@ -25,7 +25,7 @@ from weakincentives.errors import (
     SnapshotExpired,
     ViewClosed,
 )
-from weakincentives.events import Dispatcher, PromptRendered
+from weakincentives.events import Dispatcher, PromptRendered, ToolInvoked
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant
@@ -203,6 +203,9 @@ class _Wiring:
     lock: Any = field(default_factory=RLock)
     gate: Gate = field(default_factory=Gate)
     """Held by the current call: calls on one session run one after the other."""
+    by_call: dict[str, ToolInvoked] = field(default_factory=dict[str, ToolInvoked])
+    """The newest record of each call, of the records that ``indexed`` holds."""
+    indexed: Slice[ToolInvoked] = EMPTY
 
     def policy(self, slice_type: type) -> SlicePolicy:
         return self.policies.get(slice_type) or declared_policy(slice_type)
@@ -633,6 +636,22 @@ class Session(Participant):
         return f"<{kind} {self.session_id}>"
 
     # Reading and changing
+
+    def record_of(self, call_id: str) -> ToolInvoked | None:
+        """Return the newest record of a call, or None. Costs what was recorded since the last look.
+
+        Records of calls nested in one under way are not looked at.
+        """
+        wiring = self._wiring
+        with wiring.lock:
+            records = _slice_in(self._outermost()._root, ToolInvoked)
+            known = records.shared_with(wiring.indexed)
+            if known < len(wiring.indexed):  # the log was cleared
+                wiring.by_call, known = {}, 0
+            new = [*itertools.islice(records.newest_first(), len(records) - known)]
+            wiring.by_call.update((record.call_id, record) for record in reversed(new))
+            wiring.indexed = records
+            return wiring.by_call.get(call_id)
 
     def __getitem__(self, slice_type: type[T]) -> SliceAccessor[T]:
         return SliceAccessor(self, slice_type)

@@ -126,13 +126,7 @@ _ANY_OBJECT = Form("", "", {}, is_strict=False, declared={})
 
 @lru_cache(maxsize=1024)
 def _tool_form(tool: Tool[Any, Any], strict: bool) -> Form:
-    definition = tool.definition()
-    text, schema = definition["description"], definition["parameters"]
-    for example in definition.get("examples", ()):
-        shown = json.dumps(example["input"], ensure_ascii=False)
-        longer = f"{text}\n\nExample: {example['description']}\n{shown}"
-        if len(longer) <= _MAX_DESCRIPTION:
-            text = longer
+    text, schema = tool.text(_MAX_DESCRIPTION), tool.parameters
     if len(text) > _MAX_DESCRIPTION:
         schema = {**schema, "description": text}
         text = f"{text[: _MAX_DESCRIPTION - 1]}…"

@@ -8,6 +8,7 @@ load_lazily(__name__, "tool")
 
 if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval as Approval
+    from weakincentives.prompt.approval import ApprovalAsked as ApprovalAsked
     from weakincentives.prompt.approval import ApprovalPolicy as ApprovalPolicy
     from weakincentives.prompt.approval import ApprovalRequest as ApprovalRequest
     from weakincentives.prompt.approval import ApprovalRule as ApprovalRule

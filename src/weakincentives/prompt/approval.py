@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from weakincentives.errors import InvalidArguments, Suspended, ToolValidationError
+from weakincentives.errors import (
+    ApprovalNeeded,
+    InvalidArguments,
+    Suspended,
+    ToolValidationError,
+)
 from weakincentives.filesystem.patterns import GlobPattern
 from weakincentives.logs import get_logger
 from weakincentives.prompt.context import ToolContext
@@ -113,6 +119,12 @@ class ApprovalRequest:
         return (
             f"{text[:most]}\nNOT EVERYTHING IS SHOWN: {len(text) - most:,} characters are hidden."
         )
+
+    @property
+    def digest(self) -> str:
+        """Differs whenever the arguments or the preview differ."""
+        preview = json.dumps(asdict(self.preview), sort_keys=True, default=repr)
+        return hashlib.sha256(f"{_json(self.arguments)}\n{preview}".encode()).hexdigest()
 
     def shows_the_same_as(self, other: ApprovalRequest) -> bool:
         """Whether an answer to this request is one to the other, too."""
@@ -217,6 +229,18 @@ class StandingApproval:
     by: str = ""
 
 
+@slice_policy(SlicePolicy.LOG)
+@dataclass(frozen=True, slots=True)
+class ApprovalAsked:
+    """A request that was handed out as ``ApprovalNeeded``, or the answer to it."""
+
+    call_id: str
+    policy_name: str
+    shown: str
+    """The digest of the request."""
+    answer: Approval | None = None
+
+
 Ask = Callable[[ApprovalRequest], "bool | Approval | Awaitable[bool | Approval]"]
 
 
@@ -233,8 +257,10 @@ class ApprovalPolicy:
     ...                         reaches={"irreversible"})
     """
 
-    ask: Ask
-    """Plain or async; a plain one runs in a thread, so that it may wait for a person."""
+    ask: Ask | None = None
+    """Plain or async; a plain one runs in a thread, so that it may wait for a person. None suspends
+    the call with ``ApprovalNeeded``: the caller asks, and makes the call again with
+    ``approval=``."""
     tools: AbstractSet[str] = frozenset()
     reaches: AbstractSet[Reach | None] = frozenset()
     """None means tools without a stated reach."""
@@ -282,7 +308,10 @@ class ApprovalPolicy:
         standing = self._standing(request, context)
         if standing is not None:
             return PolicyDecision(allowed=True, note=standing)
-        answer = await self._answer(request)
+        if self.ask is None or context.approval is not None:
+            answer = self._from_outside(request, context)
+        else:
+            answer = await self._answer(self.ask, request)
         if answer.approved is not True:
             return _decision(request, answer)
         try:
@@ -301,6 +330,27 @@ class ApprovalPolicy:
             context.session[StandingApproval].append(rule)
         return _decision(request, answer, None if _same(request, now) else now.arguments)
 
+    def _from_outside(self, request: ApprovalRequest, context: ToolContext) -> Approval:
+        """Return the answer that a person gave outside the call; suspend the call without one.
+
+        An answer is for the request that was shown last; another policy gets one of its own.
+        """
+        session, given, shown = context.session, context.approval, request.digest
+        asked = [e for e in session[ApprovalAsked].newest_first() if e.call_id == request.call_id]
+        record = session.record_of(request.call_id)
+        if record is not None and not record.suspended:
+            asked = []  # those were for an earlier call of this id
+        mine = next((each for each in asked if each.policy_name == self.name), None)
+        if given is not None and (not asked or (asked[0] is mine and mine.answer is None)):
+            if mine is not None and mine.shown != shown:
+                given = Approval(False, given.by, _CHANGED) if given.approved is True else given
+            session[ApprovalAsked].append(ApprovalAsked(request.call_id, self.name, shown, given))
+            return given
+        if mine is not None and mine.answer is not None and mine.shown == shown:
+            return mine.answer
+        session[ApprovalAsked].append(ApprovalAsked(request.call_id, self.name, shown))
+        raise ApprovalNeeded(request)
+
     def _standing(self, request: ApprovalRequest, context: ToolContext) -> str | None:
         """Return the note of a rule that approves the call, or None."""
         for rule in self.approved:
@@ -317,9 +367,9 @@ class ApprovalPolicy:
     ) -> None:
         """Remember nothing: only the answer "always" holds for other calls."""
 
-    async def _answer(self, request: ApprovalRequest) -> Approval:
+    async def _answer(self, ask: Ask, request: ApprovalRequest) -> Approval:
         try:
-            answer = await asyncio.wait_for(self._asked(request), self.timeout)
+            answer = await asyncio.wait_for(_asked(ask, request), self.timeout)
         except Exception as error:
             if isinstance(error, Suspended):  # the answer comes later
                 raise
@@ -334,14 +384,12 @@ class ApprovalPolicy:
         _logger.error("an approval must be a bool or an Approval, got %r", answer)
         return Approval(False, reason="the answer was invalid")
 
-    async def _asked(self, request: ApprovalRequest) -> object:
-        from weakincentives.loops import in_thread
 
-        if is_async(self.ask):
-            answer = self.ask(request)
-        else:
-            answer = await in_thread(lambda: self.ask(request))
-        return await answer if inspect.isawaitable(answer) else answer
+async def _asked(ask: Ask, request: ApprovalRequest) -> object:
+    from weakincentives.loops import in_thread
+
+    answer = ask(request) if is_async(ask) else await in_thread(lambda: ask(request))
+    return await answer if inspect.isawaitable(answer) else answer
 
 
 def _request(tool: Tool[Any, Any], params: Any, context: ToolContext) -> ApprovalRequest:

@@ -15,6 +15,7 @@ from weakincentives.resources import Resolver, ResourceRegistry, as_resolver
 if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
     from weakincentives.memory import MemoryManager
+    from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.prompt import Prompt, RenderedPrompt
     from weakincentives.session import Session
 
@@ -85,6 +86,8 @@ class ToolContext:
         default=None, repr=False, compare=False
     )
     """Receives the progress that tools report: call id, message, done, total."""
+    approval: Approval | None = field(default=None, init=False, repr=False, compare=False)
+    """What a person has decided about this call elsewhere, before it was made."""
 
     if TYPE_CHECKING:
         # Says what dataclasses cannot: resources are taken in more forms than they are given.

@@ -386,6 +386,20 @@ class Tool(TypedConstructor, Generic[P, R]):
             ]
         return described
 
+    def text(self, most: int | None = None) -> str:
+        """Return the description with its examples: as many as fit into ``most`` characters.
+
+        For a model whose tool definitions have no place for examples.
+        """
+        text = self.description
+        for example in self.examples:
+            given = {} if example.input is None else dump(example.input)
+            shown = json.dumps(given, ensure_ascii=False)
+            longer = f"{text}\n\nExample: {example.description}\n{shown}"
+            if most is None or len(longer) <= most:
+                text = longer
+        return text
+
     # For the runtime
 
     @cached_property

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weakincentives.memory import MemoryMatch as MemoryMatch
     from weakincentives.memory import Permissions as Permissions
     from weakincentives.prompt.contracts import MemoryScope as MemoryScope
+    from weakincentives.runtime.calls import open_run as open_run
     from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
     from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
     from weakincentives.runtime.compose import ParallelOutput as ParallelOutput
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from weakincentives.runtime.compose import conditional as conditional
     from weakincentives.runtime.compose import parallel as parallel
     from weakincentives.runtime.compose import sequence as sequence
+    from weakincentives.runtime.hosted import Admission as Admission
+    from weakincentives.runtime.hosted import OpenCall as OpenCall
     from weakincentives.runtime.inbox import Inbox as Inbox
     from weakincentives.runtime.ledger import CallOutcome as CallOutcome
     from weakincentives.runtime.ledger import Outcome as Outcome

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from inspect import isawaitable
 from json import JSONDecodeError
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn, cast
 
+from weakincentives.call import ToolCall
 from weakincentives.errors import (
     BudgetExceededError,
     ContractError,
@@ -29,9 +32,12 @@ from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.filesystem.bypass import warn_once
 from weakincentives.filesystem.paths import shown
 from weakincentives.logs import get_logger
+from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.signatures import show
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.transactions import NeedsItsPlace, Transaction
+from weakincentives.serde import dump
+from weakincentives.session import Session
 from weakincentives.tool_result import ToolError, ToolMetadata, ToolResult
 
 _logger = get_logger(__name__)
@@ -256,6 +262,41 @@ def edited(tool: Tool[Any, Any], arguments: Mapping[str, Any]) -> str:
 
 
 # The record
+
+
+def on_record(
+    call: ToolCall, session: Session, offers: Mapping[str, Offer]
+) -> tuple[ToolCall, ToolResult[Any] | None]:
+    """Return the recorded answer of a call, if there is one.
+
+    Some providers use an id again. Another call of the same id gets an id of its own, the same
+    whenever it is made again.
+    """
+    offer, found = offers.get(call.name), call
+    for number in itertools.count(2):
+        record = session.record_of(found.id)
+        if record is None or (_is_of(record, call, offer) and record.suspended):
+            break
+        if _is_of(record, call, offer):
+            return found, record.result
+        found = ToolCall(call.name, call.params, f"{call.id}#{number}")
+    return found, None
+
+
+def _is_of(record: ToolInvoked, call: ToolCall, offer: Offer | None) -> bool:
+    """Whether a record is that of a call: the same tool and arguments."""
+    if record.tool_name != call.name or record.edited:
+        return record.tool_name == call.name
+    params = call.params
+    if offer is not None:
+        with suppress(Refusal):  # then the record has what the model sent
+            params = offer.tool.parse(params)
+    # Arguments that could not be saved are on record as text; after a kill they may be lost.
+    return record.params in (None, repr(params)) or _json(record.params) == _json(params)
+
+
+def _json(params: object) -> str:
+    return json.dumps(dump(params), sort_keys=True, default=repr)
 
 
 def complete(

@@ -1,12 +1,13 @@
 """The calls of a workspace: the records of its runs, joined with the history of the directory.
 
-Read-only, so it works while an agent runs. Values stay in their JSON form: showing a call does not
-load the types it used.
+Reading takes no lock, so it works while an agent runs. Values stay in their JSON form: showing a
+call does not load the types it used.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -22,11 +23,12 @@ from typing import Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
-from weakincentives.filesystem import Committed, FileChange, WorkspaceHistory
+from weakincentives.filesystem import Committed, FileChange, HostFilesystem, WorkspaceHistory
 from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.store import Note, location_of
-from weakincentives.runtime.saved import SavedSessionData, not_undone
+from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
 from weakincentives.serde.exact import StoredBytes
+from weakincentives.session import Session
 
 _RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
@@ -136,11 +138,43 @@ class Run:
         return [_fields(value) for value in self.data.log.get(kind, ())]
 
 
-def new_run(store: Path) -> Run:
+def new_run(store: Path, mark: str = "") -> Run:
     """Return a run that begins now, with a new id; ``store`` is ``HostFilesystem.store``."""
     moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
-    mark = "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(3))
-    return Run(_folder(store) / f"{moment}-{mark}{_SUFFIX}")
+    return Run(_folder(store) / f"{moment}-{mark or _letters(os.urandom(3))}{_SUFFIX}")
+
+
+def _letters(data: bytes) -> str:
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in data)
+
+
+def open_run(
+    workspace: str | os.PathLike[str] | HostFilesystem, title: str = "", *, key: str = ""
+) -> SavedSession:
+    """Begin a run on a workspace: `wink log` shows the calls of its session, saved as they end.
+
+    With a key, the run that was begun with the same key is continued. Use it in a ``with`` block:
+
+    >>> with open_run(".", "Nightly cleanup") as run:  # doctest: +SKIP
+    ...     tools = ToolRegistry([...], workspace=".", session=run.session)
+
+    Raises:
+        SessionInUse: The run is open, here or in another process.
+        SnapshotError: The run to continue is damaged, or has values of unknown types.
+    """
+    if isinstance(workspace, HostFilesystem):
+        store = workspace.store
+    else:
+        store = location_of(Path(workspace).resolve())
+        Note.read(store)
+    # The letters of a key are found without opening the other runs.
+    mark = _letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
+    for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
+        if Run(path).data.about.get("key") == key:
+            return SavedSession.open(path)
+    run = new_run(store, mark)
+    about = {"kind": "hosted", "title": title, "key": key}
+    return SavedSession.create(run.path, Session(session_id=run.id), about=about)
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:

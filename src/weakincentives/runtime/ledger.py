@@ -103,12 +103,16 @@ class OutcomeLedger:
                 return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
             return None if found is None else self._as_it_is(found)
 
-    def unsettled(self) -> tuple[CallOutcome, ...]:
-        """Return the calls whose outcome is unknown."""
+    def calls(self, prefix: str = "") -> tuple[CallOutcome, ...]:
+        """Return the outcomes of the calls whose ids begin like this, oldest first."""
         with self._lock:
             self._catch_up()
-            found = [self._as_it_is(each) for each in self._known.values()]
-        return tuple(each for each in found if each.outcome == "unknown")
+            found = (each for each in self._known.values() if each.call_id.startswith(prefix))
+            return tuple(self._as_it_is(each) for each in found)
+
+    def unsettled(self) -> tuple[CallOutcome, ...]:
+        """Return the calls whose outcome is unknown."""
+        return tuple(each for each in self.calls() if each.outcome == "unknown")
 
     def settle(self, call_id: str, outcome: Outcome) -> None:
         """Record the outcome of a call that was unknown."""

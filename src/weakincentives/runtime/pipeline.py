@@ -54,7 +54,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
         following: Transaction | None = None
         transaction_under_way.set(transaction)
         try:
-            offer = transaction.offer or await _admit(transaction)
+            offer = transaction.offer or await admit(transaction)
             tool = offer.tool
             transaction.open()
             if transaction.ran:
@@ -84,11 +84,11 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
                 effects.note_outcome(transaction, result)
             transaction.commit(complete(transaction, result))
         except BaseException as error:  # the one place that undoes
-            following = await _undo(transaction, error)
+            following = await undo(transaction, error)
             if following is None and answers.raises_through(error):
                 raise
         finally:
-            _end(transaction)
+            end(transaction)
         if following is None:
             break
         transaction = following
@@ -104,7 +104,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
 # Admit
 
 
-async def _admit(transaction: Transaction) -> Offer:
+async def admit(transaction: Transaction) -> Offer:
     """Return the tool as it is offered when the call may run; a refusal is raised."""
     if transaction.around.late:
         _check_limits(transaction)
@@ -122,8 +122,6 @@ async def _admit(transaction: Transaction) -> Offer:
         _check_limits(transaction)
     if tool.handler is None:
         raise Refusal(f"Tool '{tool.name}' is run by the provider and has no handler here")
-    if tool.reach in ("compensable", "irreversible"):
-        effects.put_on_record(transaction)
     return offer
 
 
@@ -194,7 +192,9 @@ def _check_limits(transaction: Transaction) -> None:
 
 
 def _start(transaction: Transaction, offer: Offer) -> None:
-    """Notify policies that the call is about to run."""
+    """Put a call that reaches outside on record, and notify policies that it is about to run."""
+    if offer.tool.reach in ("compensable", "irreversible"):
+        effects.put_on_record(transaction)
     for policy in offer.counters:
         policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
     transaction.ran, transaction.offer = True, offer
@@ -226,7 +226,7 @@ def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> 
 # Undo
 
 
-async def _undo(transaction: Transaction, error: BaseException) -> Transaction | None:
+async def undo(transaction: Transaction, error: BaseException) -> Transaction | None:
     """Undo an attempt. Return the next one, if any; otherwise record the call."""
     tool = transaction.tool
     if transaction.is_open:
@@ -269,7 +269,7 @@ def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
 # Record
 
 
-def _end(transaction: Transaction) -> None:
+def end(transaction: Transaction) -> None:
     """Make sure that the call is settled, and hand out its record."""
     error = sys.exc_info()[1]
     if not transaction.settled:

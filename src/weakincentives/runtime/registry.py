@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,7 +32,9 @@ from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
+    from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect, PreconditionResult
+    from weakincentives.runtime.hosted import Admission, OpenCall
 
 T = TypeVar("T")
 AnyTool = Tool[Any, Any]
@@ -70,7 +72,8 @@ class ToolRegistry:
     ``execute_tools``, find the tools that were registered when it began.
 
     Args:
-        workspace: A directory for ``context.filesystem``.
+        workspace: A directory for ``context.filesystem``, or one that is open already and stays
+            its owner's to close.
         resources: What else tools ask for.
         policies: They govern every tool.
         namespace: For tools that are registered without one; names are also looked up in it.
@@ -82,7 +85,7 @@ class ToolRegistry:
         self,
         tools: Iterable[AnyTool] = (),
         *,
-        workspace: str | os.PathLike[str] | None = None,
+        workspace: str | os.PathLike[str] | HostFilesystem | None = None,
         resources: Resources | None = None,
         session: Session | None = None,
         policies: Iterable[AnyPolicy] = (),
@@ -121,7 +124,7 @@ class ToolRegistry:
         return self._workspace
 
     def _opened(
-        self, workspace: str | os.PathLike[str] | None, resources: Resources | None
+        self, workspace: str | os.PathLike[str] | HostFilesystem | None, resources: Resources | None
     ) -> Resolver:
         if hasattr(resources, "find"):
             if workspace is not None:
@@ -133,7 +136,10 @@ class ToolRegistry:
                 raise TypeError("give either workspace= or a Filesystem in resources=, not both")
             from weakincentives.filesystem import HostFilesystem
 
-            self._workspace = HostFilesystem(workspace)
+            self._owns_workspace = not isinstance(workspace, HostFilesystem)
+            self._workspace = (
+                workspace if isinstance(workspace, HostFilesystem) else HostFilesystem(workspace)
+            )
             bound = bound.merge({Filesystem: self._workspace})
         from weakincentives.memory import MemoryManager
 
@@ -230,33 +236,132 @@ class ToolRegistry:
 
     def execute(
         self,
-        name: str,
+        name: str | AnyTool,
         arguments: object = None,
         context: ToolContext | None = None,
         *,
         call_id: str | None = None,
+        once: bool = False,
+        approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call and return its result; failures are results, too.
 
-        A context of yours brings its own session and resources. With your own ``call_id``, a call
-        that reaches outside is safe to repeat: see ``ToolContext.idempotency_key``.
+        A tool that is not registered runs under the registry's policies. A context of yours brings
+        its own session and resources. With your own ``call_id``, a call that reaches outside is
+        safe to repeat: see ``ToolContext.idempotency_key``.
+
+        Args:
+            once: A call that is on record, with the same id, tool and arguments, returns its
+                recorded answer and runs nothing.
+            approval: What a person has decided, after ``admit`` or ``ApprovalNeeded``.
         """
-        ours = self.context()
-        call = self._call(ours, name, arguments, call_id)
-        return execute_tool(call, context=_with_tools(ours, context))
+        call, context = self._made(name, arguments, context, call_id)
+        return execute_tool(call, context=context, once=once, approval=approval)
 
     async def aexecute(
         self,
-        name: str,
+        name: str | AnyTool,
         arguments: object = None,
         context: ToolContext | None = None,
         *,
         call_id: str | None = None,
+        once: bool = False,
+        approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call on the caller's event loop."""
+        call, context = self._made(name, arguments, context, call_id)
+        return await aexecute_tool(call, context=context, once=once, approval=approval)
+
+    def admit(
+        self,
+        name: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        once: bool = False,
+    ) -> Admission:
+        """Check whether a call may run, and run nothing: refused, needs approval, or ready.
+
+        All other policies come before a person. Executing the call checks again.
+        """
+        from weakincentives.runtime.hosted import admit
+
+        return admit(*self._made(name, arguments, None, call_id), once=once)
+
+    async def aadmit(
+        self,
+        name: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        once: bool = False,
+    ) -> Admission:
+        """Check on the caller's event loop whether a call may run."""
+        from weakincentives.runtime.hosted import aadmit
+
+        return await aadmit(*self._made(name, arguments, None, call_id), once=once)
+
+    def refuse(
+        self,
+        name: str | AnyTool,
+        arguments: object,
+        reason: str,
+        *,
+        by: str = "",
+        call_id: str | None = None,
+    ) -> AnyResult:
+        """Record that a call was denied elsewhere, and return the answer for the model."""
+        from weakincentives.runtime.hosted import refuse
+
+        return refuse(*self._made(name, arguments, None, call_id), reason, by=by)
+
+    async def arefuse(
+        self,
+        name: str | AnyTool,
+        arguments: object,
+        reason: str,
+        *,
+        by: str = "",
+        call_id: str | None = None,
+    ) -> AnyResult:
+        """Record on the caller's event loop that a call was denied elsewhere."""
+        from weakincentives.runtime.hosted import arefuse
+
+        return await arefuse(*self._made(name, arguments, None, call_id), reason, by=by)
+
+    def begin(
+        self,
+        name: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        once: bool = False,
+        approval: Approval | None = None,
+    ) -> OpenCall:
+        """Return a call whose work you do yourself, in its ``with`` or ``async with`` block."""
+        from weakincentives.runtime.hosted import OpenCall
+
+        call, context = self._made(name, arguments, None, call_id)
+        return OpenCall(call, context, once=once, approval=approval)
+
+    def _made(
+        self,
+        name: str | AnyTool,
+        arguments: object,
+        context: ToolContext | None,
+        call_id: str | None,
+    ) -> tuple[ToolCall, ToolContext]:
+        """Return a call, and the context it is made in."""
         ours = self.context()
-        call = self._call(ours, name, arguments, call_id)
-        return await aexecute_tool(call, context=_with_tools(ours, context))
+        if isinstance(name, Tool):
+            known = offers_of(ours).get(name.name)
+            if known is None or known.tool is not name:
+                rendered = cast("RenderedPrompt", ours.rendering)
+                offer = Offer.of(name, self._rules(), rendered.listeners)
+                offers = {**rendered.offers, name.name: offer}
+                ours = ours.having(rendered_prompt=replace(rendered, offers=offers))
+            name = name.name
+        return self._call(ours, name, arguments, call_id), _with_tools(ours, context)
 
     def execute_tools(
         self,
@@ -321,7 +426,7 @@ class ToolRegistry:
         return ToolContext(
             session=self.session,
             resources=self._resources,
-            rendered_prompt=RenderedPrompt("", self.list(), offers),
+            rendered_prompt=RenderedPrompt("", self.list(), offers, listeners=listeners),
             run_context=self._ids,
             config=self._config,
         )
@@ -463,7 +568,7 @@ class ToolRegistry:
             if self._own is not None:
                 self._own.close(error)
         finally:
-            if self._workspace is not None:
+            if self._workspace is not None and self._owns_workspace:
                 self._workspace.close()
 
     def __enter__(self) -> ToolRegistry:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives import locks
+from weakincentives.call import ToolCall
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
@@ -44,7 +45,6 @@ from weakincentives.state import SEAL_SIZE, Seals
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from weakincentives.call import ToolCall
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
 
@@ -220,6 +220,11 @@ class SavedSession:
         locks.close(fd)
         return data.count(b"\n") - len(texts)
 
+    @property
+    def mark(self) -> str:
+        """The letters at the end of the file's name: the short name of a run."""
+        return self.path.stem.rpartition("-")[2]
+
     def save(self) -> None:
         """Append what has changed since the last save."""
         with self._lock:
@@ -265,8 +270,13 @@ class SavedSession:
         """
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
         on_record = {r.call_id for r in self.session[ToolInvoked].all() if not r.suspended}
+        history = files.history()
         asked = [call for said in self.session[Message].all() for call in said.tool_calls]
-        live = not_undone(files.history())
+        # Calls of a framework: it has the messages, and their ids begin with the run's mark.
+        hosted = {each.call_id: each.tool_name for each in ledger.calls(f"{self.mark}:")}
+        hosted |= {c.call_id: c.tool for c in history if c.call_id.startswith(f"{self.mark}:")}
+        asked += [ToolCall(tool, None, call_id) for call_id, tool in hosted.items()]
+        live = not_undone(history)
         undone: list[str] = []
         for call in reversed(asked):  # newest first: later changes may depend on earlier ones
             found = None if call.id in on_record else ledger.find(call.id)

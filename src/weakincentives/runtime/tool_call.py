@@ -18,6 +18,7 @@ from weakincentives.gate import Gate, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
 from weakincentives.runtime.snapshots import tool_transaction
@@ -34,6 +35,7 @@ from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
+    from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
 
 T = TypeVar("T")
@@ -55,14 +57,21 @@ def execute_tool(
     context: ToolContext | None = None,
     session: Session | None = None,
     prompt: Prompt[Any] | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     """Run one call and return its result; failures are results, too.
 
     The tools are those of the context's prompt, or of ``prompt``, or of the prompt that the
     session last rendered.
+
+    Args:
+        once: A call that is on record, with the same id, tool and arguments, returns its recorded
+            answer and runs nothing.
+        approval: What a person has decided about the call, after ``admit`` or ``ApprovalNeeded``.
     """
-    context = context or _context(session, prompt)
-    return _run(call, offers_of(context), context)
+    context = context or context_of(session, prompt)
+    return _run(call, offers_of(context), context, once=once, approval=approval)
 
 
 async def aexecute_tool(
@@ -71,10 +80,12 @@ async def aexecute_tool(
     context: ToolContext | None = None,
     session: Session | None = None,
     prompt: Prompt[Any] | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     """Run one call on the caller's event loop."""
-    context = context or _context(session, prompt)
-    return await _arun(call, offers_of(context), context)
+    context = context or context_of(session, prompt)
+    return await _arun(call, offers_of(context), context, once=once, approval=approval)
 
 
 def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> AnyResult:
@@ -108,7 +119,7 @@ def execute_tools(
     A call that raises through (a deadline, an interrupt) ends the turn: the calls before it are
     committed, those after it are not.
     """
-    context = context or _context(session, prompt)
+    context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
     # What the model was shown when it made the calls.
     offers = offers_of(context)
@@ -118,7 +129,7 @@ def execute_tools(
             number, call = group[0]
             results.append(_run(call, offers, context, Place(number)))
         else:
-            work = _Work(context, offers)
+            work = Work(context, offers)
             results += work.run(partial(work.together, group, most), True)
     return tuple(results)
 
@@ -132,7 +143,7 @@ async def aexecute_tools(
     max_concurrency: int | None = None,
 ) -> tuple[AnyResult, ...]:
     """Run the calls of one model turn on the caller's event loop."""
-    context = context or _context(session, prompt)
+    context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
     offers = offers_of(context)
     results: list[AnyResult] = []
@@ -141,7 +152,7 @@ async def aexecute_tools(
             number, call = group[0]
             results.append(await _arun(call, offers, context, Place(number)))
         else:
-            work = _Work(context, offers)
+            work = Work(context, offers)
             results += await work.arun(partial(work.together, group, most))
     return tuple(results)
 
@@ -187,7 +198,7 @@ async def apply_effects(
 # Through the gates: calls on one session, or on one workspace, run one after the other
 
 
-class _Work(Surroundings):
+class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
 
     async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
@@ -289,19 +300,41 @@ class _Work(Surroundings):
 
 
 def _run(
-    call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
+    call: ToolCall,
+    offers: Offers,
+    context: ToolContext,
+    place: Place | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
-    work = _Work(context, offers)
-    return work.run(partial(run_call, work, call, work.recorded, needs_loop, place), needs_loop)
+    work = Work(context, offers)
+    work.approval = approval
+    run = _run_once if once else run_call
+    return work.run(partial(run, work, call, work.recorded, needs_loop, place), needs_loop)
 
 
 async def _arun(
-    call: ToolCall, offers: Offers, context: ToolContext, place: Place | None = None
+    call: ToolCall,
+    offers: Offers,
+    context: ToolContext,
+    place: Place | None = None,
+    once: bool = False,
+    approval: Approval | None = None,
 ) -> AnyResult:
-    work = _Work(context, offers)
-    return await work.arun(partial(run_call, work, call, work.recorded, True, place))
+    work = Work(context, offers)
+    work.approval = approval
+    run = _run_once if once else run_call
+    return await work.arun(partial(run, work, call, work.recorded, True, place))
+
+
+async def _run_once(
+    work: Work, call: ToolCall, recorded: list[Recorded], on_loop: bool, place: Place | None
+) -> AnyResult:
+    """Return the answer on record, or run the call: inside the gate, so that it runs once."""
+    call, known = on_record(call, work.session, work.offers)
+    return await run_call(work, call, recorded, on_loop, place) if known is None else known
 
 
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
@@ -327,7 +360,7 @@ async def _shielded(
 # Contexts
 
 
-def _context(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
+def context_of(session: Session | None, prompt: Prompt[Any] | None) -> ToolContext:
     if session is None:
         raise TypeError("execute_tool needs context=... or session=...")
     rendered = None

@@ -28,6 +28,7 @@ from weakincentives.session import Session
 if TYPE_CHECKING:
     from asyncio import Event
 
+    from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
     from weakincentives.tool_result import ToolResult
@@ -86,6 +87,9 @@ class Surroundings:
 
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
+
+    approval: Approval | None = None
+    """What a person has decided about the call elsewhere."""
 
     def __init__(self, context: ToolContext, offers: Mapping[str, Offer]) -> None:
         self.context = context
@@ -217,6 +221,7 @@ class Transaction:
         self.signal = CancellationToken()
         bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
         bound.__dict__["config"] = {**context.config, "tool_name": call.name}
+        bound.__dict__["approval"] = around.approval  # not that of the call it is nested in
 
     def next_attempt(self, wait: float) -> Transaction:
         """Return the retry of this call: it is admitted already and starts from the state before.

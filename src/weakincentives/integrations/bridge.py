@@ -1,0 +1,301 @@
+"""What all integrations share: the calls of another framework's agent, run as ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from weakincentives.errors import WinkError
+from weakincentives.events import ToolInvoked
+from weakincentives.filesystem import HostFilesystem
+from weakincentives.loops import run_blocking
+from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
+from weakincentives.prompt.tool import Tool
+from weakincentives.runtime.calls import open_run
+from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.tool_result import ToolResult
+
+if TYPE_CHECKING:
+    from weakincentives.prompt.approval import Approval
+    from weakincentives.runtime.hosted import Admission, OpenCall
+
+AnyTool = Tool[Any, Any]
+AnyResult = ToolResult[Any]
+Workspace = str | os.PathLike[str] | Callable[[Any], "str | os.PathLike[str]"]
+"""A directory, or a function that returns one for the framework's run context."""
+RunName = str | Callable[[Any], "str | None"] | None
+"""The name of a run to continue, or a function that returns one for the framework's run context."""
+
+_FRAMEWORKS = {
+    "agents": "openai_agents",
+    "claude_agent_sdk": "claude",
+    "google": "google_adk",
+    "langchain": "langchain",
+    "langchain_core": "langchain",
+    "langgraph": "langchain",
+    "pydantic_ai": "pydantic_ai",
+    "smolagents": "smolagents",
+}
+"""Our module for a framework, by the package that its tools are from."""
+
+
+def adopt(tool: object, **options: Any) -> AnyTool:
+    """Return a tool of another framework as one of ours: its schema, rolled back on failure.
+
+    The options are those of ``Tool.from_schema``; say ``reach`` and ``writes`` where you know them.
+    """
+    if isinstance(tool, Tool):
+        return tool.replace(**options) if options else tool
+    for base in type(tool).__mro__:
+        module = _FRAMEWORKS.get(base.__module__.partition(".")[0])
+        if module is not None:
+            home: Any = import_module(f"weakincentives.integrations.{module}")
+            return home.adopt(tool, **options)
+    raise TypeError(
+        f"{tool!r} is not a tool of a framework we know; use @tool or Tool.from_schema for it"
+    )
+
+
+def wire_name(name: str) -> str:
+    """Return a foreign tool's name in the form that our names have."""
+    return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A run on a workspace."""
+
+    registry: ToolRegistry
+    mark: str
+    """The short name of the run."""
+    closing: ExitStack
+
+    def id_of(self, call_id: str | None) -> str | None:
+        """Return our id of a call: frameworks' ids are unique in a run, ours in the workspace."""
+        return None if call_id is None else f"{self.mark}:{call_id}"
+
+
+class Bridge:
+    """Runs the calls of another framework's agent as ours.
+
+    It opens the workspace and begins a run with the first call; `wink log` shows it. Close it, or
+    use it in a ``with`` block, to release the workspace. Calls may come from any thread or event
+    loop; those that are started together run concurrently as far as they may.
+
+    Args:
+        workspace: The directory, or a function of the framework's run context.
+        tools: What the agent is offered: our tools, or the framework's; by default the file tools.
+        policies: They govern every call, those of the framework's own tools included.
+        title: What `wink log` shows for the run.
+        run: Names the run, so that another process continues it; may be a function of the
+            framework's run context. By default each bridge begins a run of its own.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace = ".",
+        *,
+        tools: Iterable[object] | None = None,
+        policies: Iterable[AnyPolicy] = (),
+        title: str = "",
+        run: RunName = None,
+    ) -> None:
+        self._workspace = workspace
+        self._title = title
+        self._run = run
+        self.policies: tuple[AnyPolicy, ...] = tuple(policies)
+        if tools is None:
+            from weakincentives.contrib.tools import file_tools
+
+            self.tools: tuple[AnyTool, ...] = file_tools()
+            self.policies = (ReadBeforeWritePolicy(), *self.policies)
+        else:
+            self.tools = tuple(adopt(tool) for tool in tools)
+        self._lock = threading.Lock()
+        self._open: dict[tuple[Path, str], _Opened] = {}
+        self._closed = False
+
+    # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
+
+    async def acall(
+        self,
+        tool: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        context: object = None,
+        approval: Approval | None = None,
+    ) -> AnyResult:
+        """Run one call; one that is on record under its id returns its recorded answer."""
+        run = self._opened(context)
+        return await run.registry.aexecute(
+            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+        )
+
+    def call(
+        self,
+        tool: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        context: object = None,
+        approval: Approval | None = None,
+    ) -> AnyResult:
+        """Run one call from sync code. Calls of several threads run concurrently, too."""
+        return run_blocking(
+            lambda: self.acall(tool, arguments, call_id=call_id, context=context, approval=approval)
+        )
+
+    async def aadmit(
+        self,
+        tool: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        context: object = None,
+    ) -> Admission:
+        """Check whether a call may run: refused, needs approval, or ready."""
+        run = self._opened(context)
+        return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
+
+    def admit(
+        self,
+        tool: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        context: object = None,
+    ) -> Admission:
+        """Check from sync code whether a call may run."""
+        return run_blocking(lambda: self.aadmit(tool, arguments, call_id=call_id, context=context))
+
+    async def arefuse(
+        self,
+        tool: str | AnyTool,
+        arguments: object,
+        reason: str,
+        *,
+        by: str = "",
+        call_id: str | None = None,
+        context: object = None,
+    ) -> AnyResult:
+        """Record that a person denied a call, and return the answer for the model."""
+        run = self._opened(context)
+        return await run.registry.arefuse(
+            tool, arguments, reason, by=by, call_id=run.id_of(call_id)
+        )
+
+    def refuse(
+        self,
+        tool: str | AnyTool,
+        arguments: object,
+        reason: str,
+        *,
+        by: str = "",
+        call_id: str | None = None,
+        context: object = None,
+    ) -> AnyResult:
+        """Record from sync code that a person denied a call."""
+        return run_blocking(
+            lambda: self.arefuse(tool, arguments, reason, by=by, call_id=call_id, context=context)
+        )
+
+    def begin(
+        self,
+        tool: str | AnyTool,
+        arguments: object = None,
+        *,
+        call_id: str | None = None,
+        context: object = None,
+        approval: Approval | None = None,
+    ) -> OpenCall:
+        """Return a call whose work the framework does itself: see ``OpenCall``."""
+        run = self._opened(context)
+        return run.registry.begin(
+            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+        )
+
+    # The runs it has open
+
+    def registry(self, context: object = None) -> ToolRegistry:
+        """Return the tools, session and workspace of a run; opens it if need be."""
+        return self._opened(context).registry
+
+    def _opened(self, context: object) -> _Opened:
+        workspace, name = self._workspace, self._run
+        root = Path(workspace(context) if callable(workspace) else workspace).resolve()
+        key = (name(context) if callable(name) else name) or ""
+        with self._lock:
+            if self._closed:
+                raise WinkError("this integration is closed; make a new one")
+            found = self._open.get((root, key))
+            if found is None:
+                found = self._open[root, key] = self._opening(root, key)
+            return found
+
+    def _opening(self, root: Path, key: str) -> _Opened:
+        with ExitStack() as closing:
+            files = closing.enter_context(_SharedWorkspace(root)).files
+            run = closing.enter_context(open_run(files, self._title, key=key))
+            if len(run.session[ToolInvoked]):
+                run.mark_resumed()
+            run.undo_unrecorded(files)
+            registry = closing.enter_context(
+                ToolRegistry(
+                    self.tools, workspace=files, session=run.session, policies=self.policies
+                )
+            )
+            return _Opened(registry, run.mark, closing.pop_all())
+
+    def close(self) -> None:
+        """Release the workspace and end the run; calls are refused from now on."""
+        with self._lock:
+            self._closed = True
+            opened, self._open = self._open, {}
+        with ExitStack() as all_runs:
+            for each in opened.values():
+                all_runs.enter_context(each.closing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _SharedWorkspace:
+    """A directory that several agents of one process have open: the last one closes it."""
+
+    _open: dict[Path, tuple[HostFilesystem, int]] = {}  # noqa: RUF012
+    _lock = threading.Lock()
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            files, users = self._open.get(self._root) or (HostFilesystem(self._root), 0)
+            self._open[self._root] = files, users + 1
+        self.files = files
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            files, users = self._open.pop(self._root)
+            if users > 1:
+                self._open[self._root] = files, users - 1
+            else:
+                files.close()
