@@ -44,7 +44,7 @@ from weakincentives.prompt import (
 
 T = TypeVar("T")
 
-PATIENCE = 30.0
+PATIENCE = 20.0
 """Seconds after which something that never happens fails a case; nothing depends on its length."""
 
 
@@ -488,7 +488,7 @@ def _damaging(then: Callable[[], Any] | None = None) -> Tool[Any, Any]:
 def _furnish(stage: Stage) -> dict[str, tuple[str, int, int, bytes]]:
     stage.write("data.bin", bytes(range(256)), 0o600)
     stage.write("run.sh", b"#!/bin/sh\nexit 0\n", 0o750)
-    stage.write("keep.txt", b"keep\r\n", 0o444)
+    stage.write("keep.txt", b"keep\r\n", 0o604)
     stage.write("sub/.env", b"KEY=1\n", 0o640)
     return stage.files()
 
@@ -500,7 +500,7 @@ def a_failed_call_is_rolled_back(stage: Stage) -> None:
 
     done = stage.play([Ask("c1", "damage")], tools=[_damaging()])
 
-    assert "no room left" in done.answers["c1"]
+    assert "no room left" in done.answers["c1"], done.answers
     assert done.text == "done"
     assert stage.files() == before
     assert stage.record("damage")["outcome"] == "rolled back"
@@ -721,6 +721,7 @@ def parallel_calls_lose_no_update(stage: Stage) -> None:
 def parallel_reads_overlap(stage: Stage) -> None:
     """Ten reads of one turn are under way at the same time."""
     inside: set[int] = set()
+    gave_up: list[int] = []
 
     @tool(reach="read")
     async def meet(number: int) -> str:
@@ -730,7 +731,10 @@ def parallel_reads_overlap(stage: Stage) -> None:
             number: Who comes.
         """
         inside.add(number)
-        await until(lambda: len(inside) == 10)
+        try:
+            await until(lambda: len(inside) == 10 or gave_up)
+        except TimeoutError:
+            gave_up.append(number)
         return f"met {len(inside)}"
 
     done = stage.play([Ask(f"c{n}", "meet", {"number": n}) for n in range(10)], tools=[meet])
@@ -825,6 +829,11 @@ def _ask_first() -> ApprovalPolicy:
     return ApprovalPolicy(tools={"set_note"})
 
 
+def _said(record: Mapping[str, Any]) -> str:
+    """Return what the record of a call says about the answer."""
+    return "\n".join([record["result"], *record["notes"]])
+
+
 _SET_NOTE = Ask("c1", "set_note", {"text": "new words"})
 
 
@@ -843,7 +852,7 @@ def an_approved_call_runs(stage: Stage) -> None:
     assert stage.read("note.txt") == "new words"
     record = stage.records("set_note")[-1]
     assert kept(record)
-    assert any(note.startswith("approved") for note in record["notes"])
+    assert "approved" in _said(record)
 
 
 @case
@@ -860,7 +869,7 @@ def a_denied_call_does_not_run(stage: Stage) -> None:
     assert stage.files() == before
     record = stage.records("set_note")[-1]
     assert record["outcome"] == "denied"
-    assert any("not before the review" in note for note in record["notes"])
+    assert "not before the review" in _said(record)
 
 
 @case
@@ -879,9 +888,9 @@ def the_record_names_who_answered(stage: Stage) -> None:
     found = [each for each in stage.records("set_note") if each["outcome"] != "suspended"]
     approved, denied = found
     assert kept(approved)
-    assert any("ann" in note for note in approved["notes"])
+    assert "by ann" in _said(approved)
     assert denied["outcome"] == "denied"
-    assert any("bob" in note for note in denied["notes"])
+    assert "by bob" in _said(denied)
 
 
 @case
