@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from weakincentives.call import transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
@@ -121,6 +123,7 @@ class Bridge:
             self.tools = tuple(adopt(tool) for tool in tools)
         self._lock = threading.Lock()
         self._open: dict[tuple[Path, str], _Opened] = {}
+        self._holders = Counter[tuple[Path, str]]()
         self._closed = False
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
@@ -229,16 +232,46 @@ class Bridge:
         """Return the tools, session and workspace of a run; opens it if need be."""
         return self._opened(context).registry
 
-    def _opened(self, context: object) -> _Opened:
+    @contextmanager
+    def held(self, context: object = None) -> Iterator[None]:
+        """Close the run at the end of the block, unless another such block needs it.
+
+        For frameworks that tell when their agent begins and ends: between its runs, others can work
+        on the directory, `wink undo` for example.
+        """
+        place = self._place(context)
+        with self._lock:
+            self._holders[place] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders[place] -= 1
+                ended = None if self._holders[place] else self._open.pop(place, None)
+            if ended is not None:
+                ended.closing.close()
+
+    def _place(self, context: object) -> tuple[Path, str]:
+        """Return the directory and the name of the run that a run context is about."""
+        under_way = transaction_under_way.get()
+        if under_way is not None:
+            # An agent that a tool runs: its calls are part of that tool's call.
+            session = under_way.lineage[0].around.context.session
+            for place, each in self._open.copy().items():
+                if each.registry.session is session:
+                    return place
         workspace, name = self._workspace, self._run
         root = Path(workspace(context) if callable(workspace) else workspace).resolve()
-        key = (name(context) if callable(name) else name) or ""
+        return root, (name(context) if callable(name) else name) or ""
+
+    def _opened(self, context: object) -> _Opened:
+        place = self._place(context)
         with self._lock:
             if self._closed:
                 raise WinkError("this integration is closed; make a new one")
-            found = self._open.get((root, key))
+            found = self._open.get(place)
             if found is None:
-                found = self._open[root, key] = self._opening(root, key)
+                found = self._open[place] = self._opening(*place)
             return found
 
     def _opening(self, root: Path, key: str) -> _Opened:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from weakincentives.call import call_under_way
-from weakincentives.errors import ApprovalNeeded, MissingExtra, Suspended
+from weakincentives.errors import ApprovalNeeded, FilesystemError, MissingExtra, Suspended
 from weakincentives.filesystem import FileStat, HostFilesystem
 from weakincentives.integrations.bridge import Bridge, RunName, Workspace, wire_name
 from weakincentives.loops import in_thread
@@ -223,13 +224,26 @@ class Wink(AbstractCapability[Any]):
 class WinkToolset(AbstractToolset[Any]):
     """Our tools, for an agent's ``toolsets=[...]``. A capability also covers the agent's own."""
 
-    def __init__(self, bridge: Bridge, id: str = _NAME) -> None:  # noqa: A002
+    def __init__(self, bridge: Bridge, id: str = _NAME, ctx: Context | None = None) -> None:  # noqa: A002
         self._bridge = bridge
         self._id = id
+        self._ctx = ctx
+        self._held = ExitStack()
 
     @property
     def id(self) -> str:
         return self._id
+
+    async def for_run(self, ctx: Context) -> WinkToolset:
+        return WinkToolset(self._bridge, self._id, ctx)
+
+    async def __aenter__(self) -> WinkToolset:
+        if self._ctx is not None:  # between runs of the agent, others can work on the directory
+            self._held.enter_context(self._bridge.held(self._ctx))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._held.close()
 
     async def get_tools(self, ctx: Context) -> dict[str, ToolsetTool[Any]]:
         return {
@@ -363,7 +377,12 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
 
     async def _read(self, read: Callable[[HostFilesystem], T]) -> T:
         await self.working_dir()
-        return await in_thread(lambda: read(self._bridge.registry(self._ctx).workspace))
+        try:
+            return await in_thread(lambda: read(self._bridge.registry(self._ctx).workspace))
+        except FilesystemError as error:
+            if isinstance(error, OSError):
+                raise
+            raise OSError(str(error)) from error
 
     async def _change(self, what: str, path: str, change: Callable[[HostFilesystem], T]) -> T:
         if call_under_way() is not None:
@@ -406,8 +425,8 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
         return await self._read(lambda files: files.exists(path))
 
     async def realpath(self, path: str) -> str:
-        found = await self._read(lambda files: files.real_path(path))
-        return os.path.normpath(os.path.join(self._root, found))
+        # Not ours, for which `link/..` is the directory of the link.
+        return await in_thread(lambda: os.path.realpath(path))
 
     async def write_bytes(self, path: str, data: bytes) -> None:
         await self._change("write", path, lambda files: files.write_bytes(path, data))
