@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -233,7 +233,7 @@ class Bridge:
         return self._opened(context).registry
 
     @contextmanager
-    def held(self, context: object = None) -> Iterator[None]:
+    def held(self, context: object = None) -> Generator[None]:
         """Close the run at the end of the block, unless another such block needs it.
 
         For frameworks that tell when their agent begins and ends: between its runs, others can work

@@ -454,7 +454,9 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
     ) -> CommandResult:
         if isinstance(command, str) is not shell:
             raise TypeError("a command is a string with shell=True, or else a sequence of words")
-        whole = {name: os.environ[name] for name in _INHERITED if name in os.environ} | dict(env or {})
+        whole = {name: os.environ[name] for name in _INHERITED if name in os.environ} | dict(
+            env or {}
+        )
         cancelled: list[str] = []
 
         def run(files: HostFilesystem) -> Any:
