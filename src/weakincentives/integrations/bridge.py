@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,7 +70,7 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Opened:
     """A run on a workspace."""
 
@@ -79,6 +78,8 @@ class _Opened:
     mark: str
     """The short name of the run."""
     closing: ExitStack
+    calls: int = 0
+    """How many are under way."""
 
     def id_of(self, call_id: str | None) -> str | None:
         """Return our id of a call: frameworks' ids are unique in a run, ours in the workspace."""
@@ -123,7 +124,8 @@ class Bridge:
             self.tools = tuple(adopt(tool) for tool in tools)
         self._lock = threading.Lock()
         self._open: dict[tuple[Path, str], _Opened] = {}
-        self._holders = Counter[tuple[Path, str]]()
+        self._holders: dict[tuple[Path, str], int] = {}
+        """How many blocks of ``held`` need a run."""
         self._closed = False
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
@@ -138,10 +140,10 @@ class Bridge:
         approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call; one that is on record under its id returns its recorded answer."""
-        run = self._opened(context)
-        return await run.registry.aexecute(
-            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-        )
+        with self._call(context) as run:
+            return await run.registry.aexecute(
+                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+            )
 
     def call(
         self,
@@ -166,8 +168,8 @@ class Bridge:
         context: object = None,
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
-        run = self._opened(context)
-        return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
+        with self._call(context) as run:
+            return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
 
     def admit(
         self,
@@ -191,10 +193,10 @@ class Bridge:
         context: object = None,
     ) -> AnyResult:
         """Record that a person denied a call, and return the answer for the model."""
-        run = self._opened(context)
-        return await run.registry.arefuse(
-            tool, arguments, reason, by=by, call_id=run.id_of(call_id)
-        )
+        with self._call(context) as run:
+            return await run.registry.arefuse(
+                tool, arguments, reason, by=by, call_id=run.id_of(call_id)
+            )
 
     def refuse(
         self,
@@ -234,22 +236,45 @@ class Bridge:
 
     @contextmanager
     def held(self, context: object = None) -> Generator[None]:
-        """Close the run at the end of the block, unless another such block needs it.
+        """Close the run after the block, once no other such block and no call needs it.
 
         For frameworks that tell when their agent begins and ends: between its runs, others can work
         on the directory, `wink undo` for example.
         """
         place = self._place(context)
         with self._lock:
-            self._holders[place] += 1
+            self._holders[place] = self._holders.get(place, 0) + 1
         try:
             yield
         finally:
             with self._lock:
                 self._holders[place] -= 1
-                ended = None if self._holders[place] else self._open.pop(place, None)
-            if ended is not None:
-                ended.closing.close()
+            self._release(place)
+
+    @contextmanager
+    def _call(self, context: object) -> Generator[_Opened]:
+        """Keep the run of a call open until the call has ended."""
+        place = self._place(context)
+        with self._lock:
+            run = self._opened_at(place)
+            run.calls += 1
+        try:
+            yield run
+        finally:
+            with self._lock:
+                run.calls -= 1
+            self._release(place)
+
+    def _release(self, place: tuple[Path, str]) -> None:
+        """Close a run whose agents have all ended; one that was never held stays open."""
+        with self._lock:
+            run = self._open.get(place)
+            if self._holders.get(place) != 0 or (run is not None and run.calls):
+                return
+            del self._holders[place]
+            self._open.pop(place, None)
+        if run is not None:
+            run.closing.close()
 
     def _place(self, context: object) -> tuple[Path, str]:
         """Return the directory and the name of the run that a run context is about."""
@@ -267,12 +292,15 @@ class Bridge:
     def _opened(self, context: object) -> _Opened:
         place = self._place(context)
         with self._lock:
-            if self._closed:
-                raise WinkError("this integration is closed; make a new one")
-            found = self._open.get(place)
-            if found is None:
-                found = self._open[place] = self._opening(*place)
-            return found
+            return self._opened_at(place)
+
+    def _opened_at(self, place: tuple[Path, str]) -> _Opened:
+        if self._closed:
+            raise WinkError("this integration is closed; make a new one")
+        found = self._open.get(place)
+        if found is None:
+            found = self._open[place] = self._opening(*place)
+        return found
 
     def _opening(self, root: Path, key: str) -> _Opened:
         with ExitStack() as closing:

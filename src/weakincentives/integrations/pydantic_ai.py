@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weakincentives.call import call_under_way
 from weakincentives.errors import ApprovalNeeded, FilesystemError, MissingExtra, Suspended
@@ -21,26 +21,24 @@ from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 try:
     from pydantic_ai import (
         ApprovalRequired,
-        BinaryContent,
         CallDeferred,
         CallToolsNode,
         FunctionToolset,
         ModelRequestNode,
-        ModelResponse,
         ModelRetry,
         RunContext,
         SkipToolExecution,
-        ToolCallPart,
         ToolDefinition,
         ToolDenied,
         ToolFailed,
-        ToolReturn,
-        ToolReturnPart,
+        messages,
+        workspaces,
     )
     from pydantic_ai import Tool as PydanticTool
     from pydantic_ai.capabilities import AbstractCapability, CapabilityOrdering
@@ -48,37 +46,25 @@ try:
     from pydantic_ai.models.test import TestModel
     from pydantic_ai.toolsets import AbstractToolset, ToolsetTool
     from pydantic_ai.usage import RunUsage
-    from pydantic_ai.workspaces import (
-        CommandResult,
-        FileEntry,
-        SupportsCommands,
-        SupportsFilesystem,
-        SupportsRealpath,
-        WorkspaceBackend,
-        WorkspaceCommand,
-        WorkspaceOutputLimitError,
-        WorkspaceRef,
-        WorkspaceTimeoutError,
-        WorkspaceUnavailableError,
-    )
     from pydantic_core import SchemaValidator, core_schema, to_json, to_jsonable_python
 except ImportError as error:
     raise MissingExtra("pydantic-ai", "pydantic-ai") from error
 
 T = TypeVar("T")
 Context = RunContext[Any]
+AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
 
-# A call that waits for someone outside is rolled back; it is made again with their answer.
+# A call that waits for someone outside is rolled back, and made again with their answer.
 Suspended.register(ApprovalRequired)
 Suspended.register(CallDeferred)
 
-# Only our tools have this validator, whatever they are renamed to. Their arguments are validated
-# by our pipeline, which names every problem at once.
-_OURS = SchemaValidator(core_schema.dict_schema())
 _ANYTHING = {"type": "object"}
-_NAME = "wink"
-"""The key of our name of a tool in its metadata."""
+# Only our tools have this validator, whatever they are renamed to. Their arguments are validated by
+# our pipeline, which names every problem at once.
+_OURS = SchemaValidator(core_schema.dict_schema())
+_MOST_SHOWN = 20_000
+"""Characters of a request for approval."""
 
 
 class Wink(AbstractCapability[Any]):
@@ -115,13 +101,13 @@ class Wink(AbstractCapability[Any]):
         self.bridge = Bridge(
             workspace, tools=tools, policies=policies, title=title, run=run or _conversation
         )
-        self.toolset = WinkToolset(self.bridge, id or _NAME)
+        self.toolset = WinkToolset(self.bridge, id or "wink")
         self._workspace = workspace
         self._reaches = dict(reaches or {})
         self._covers = covers
 
     def close(self) -> None:
-        """Release the directory. The agent can make no more calls."""
+        """Release the directory for good. Between runs of the agent it is free anyway."""
         self.bridge.close()
 
     def __enter__(self) -> Wink:
@@ -131,60 +117,63 @@ class Wink(AbstractCapability[Any]):
         self.close()
 
     def get_ordering(self) -> CapabilityOrdering:
-        # What other capabilities do around a call belongs to it: an attempt that they repeat, for
-        # example, is part of the same transaction.
+        # What other capabilities do around a call belongs to it: one that tries a tool again, for
+        # example, does so inside the transaction.
         return CapabilityOrdering(position="outermost")
 
     def get_toolset(self) -> AbstractToolset[Any]:
         return self.toolset
 
-    def get_workspace(self, ctx: Context, *, ref: WorkspaceRef | None) -> WorkspaceBackend | None:
-        found = self._workspace(ctx) if callable(self._workspace) else self._workspace
-        backend = WinkWorkspace(os.path.realpath(found), self.bridge, ctx)
+    def get_workspace(
+        self, ctx: Context, *, ref: messages.WorkspaceRef | None
+    ) -> workspaces.WorkspaceBackend | None:
+        root = self._workspace(ctx) if callable(self._workspace) else self._workspace
+        backend = WinkWorkspace(os.path.realpath(root), self.bridge, ctx)
         return backend if ref is None or ref == backend.ref else None
 
     # The agent's own tools
+
+    async def after_tool_validate(
+        self,
+        ctx: Context,
+        *,
+        call: messages.ToolCallPart,
+        tool_def: ToolDefinition,
+        args: dict[str, Any],
+    ) -> dict[str, Any]:
+        if tool_def.kind == "unapproved" and not ctx.tool_call_approved and self._covers(tool_def):
+            # The framework asks a person about each call of this tool. Policies come first.
+            tool, given = self._own(tool_def, _never), _plain(args)
+            found = await self.bridge.aadmit(tool, given, call_id=_call_id(ctx), context=ctx)
+            if found.result is not None:
+                raise ToolFailed(found.result.render())
+        return args
 
     async def wrap_tool_execute(
         self,
         ctx: Context,
         *,
-        call: ToolCallPart,
+        call: messages.ToolCallPart,
         tool_def: ToolDefinition,
         args: dict[str, Any],
         handler: Callable[[dict[str, Any]], Awaitable[Any]],
     ) -> Any:
-        validator = _validator(ctx, call.tool_name)
+        assert ctx.tool_manager is not None
+        validator = (ctx.tool_manager.tools or {})[call.tool_name].args_validator
         if validator is _OURS or not self._covers(tool_def):
             return await handler(args)
         given = _plain(args)
-        values: list[Any] = []
-        errors: list[Exception] = []
 
-        async def run(params: dict[str, Any], *, context: ToolContext) -> ToolResult[str]:
-            # A policy may have replaced the arguments: a person edited them.
-            chosen = args if params == given else validator.validate_json(to_json(params))
-            try:
-                values.append(await handler(chosen))
-            except SkipToolExecution as skip:  # another capability has the result
-                errors.append(skip)
-                values.append(skip.result)
-            except (ToolRetryError, ToolFailedError) as error:  # the tool's own answer
-                errors.append(error)
-                return ToolResult.error(str(error))
-            except Exception as error:
-                errors.append(error)
-                raise
-            return ToolResult.ok(_text(values[0]))
+        def work(params: Any) -> Awaitable[Any]:
+            if params == given:
+                return handler(args)
+            return handler(validator.validate_json(to_json(params)))  # a person has edited them
 
-        result = await _run(self.bridge, self._own(tool_def, run), given, ctx, validator)
-        if values and not result.success:  # undone: a policy denies the result, or a conflict
-            raise ToolFailed(result.render())
-        if errors:
-            raise errors[0]
-        return values[0] if values else _answer(result)
+        hosted = _Hosted(work)
+        tool = self._own(tool_def, hosted.handler)
+        return hosted.end(await _run(self.bridge, tool, given, ctx, validator))
 
-    def _own(self, tool_def: ToolDefinition, handler: Any) -> Tool[Any, Any]:
+    def _own(self, tool_def: ToolDefinition, handler: Any) -> AnyTool:
         reach = self._reaches.get(tool_def.name)
         return Tool.from_schema(
             wire_name(tool_def.name),
@@ -196,39 +185,33 @@ class Wink(AbstractCapability[Any]):
             max_result_chars=None,
         )
 
-    # Denials, which reach neither toolsets nor the other hooks
+    # Denials: the framework tells no tool of them
 
     async def before_node_run(self, ctx: Context, *, node: Any) -> Any:
-        if isinstance(node, CallToolsNode):  # the answers to an earlier run's requests
+        if isinstance(node, CallToolsNode):  # with the answers to the requests of an earlier run
             said = node.tool_call_metadata or {}
             for call_id, answer in (node.tool_call_results or {}).items():
                 if isinstance(answer, ToolDenied):
-                    await self._deny(ctx, call_id, answer.message, _by(said.get(call_id)))
-        elif isinstance(node, ModelRequestNode):  # a handler answered during the run
-            for part in node.request.parts:
-                if isinstance(part, ToolReturnPart) and part.outcome == "denied":
-                    await self._deny(ctx, part.tool_call_id, part.model_response_str())
+                    by = _by(said.get(call_id))
+                    await _deny(self.bridge, ctx, call_id, answer.message, by, self._own)
+        elif isinstance(node, ModelRequestNode):  # a handler has answered during the run
+            for part in _denied(node.request):
+                reason = part.model_response_str(wrap_if_error=False)
+                await _deny(self.bridge, ctx, part.tool_call_id, reason, "", self._own)
         return node
-
-    async def _deny(self, ctx: Context, call_id: str, reason: str, by: str = "") -> None:
-        call = _call(ctx, call_id)
-        if call is None:
-            return
-        ours = next((tool for tool in self.bridge.tools if tool.name == call.tool_name), None)
-        tool = ours or self._own(ToolDefinition(name=call.tool_name), _never)
-        await self.bridge.arefuse(
-            tool, call.args_as_dict(), reason, by=by, call_id=call_id, context=ctx
-        )
 
 
 class WinkToolset(AbstractToolset[Any]):
-    """Our tools, for an agent's ``toolsets=[...]``. A capability also covers the agent's own."""
+    """Our tools, for an agent's ``toolsets=[...]``; the agent's own tools are not covered then."""
 
-    def __init__(self, bridge: Bridge, id: str = _NAME, ctx: Context | None = None) -> None:  # noqa: A002
+    def __init__(self, bridge: Bridge, id: str, ctx: Context | None = None) -> None:  # noqa: A002
         self._bridge = bridge
         self._id = id
         self._ctx = ctx
         self._held = ExitStack()
+        self._tools: dict[str, AnyTool] = {tool.name: tool for tool in bridge.tools}
+        if any(tool.max_result_chars for tool in bridge.tools):
+            self._tools.setdefault("read_result", read_result_tool())
 
     @property
     def id(self) -> str:
@@ -238,66 +221,101 @@ class WinkToolset(AbstractToolset[Any]):
         return WinkToolset(self._bridge, self._id, ctx)
 
     async def __aenter__(self) -> WinkToolset:
-        if self._ctx is not None:  # between runs of the agent, others can work on the directory
+        if self._ctx is not None:
             self._held.enter_context(self._bridge.held(self._ctx))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._held.close()
 
+    async def for_run_step(self, ctx: Context) -> WinkToolset:
+        for part in _denied(ctx.messages[-1]) if ctx.messages else ():
+            reason = part.model_response_str(wrap_if_error=False)
+            await _deny(self._bridge, ctx, part.tool_call_id, reason)
+        return self
+
     async def get_tools(self, ctx: Context) -> dict[str, ToolsetTool[Any]]:
         return {
-            tool.name: ToolsetTool(
+            name: ToolsetTool(
                 toolset=self,
                 tool_def=ToolDefinition(
-                    name=tool.name,
+                    name=name,
                     description=tool.text(),
                     parameters_json_schema=tool.parameters,
-                    metadata={_NAME: tool.name},
                 ),
                 max_retries=ctx.max_retries,
                 args_validator=_OURS,
             )
-            for tool in self._bridge.tools
+            for name, tool in self._tools.items()
         }
 
     async def call_tool(
         self, name: str, tool_args: dict[str, Any], ctx: Context, tool: ToolsetTool[Any]
     ) -> Any:
-        found = next(each for each in self._bridge.tools if each.name == name)
-        return _answer(await _run(self._bridge, found, tool_args, ctx, _OURS), found)
+        ours = self._tools[name]
+        result = await _run(self._bridge, ours, tool_args, ctx, _OURS)
+        return _answer(result, ours.max_result_chars)
+
+
+# One call
+
+
+class _Hosted(Generic[T]):
+    """Work of the framework inside a call. Its value or exception comes back to it unchanged."""
+
+    def __init__(self, work: Callable[[Any], Awaitable[T]]) -> None:
+        self._work = work
+        self._values: list[T] = []
+        self._error: Exception | None = None
+
+    async def handler(self, params: Any, *, context: ToolContext) -> ToolResult[str]:
+        self._values, self._error = [], None  # a call that conflicts is run again
+        try:
+            self._values = [await self._work(params)]
+        except SkipToolExecution as skip:  # another capability has the result
+            self._values, self._error = [skip.result], skip
+        except (ToolRetryError, ToolFailedError) as error:  # what a tool has to say to the model
+            self._error = error
+            return ToolResult.error(str(error))
+        except Exception as error:
+            self._error = error
+            raise
+        return ToolResult.ok(_text(self._values[0]))
+
+    def end(self, result: AnyResult) -> T:
+        """Return the value, or raise the exception; the recorded answer if there was no work."""
+        if self._error is not None and (result.success or not self._values):
+            raise self._error
+        return self._values[0] if self._values and result.success else _answer(result)
 
 
 async def _run(
-    bridge: Bridge, tool: Tool[Any, Any], arguments: Any, ctx: Context, validator: Any
+    bridge: Bridge, tool: AnyTool, arguments: Any, ctx: Context, validator: Any
 ) -> AnyResult:
-    """Make a call; one that needs approval is deferred the framework's way."""
+    """Make a call. One that needs approval is deferred, the framework's way."""
     approval = None
     if ctx.tool_call_approved:
-        asked = None if ctx.tool_call_id is None else _call(ctx, ctx.tool_call_id)
-        shown = arguments
-        if asked is not None:
-            shown = _plain(
-                validator.validate_json(asked.args_as_json_str(), context=ctx.validation_context)
-            )
-        edited = None if shown == arguments else arguments
+        made, given = _made(ctx, ctx.tool_call_id), arguments
+        if made is not None:
+            text = made.args_as_json_str()
+            arguments = _plain(validator.validate_json(text, context=ctx.validation_context))
+        edited = None if arguments == given else given
         approval = Approval(True, _by(ctx.tool_call_metadata), arguments=edited)
-        arguments = shown
     try:
         return await bridge.acall(
-            tool, arguments, call_id=ctx.tool_call_id, context=ctx, approval=approval
+            tool, arguments, call_id=_call_id(ctx), context=ctx, approval=approval
         )
     except ApprovalNeeded as needed:
         raise ApprovalRequired(_shown(needed.request)) from None
 
 
-def _answer(result: AnyResult, tool: Tool[Any, Any] | None = None) -> Any:
+def _answer(result: AnyResult, most: int | None = None) -> Any:
     """Return what the model is told; a failure is raised as the framework's."""
-    text = result.render(None if tool is None else tool.max_result_chars)
+    text = result.render(most)
     if not result.success:
         raise ToolFailed(text)
-    media = [BinaryContent(each.data, media_type=each.media_type) for each in result.media]
-    return [text, *media] if media else text
+    found = [messages.BinaryContent(each.data, media_type=each.media_type) for each in result.media]
+    return [text, *found] if found else text
 
 
 def _shown(request: ApprovalRequest) -> dict[str, Any]:
@@ -306,12 +324,33 @@ def _shown(request: ApprovalRequest) -> dict[str, Any]:
         "question": request.question,
         "text": request.describe(_MOST_SHOWN),
         "diff": request.preview.diff,
-        "facts": dict(request.preview.facts),
         "policy": request.policy_name,
     }
 
 
-_MOST_SHOWN = 20_000
+async def _deny(
+    bridge: Bridge,
+    ctx: Context,
+    call_id: str,
+    reason: str,
+    by: str = "",
+    own: Callable[[ToolDefinition, Any], AnyTool] | None = None,
+) -> None:
+    """Put a person's denial on record."""
+    made = _made(ctx, call_id)
+    if made is None:
+        return
+    tool = next((each for each in bridge.tools if each.name == made.tool_name), None)
+    if tool is None and own is not None:
+        tool = own(ToolDefinition(name=made.tool_name), _never)
+    if tool is not None:
+        arguments, name = made.args_as_dict(), _call_id(ctx, call_id)
+        await bridge.arefuse(tool, arguments, reason, by=by, call_id=name, context=ctx)
+
+
+def _denied(message: messages.ModelMessage) -> list[messages.ToolReturnPart]:
+    found = [part for part in message.parts if isinstance(part, messages.ToolReturnPart)]
+    return [part for part in found if part.outcome == "denied"]
 
 
 def _by(metadata: Any) -> str:
@@ -323,16 +362,22 @@ def _conversation(ctx: Context | None) -> str | None:
     return None if ctx is None else ctx.conversation_id
 
 
-def _call(ctx: Context, call_id: str) -> ToolCallPart | None:
-    """Return a call as the model made it."""
-    responses = (each for each in reversed(ctx.messages) if isinstance(each, ModelResponse))
-    calls = (call for each in responses for call in each.tool_calls)
-    return next((call for call in calls if call.tool_call_id == call_id), None)
+def _calls(ctx: Context, call_id: str | None) -> list[messages.ToolCallPart]:
+    """Return the calls of an id, as the model made them."""
+    parts = (part for message in ctx.messages for part in message.parts)
+    calls = (part for part in parts if isinstance(part, messages.ToolCallPart))
+    return [call for call in calls if call.tool_call_id == call_id]
 
 
-def _validator(ctx: Context, name: str) -> Any:
-    tools = ctx.tool_manager.tools if ctx.tool_manager is not None else None
-    return tools[name].args_validator if tools and name in tools else None
+def _made(ctx: Context, call_id: str | None) -> messages.ToolCallPart | None:
+    return next(reversed(_calls(ctx, call_id)), None)
+
+
+def _call_id(ctx: Context, call_id: str | None = None) -> str | None:
+    """Return the id of a call. Some models begin to count anew with every response."""
+    call_id = call_id or ctx.tool_call_id
+    count = len(_calls(ctx, call_id))
+    return f"{call_id}#{count}" if count > 1 else call_id
 
 
 def _plain(args: Any) -> Any:
@@ -342,8 +387,8 @@ def _plain(args: Any) -> Any:
 
 def _text(value: Any) -> str:
     """Return a tool's value as the model reads it."""
-    value = value.return_value if isinstance(value, ToolReturn) else value
-    return ToolReturnPart("", value).model_response_str()
+    value = value.return_value if isinstance(value, messages.ToolReturn) else value
+    return messages.ToolReturnPart("", value).model_response_str()
 
 
 async def _never(params: Any, *, context: ToolContext) -> AnyResult:
@@ -353,12 +398,17 @@ async def _never(params: Any, *, context: ToolContext) -> AnyResult:
 # The agent's workspace
 
 
-class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, WorkspaceBackend):
-    """A directory as ``ctx.workspace``. What a tool changes there is part of its call.
+class WinkWorkspace(
+    workspaces.SupportsCommands,
+    workspaces.SupportsFilesystem,
+    workspaces.SupportsRealpath,
+    workspaces.WorkspaceBackend,
+):
+    """A directory as ``ctx.workspace``: what a tool changes there is part of its call.
 
-    Nothing leads outside the directory, except by a command, which is not confined. A change that
-    is made outside of any call, by an output function for example, is a call of its own. A command
-    ends with everything it has started.
+    A change outside of any call, by an output function for example, is a call of its own. Files
+    outside the directory cannot be reached, except by commands, which are not confined. A command
+    ends with everything it has started; its changes are visible when it has ended.
     """
 
     def __init__(self, root: str, bridge: Bridge, ctx: Context | None = None) -> None:
@@ -367,65 +417,55 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
         self._ctx = ctx
 
     @property
-    def ref(self) -> WorkspaceRef:
-        return WorkspaceRef(provider=_NAME, id=self._root)
+    def ref(self) -> messages.WorkspaceRef:
+        return messages.WorkspaceRef(provider="wink", id=self._root)
 
     async def working_dir(self) -> str:
         if not os.path.isdir(self._root):
-            raise WorkspaceUnavailableError(f"{self._root} is not a directory")
+            raise workspaces.WorkspaceUnavailableError(f"{self._root} is not a directory")
         return self._root
 
-    async def _read(self, read: Callable[[HostFilesystem], T]) -> T:
+    async def _use(self, use: Callable[[HostFilesystem], T]) -> T:
         await self.working_dir()
         try:
-            return await in_thread(lambda: read(self._bridge.registry(self._ctx).workspace))
+            with self._bridge.held(self._ctx):  # perhaps after the run, in a hook
+                return await in_thread(lambda: use(self._bridge.registry(self._ctx).workspace))
         except FilesystemError as error:
             if isinstance(error, OSError):
                 raise
             raise OSError(str(error)) from error
 
-    async def _change(self, what: str, path: str, change: Callable[[HostFilesystem], T]) -> T:
+    async def _change(self, what: str, where: str, change: Callable[[HostFilesystem], T]) -> T:
         if call_under_way() is not None:
-            return await self._read(change)
-        values: list[T] = []
-        errors: list[Exception] = []
-
-        async def run(params: dict[str, Any], *, context: ToolContext) -> ToolResult[None]:
-            try:
-                values.append(await self._read(change))
-            except Exception as error:
-                errors.append(error)
-                raise
-            return ToolResult.ok()
-
-        tool = Tool.from_schema(f"workspace_{what}", f"Workspace: {what}", _ANYTHING, run)
-        result = await self._bridge.acall(tool, {what: path}, context=self._ctx)
-        if errors:
-            raise errors[0]
-        if not result.success:
-            raise PermissionError(result.render())
-        return values[0]
+            return await self._use(change)
+        hosted = _Hosted(lambda _: self._use(change))
+        description = f"ctx.workspace.{what}, outside of any call"
+        tool = Tool.from_schema(f"workspace_{what}", description, _ANYTHING, hosted.handler)
+        return hosted.end(await self._bridge.acall(tool, {what: where}, context=self._ctx))
 
     async def read_bytes(self, path: str) -> bytes:
-        return await self._read(lambda files: files.read_bytes(path))
+        return await self._use(lambda files: files.read_bytes(path))
 
-    async def stat(self, path: str) -> FileEntry:
-        return await self._read(lambda files: self._entry(files.stat(path)))
+    async def stat(self, path: str) -> workspaces.FileEntry:
+        return await self._use(lambda files: self._entry(files.stat(path)))
 
-    async def list_dir(self, path: str) -> Sequence[FileEntry]:
-        return await self._read(lambda files: [*map(self._entry, files.list(path))])
+    async def list_dir(self, path: str) -> Sequence[workspaces.FileEntry]:
+        return await self._use(lambda files: [self._entry(each) for each in files.list(path)])
 
-    def _entry(self, found: FileStat) -> FileEntry:
+    def _entry(self, found: FileStat) -> workspaces.FileEntry:
         path = os.path.normpath(os.path.join(self._root, found.path))
-        size = found.size if found.kind == "file" else None
-        is_dir = found.kind == "directory"
-        return FileEntry(name=os.path.basename(path), path=path, is_dir=is_dir, size=size)
+        return workspaces.FileEntry(
+            name=os.path.basename(path),
+            path=path,
+            is_dir=found.kind == "directory",
+            size=found.size if found.kind == "file" else None,
+        )
 
     async def exists(self, path: str) -> bool:
-        return await self._read(lambda files: files.exists(path))
+        return await self._use(lambda files: files.exists(path))
 
     async def realpath(self, path: str) -> str:
-        # Not ours, for which `link/..` is the directory of the link.
+        # The system's: in ours, `link/..` is the directory of the link.
         return await in_thread(lambda: os.path.realpath(path))
 
     async def write_bytes(self, path: str, data: bytes) -> None:
@@ -446,23 +486,21 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
 
     async def run(
         self,
-        command: WorkspaceCommand,
+        command: workspaces.WorkspaceCommand,
         *,
         shell: bool = False,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-    ) -> CommandResult:
+    ) -> workspaces.CommandResult:
         if isinstance(command, str) is not shell:
             raise TypeError("a command is a string with shell=True, or else a sequence of words")
-        whole = {name: os.environ[name] for name in _INHERITED if name in os.environ} | dict(
-            env or {}
-        )
+        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
         cancelled: list[str] = []
 
         def run(files: HostFilesystem) -> Any:
             return files.run(
                 command,
-                env=whole,
+                env={**passed, **(env or {})},
                 timeout=timeout,
                 output_limit=_MOST_OUTPUT,
                 watch=lambda _: next(iter(cancelled), None),
@@ -472,42 +510,41 @@ class WinkWorkspace(SupportsCommands, SupportsFilesystem, SupportsRealpath, Work
         try:
             done = await self._change("run", shown, run)
         finally:
-            cancelled.append("cancelled")  # if it still runs, nobody waits for it
+            cancelled.append("cancelled")  # where it still runs
+        output = {"stdout": done.stdout, "stderr": done.stderr}
         if done.timed_out:
-            said = f"the command timed out after {timeout:g} s; its changes were undone"
-            raise WorkspaceTimeoutError(said, stdout=done.stdout, stderr=done.stderr)
+            said = f"the command was stopped after {timeout:g} s, and its changes were undone"
+            raise workspaces.WorkspaceTimeoutError(said, **output)
         if done.stdout_truncated or done.stderr_truncated:
-            raise WorkspaceOutputLimitError(
-                f"the command wrote more than {_MOST_OUTPUT} bytes",
-                limit=_MOST_OUTPUT,
-                stdout=done.stdout,
-                stderr=done.stderr,
-            )
-        return CommandResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+            said = f"the command wrote more than {_MOST_OUTPUT} bytes"
+            raise workspaces.WorkspaceOutputLimitError(said, limit=_MOST_OUTPUT, **output)
+        return workspaces.CommandResult(exit_code=done.returncode, **output)
 
 
-_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE")
-"""What commands see of this process's environment, as in the framework's own workspace: no keys."""
+_PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE")
+"""What commands see of our environment, as in the framework's own workspaces: no keys."""
 _MOST_OUTPUT = 10 << 20
 
 
-# Tools of the framework as ours
+# A tool of the framework as one of ours
 
 
-def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> Tool[Any, Any]:
+def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> AnyTool:
     """Return a tool of pydantic-ai as one of ours.
 
-    ``ModelRetry`` and ``ToolFailed`` are answers for the model; ``ApprovalRequired`` and
-    ``CallDeferred`` suspend the call.
+    ``ModelRetry`` and ``ToolFailed`` are answers to the model, and roll the call back.
+    ``ApprovalRequired`` and ``CallDeferred`` suspend it.
 
     Args:
-        deps: The agent's dependencies, for a tool that takes the run context.
-        options: As of ``Tool.from_schema``. Unstated, the tool may change files in any way.
+        deps: The dependencies, for a tool that takes the run context.
+        options: Those of ``Tool.from_schema``. Unstated, the tool may change files in any way.
     """
     toolset = FunctionToolset([tool])
 
-    async def handler(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+    async def handler(params: dict[str, Any], *, context: ToolContext) -> ToolResult[str]:
         approved = context.approval is not None and context.approval.approved
+        if tool.requires_approval and not approved:
+            raise ApprovalRequired
         ctx = RunContext(
             deps=deps,
             model=TestModel(),
@@ -516,15 +553,12 @@ def adopt(tool: PydanticTool[Any], *, deps: Any = None, **options: Any) -> Tool[
             tool_call_id=context.call_id,
             tool_call_approved=approved,
         )
-        if tool.requires_approval and not approved:
-            raise ApprovalRequired
         found = (await toolset.get_tools(ctx))[tool.name]
         args = found.args_validator.validate_json(to_json(params))
         try:
-            value = await toolset.call_tool(tool.name, args, ctx, found)
+            return ToolResult.ok(_text(await toolset.call_tool(tool.name, args, ctx, found)))
         except (ModelRetry, ToolFailed) as error:
             return ToolResult.error(error.message)
-        return ToolResult.ok(_text(value))
 
     return Tool.from_schema(
         wire_name(tool.name),
