@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ Workspace = str | os.PathLike[str] | Callable[[Any], "str | os.PathLike[str]"]
 """A directory, or a function that returns one for the framework's run context."""
 RunName = str | Callable[[Any], "str | None"] | None
 """The name of a run to continue, or a function that returns one for the framework's run context."""
+
+_Place = tuple[Path, str]
+"""A directory, and the name of a run there."""
 
 _FRAMEWORKS = {
     "agents": "openai_agents",
@@ -70,7 +74,7 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Opened:
     """A run on a workspace."""
 
@@ -78,8 +82,6 @@ class _Opened:
     mark: str
     """The short name of the run."""
     closing: ExitStack
-    calls: int = 0
-    """How many are under way."""
 
     def id_of(self, call_id: str | None) -> str | None:
         """Return our id of a call: frameworks' ids are unique in a run, ours in the workspace."""
@@ -123,9 +125,11 @@ class Bridge:
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
         self._lock = threading.Lock()
-        self._open: dict[tuple[Path, str], _Opened] = {}
-        self._holders: dict[tuple[Path, str], int] = {}
-        """How many blocks of ``held`` need a run."""
+        self._open: dict[_Place, _Opened] = {}
+        self._users = Counter[_Place]()
+        """Blocks and calls that need a run."""
+        self._ending: set[_Place] = set()
+        """Runs to close when nothing needs them."""
         self._closed = False
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
@@ -140,7 +144,7 @@ class Bridge:
         approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call; one that is on record under its id returns its recorded answer."""
-        with self._call(context) as run:
+        with self._running(context) as run:
             return await run.registry.aexecute(
                 tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
             )
@@ -168,7 +172,7 @@ class Bridge:
         context: object = None,
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
-        with self._call(context) as run:
+        with self._running(context) as run:
             return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
 
     def admit(
@@ -193,7 +197,7 @@ class Bridge:
         context: object = None,
     ) -> AnyResult:
         """Record that a person denied a call, and return the answer for the model."""
-        with self._call(context) as run:
+        with self._running(context) as run:
             return await run.registry.arefuse(
                 tool, arguments, reason, by=by, call_id=run.id_of(call_id)
             )
@@ -223,7 +227,7 @@ class Bridge:
         approval: Approval | None = None,
     ) -> OpenCall:
         """Return a call whose work the framework does itself: see ``OpenCall``."""
-        run = self._opened(context)
+        run = self._opened(self._place(context))
         return run.registry.begin(
             tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
         )
@@ -232,51 +236,52 @@ class Bridge:
 
     def registry(self, context: object = None) -> ToolRegistry:
         """Return the tools, session and workspace of a run; opens it if need be."""
-        return self._opened(context).registry
+        return self._opened(self._place(context)).registry
 
     @contextmanager
     def held(self, context: object = None) -> Generator[None]:
-        """Close the run after the block, once no other such block and no call needs it.
+        """Close the run at the end of the block, unless another such block needs it.
 
         For frameworks that tell when their agent begins and ends: between its runs, others can work
         on the directory, `wink undo` for example.
         """
         place = self._place(context)
+        with self._used(place):
+            try:
+                yield
+            finally:
+                self._ending.add(place)
+
+    def release(self) -> None:
+        """Close all runs once no call is under way; the next call opens its run again."""
+        for place in (*self._open,):
+            with self._used(place):
+                self._ending.add(place)
+
+    @contextmanager
+    def _running(self, context: object) -> Generator[_Opened]:
+        """Keep a run open for a call."""
+        place = self._place(context)
+        with self._used(place):
+            yield self._opened(place)
+
+    @contextmanager
+    def _used(self, place: _Place) -> Generator[None]:
         with self._lock:
-            self._holders[place] = self._holders.get(place, 0) + 1
+            self._users[place] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._holders[place] -= 1
-            self._release(place)
+                self._users[place] -= 1
+                ended = None
+                if not self._users[place] and place in self._ending:
+                    self._ending.discard(place)
+                    ended = self._open.pop(place, None)
+            if ended is not None:
+                ended.closing.close()
 
-    @contextmanager
-    def _call(self, context: object) -> Generator[_Opened]:
-        """Keep the run of a call open until the call has ended."""
-        place = self._place(context)
-        with self._lock:
-            run = self._opened_at(place)
-            run.calls += 1
-        try:
-            yield run
-        finally:
-            with self._lock:
-                run.calls -= 1
-            self._release(place)
-
-    def _release(self, place: tuple[Path, str]) -> None:
-        """Close a run whose agents have all ended; one that was never held stays open."""
-        with self._lock:
-            run = self._open.get(place)
-            if self._holders.get(place) != 0 or (run is not None and run.calls):
-                return
-            del self._holders[place]
-            self._open.pop(place, None)
-        if run is not None:
-            run.closing.close()
-
-    def _place(self, context: object) -> tuple[Path, str]:
+    def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
         under_way = transaction_under_way.get()
         if under_way is not None:
@@ -289,18 +294,14 @@ class Bridge:
         root = Path(workspace(context) if callable(workspace) else workspace).resolve()
         return root, (name(context) if callable(name) else name) or ""
 
-    def _opened(self, context: object) -> _Opened:
-        place = self._place(context)
+    def _opened(self, place: _Place) -> _Opened:
         with self._lock:
-            return self._opened_at(place)
-
-    def _opened_at(self, place: tuple[Path, str]) -> _Opened:
-        if self._closed:
-            raise WinkError("this integration is closed; make a new one")
-        found = self._open.get(place)
-        if found is None:
-            found = self._open[place] = self._opening(*place)
-        return found
+            if self._closed:
+                raise WinkError("this integration is closed; make a new one")
+            found = self._open.get(place)
+            if found is None:
+                found = self._open[place] = self._opening(*place)
+            return found
 
     def _opening(self, root: Path, key: str) -> _Opened:
         with ExitStack() as closing:
