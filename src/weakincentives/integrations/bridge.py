@@ -274,12 +274,13 @@ class Bridge:
         finally:
             with self._lock:
                 self._users[place] -= 1
-                ended = None
-                if not self._users[place] and place in self._ending:
+                if not self._users[place]:
+                    del self._users[place]
+                    ended = self._open.pop(place, None) if place in self._ending else None
                     self._ending.discard(place)
-                    ended = self._open.pop(place, None)
-            if ended is not None:
-                ended.closing.close()
+                    if ended is not None:
+                        # Not after the lock: the same run may be opened again at once.
+                        ended.closing.close()
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
