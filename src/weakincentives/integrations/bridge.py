@@ -74,6 +74,23 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
+def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTool:
+    """Return one of the framework's own tools as ours, for a call whose arguments it has validated.
+
+    Quicker than ``Tool.from_schema``, which compiles the schema: this can be made for each call.
+    """
+    options.setdefault("max_result_chars", None)
+    return Tool(
+        name=wire_name(name),
+        description=description.strip() or name,
+        handler=handler,
+        params_type=dict,
+        result_type=Any,
+        strict=False,
+        **options,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A run on a workspace."""

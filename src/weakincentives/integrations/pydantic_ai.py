@@ -11,16 +11,16 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from weakincentives.call import call_under_way
 from weakincentives.errors import ApprovalNeeded, FilesystemError, MissingExtra, Suspended
 from weakincentives.filesystem import FileStat, HostFilesystem
-from weakincentives.integrations.bridge import Bridge, RunName, Workspace, wire_name
+from weakincentives.integrations.bridge import Bridge, RunName, Workspace, own_tool, wire_name
 from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Reach, Tool, ToolContext
+from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
 from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
@@ -59,7 +59,6 @@ AnyResult = ToolResult[Any]
 Suspended.register(ApprovalRequired)
 Suspended.register(CallDeferred)
 
-_ANYTHING = {"type": "object"}
 # Only our tools have this validator, whatever they are renamed to. Their arguments are validated by
 # our pipeline, which names every problem at once.
 _OURS = SchemaValidator(core_schema.dict_schema())
@@ -175,19 +174,17 @@ class Wink(AbstractCapability[Any]):
 
     def _own(self, tool_def: ToolDefinition, handler: Any) -> AnyTool:
         reach = self._reaches.get(tool_def.name)
-        return Tool.from_schema(
-            wire_name(tool_def.name),
-            tool_def.description or tool_def.name,
-            _ANYTHING,  # the framework has validated the arguments
-            handler,
-            reach=reach,
-            writes="api" if reach == "read" else "external",
-            max_result_chars=None,
-        )
+        writes: Writes = "api" if reach == "read" else "external"
+        description = tool_def.description or ""
+        return own_tool(tool_def.name, description, handler, reach=reach, writes=writes)
 
     # Denials: the framework tells no tool of them
 
     async def before_node_run(self, ctx: Context, *, node: Any) -> Any:
+        await self._note_denials(ctx, node)
+        return node
+
+    async def _note_denials(self, ctx: Context, node: Any) -> None:
         if isinstance(node, CallToolsNode):  # with the answers to the requests of an earlier run
             said = node.tool_call_metadata or {}
             for call_id, answer in (node.tool_call_results or {}).items():
@@ -198,7 +195,6 @@ class Wink(AbstractCapability[Any]):
             for part in _denied(node.request):
                 reason = part.model_response_str(wrap_if_error=False)
                 await _deny(self.bridge, ctx, part.tool_call_id, reason, "", self._own)
-        return node
 
 
 class WinkToolset(AbstractToolset[Any]):
@@ -355,7 +351,9 @@ def _denied(message: messages.ModelMessage) -> list[messages.ToolReturnPart]:
 
 def _by(metadata: Any) -> str:
     """Return who answered, if the application says so in ``DeferredToolResults.metadata``."""
-    return str(metadata.get("by", "")) if isinstance(metadata, Mapping) else ""
+    found: dict[str, Any] = {}
+    said = cast("Mapping[str, Any]", metadata) if isinstance(metadata, Mapping) else found
+    return str(said.get("by", ""))
 
 
 def _conversation(ctx: Context | None) -> str | None:
@@ -440,7 +438,7 @@ class WinkWorkspace(
             return await self._use(change)
         hosted = _Hosted(lambda _: self._use(change))
         description = f"ctx.workspace.{what}, outside of any call"
-        tool = Tool.from_schema(f"workspace_{what}", description, _ANYTHING, hosted.handler)
+        tool = own_tool(f"workspace_{what}", description, hosted.handler)
         return hosted.end(await self._bridge.acall(tool, {what: where}, context=self._ctx))
 
     async def read_bytes(self, path: str) -> bytes:
