@@ -685,6 +685,15 @@ class TestRuns:
         assert files(place) == {"old.txt": "old", "late.txt": "late"}
         assert log(place) == [("linger", "committed")]
 
+    def test_a_file_may_describe_the_agent(self, place: Path) -> None:
+        spec = {"model": "test", "capabilities": [{"Wink": {"workspace": str(place)}}]}
+        agent = Agent.from_spec(spec, custom_capability_types=[Wink])
+
+        with agent.override(model=script([WRITE], "done")):
+            agent.run_sync("go")
+
+        assert files(place) == {"old.txt": "old", "new.txt": "new"}
+
 
 async def _read(run: Any) -> None:
     async for _ in run:

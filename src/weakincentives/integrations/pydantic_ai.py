@@ -11,6 +11,7 @@ import os
 import shlex
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from weakincentives.call import call_under_way
@@ -66,6 +67,7 @@ _MOST_SHOWN = 20_000
 """Characters of a request for approval."""
 
 
+@dataclass(init=False, eq=False)  # a file that describes an agent may name only dataclasses
 class Wink(AbstractCapability[Any]):
     """Makes every tool call of an agent a transaction on a directory.
 
