@@ -373,6 +373,30 @@ class TestApproval:
         assert told(done.all_messages(), "c1").content == "secrets are off limits"
         assert log(place) == [("publish", "denied"), ("publish", "denied"), ("publish", "ok")]
 
+    def test_a_denial_is_that_of_the_suspended_call(self, place: Path) -> None:
+        """Also where the tool was renamed, or the framework has added arguments."""
+
+        def publish(title: str, draft: bool = False) -> str:
+            """Publish a page."""
+            return "published"
+
+        name, tool_name, args = WRITE
+        calls = [(name, f"disk_{tool_name}", args), ("c2", "publish", {"title": "news"})]
+        with Wink(place, policies=[ApprovalPolicy(tools={"write_file", "publish"})]) as wink:
+            agent = Agent(
+                script(calls, "done"),
+                tools=[publish],
+                capabilities=[wink.prefix_tools("disk")],
+                output_type=[str, DeferredToolRequests],
+            )
+            asked = agent.run_sync("go")
+            assert isinstance(asked.output, DeferredToolRequests)
+            answers = asked.output.build_results(approvals={"c1": False, "c2": False})
+            agent.run_sync(message_history=asked.all_messages(), deferred_tool_results=answers)
+
+        denied = [tool for tool, outcome in log(place) if outcome == "denied"]
+        assert sorted(denied) == ["publish", "write_file"]
+
     def test_a_repeated_deferral_asks_again(self, place: Path) -> None:
         """A tool may defer a call that was approved: nothing of it stays."""
 
