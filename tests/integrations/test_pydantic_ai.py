@@ -216,6 +216,16 @@ def script(*turns: list[Call] | str) -> FunctionModel:
 WRITE: Call = ("c1", "write_file", {"path": "new.txt", "content": "new"})
 
 
+@pytest.fixture(autouse=True)
+def _loop() -> Iterator[None]:
+    """Give ``run_sync`` a loop: one that it makes itself is never closed."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     place = tmp_path / "project"
