@@ -82,7 +82,8 @@ class Wink(AbstractCapability[Any]):
         run: Names our run, or a function of the run context that does. A call that is on record in
             a run is not made again. By default a run is a conversation of the agent.
         title: What `wink log` shows for the run.
-        reaches: How far the agent's own tools reach, by name. Unstated, they run one at a time.
+        reaches: How far the agent's own tools reach, by name. Those with ``"read"`` run
+            concurrently; of the others, one at a time, so that a scan can find what it changed.
         covers: Whether one of the agent's own tools is covered; by default all are.
     """
 
