@@ -69,9 +69,7 @@ class Member:
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = (
-        "arrived", "attempts", "conflicts", "deadline", "is_first", "number", "once", "reached",
-    )  # fmt: skip
+    __slots__ = ("arrived", "attempts", "conflicts", "deadline", "is_first", "number", "reached")
 
     def __init__(
         self,
@@ -89,8 +87,6 @@ class Place:
         """How long to wait for that, where the calls have deadlines of their own."""
         self.is_first = self.arrived = is_first
         """Whether no call of the turn commits before it."""
-        self.once = ""
-        """The id of a call that must not run twice."""
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
