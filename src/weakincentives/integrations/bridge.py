@@ -77,6 +77,23 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
+def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTool:
+    """Return one of the framework's own tools as ours, for a call whose arguments it has validated.
+
+    Quicker than ``Tool.from_schema``, which compiles the schema: this can be made for each call.
+    """
+    options.setdefault("max_result_chars", None)
+    return Tool(
+        name=wire_name(name),
+        description=description.strip() or name,
+        handler=handler,
+        params_type=dict,
+        result_type=Any,
+        strict=False,
+        **options,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A run on a workspace."""
@@ -285,19 +302,21 @@ class Bridge:
         finally:
             with self._lock:
                 self._users[place] -= 1
-                ended = None
-                if not self._users[place] and place in self._ending:
+                if not self._users[place]:
+                    del self._users[place]
+                    ended = self._open.pop(place, None) if place in self._ending else None
                     self._ending.discard(place)
-                    ended = self._open.pop(place, None)
-                elif not self._users[place] and self._idle is not None:
-                    self._since[place] = time.monotonic()
-                    if self._watch is None:
-                        watch = threading.Thread(target=self._close_idle, args=[self._idle])
-                        watch.daemon = True
-                        self._watch = watch
-                        watch.start()
-            if ended is not None:
-                ended.closing.close()
+                    if ended is not None:
+                        # Not after the lock: the same run may be opened again at once.
+                        ended.closing.close()
+                    elif self._idle is not None and place in self._open:
+                        self._since[place] = time.monotonic()
+                        self._watch_idle(self._idle)
+
+    def _watch_idle(self, seconds: float) -> None:
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._close_idle, args=[seconds], daemon=True)
+            self._watch.start()
 
     def _close_idle(self, seconds: float) -> None:
         """Close runs as they become idle, until none is left."""
@@ -306,15 +325,14 @@ class Bridge:
             time.sleep(pause)
             with self._lock:
                 now = time.monotonic()
-                due = [place for place, at in self._since.items() if now - at >= seconds]
-                for place in due:
+                for place in [p for p, at in self._since.items() if now - at >= seconds]:
                     del self._since[place]  # one in use comes back
-                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                    ended = None if self._users[place] else self._open.pop(place, None)
+                    if ended is not None:
+                        ended.closing.close()
                 pause = min((at + seconds - now for at in self._since.values()), default=None)
                 if pause is None:
                     self._watch = None
-            for each in filter(None, ended):
-                each.closing.close()
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
