@@ -23,6 +23,7 @@ from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -142,6 +143,10 @@ class Bridge:
             self.policies = (ReadBeforeWritePolicy(), *self.policies)
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
+        if any(tool.max_result_chars for tool in self.tools):
+            rest = read_result_tool()
+            if all(tool.name != rest.name for tool in self.tools):
+                self.tools = (*self.tools, rest)
         self._lock = threading.Lock()
         self._open: dict[_Place, _Opened] = {}
         self._users = Counter[_Place]()
