@@ -11,8 +11,10 @@ UV := $(shell command -v uv 2>/dev/null)
 install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python $(2) ||) \
 	$(1)/bin/python -m pip install --quiet --disable-pip-version-check $(2)
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope
+FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
+FRAMEWORK_VENVS := .venv-integrations
 
-.PHONY: demo test test-all torture check lint bench picture servers clean
+.PHONY: demo test test-all torture check lint bench picture servers clean integrations $(FRAMEWORKS)
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -26,6 +28,8 @@ test-all: $(VENDORS) $(SERVERS)  ## Everything: vendors' programs, sandboxes, ki
 torture: $(READY)  ## Kill a working process for SECONDS=600 (a failure names its SEED= to repeat it), then 1,000 random examples of every property.
 	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
 	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST) -m hypothesis
+
+integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our integration, in an environment of its own. ONLY=langchain for one.
 
 check: lint test  ## What must hold before a commit.
 
@@ -43,7 +47,7 @@ picture: $(READY)  ## Draw the README's picture of the demo again.
 	$(BIN)/python docs/draw_demo.py
 
 clean:
-	rm -rf $(VENV) .venv-servers .bench .site dist
+	rm -rf $(VENV) .venv-servers $(FRAMEWORK_VENVS) .bench .site dist
 
 $(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -68,4 +72,19 @@ $(SERVERS):
 	$(PYTHON) -m venv .venv-servers
 	$(call install,.venv-servers,mcp-server-git==2026.10.19 mcp-server-time==2026.10.19)
 	-npm install --silent --no-fund --no-audit --prefix .venv-servers @modelcontextprotocol/server-everything@2026.8.31 @modelcontextprotocol/server-filesystem@2026.8.31
+	@touch $@
+
+framework_and_tests = --upgrade --editable '.[tests,$*]'
+# One framework: its tests, with its parts of the documentation, and the types of the integration.
+module = $(subst -,_,$@)
+$(FRAMEWORKS): %: $(FRAMEWORK_VENVS)/%/.ready $(READY)
+	WINK_INTEGRATION=$@ $(FRAMEWORK_VENVS)/$@/bin/python -m pytest -q -W default \
+		tests/integrations/test_$(module).py docs/integrations.md
+	$(BIN)/pyright --pythonpath $(FRAMEWORK_VENVS)/$@/bin/python \
+		src/weakincentives/integrations/$(module).py examples/integration_$(module).py
+
+# The frameworks want other versions of the same libraries, so each has an environment of its own.
+$(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready): $(FRAMEWORK_VENVS)/%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(FRAMEWORK_VENVS)/$*
+	$(call install,$(FRAMEWORK_VENVS)/$*,$(framework_and_tests))
 	@touch $@

@@ -22,8 +22,9 @@ for _number, _handler in (
 
 # Nor is a test about the umask, the size of the window, or the settings of whoever starts them.
 os.umask(0o022)
+_SETTINGS = ("WINK_HEAVY", "WINK_INTEGRATION", "WINK_THOROUGH", "WINK_TORTURE", "WINK_SEED")
 for _name in list(os.environ):
-    _of_the_tests = _name in ("WINK_HEAVY", "WINK_THOROUGH", "WINK_TORTURE", "WINK_SEED")
+    _of_the_tests = _name in _SETTINGS
     if _name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE") or (
         _name.startswith("WINK_") and not _of_the_tests
     ):
