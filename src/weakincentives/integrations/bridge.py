@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +63,16 @@ def adopt(tool: object, **options: Any) -> AnyTool:
     raise TypeError(
         f"{tool!r} is not a tool of a framework we know; use @tool or Tool.from_schema for it"
     )
+
+
+def with_handler(tool: AnyTool, handler: Callable[..., Awaitable[AnyResult]]) -> AnyTool:
+    """Return a tool that does this instead; the tool itself must have an async handler, too.
+
+    Unchecked, so that each call of a framework's own tool can have a handler of its own.
+    """
+    made = copy(tool)
+    object.__setattr__(made, "handler", handler)
+    return made
 
 
 def wire_name(name: str) -> str:

@@ -1,0 +1,793 @@
+"""openai-agents: our tools, shell and editor for its agents, and the agents' own tools as our calls."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from inspect import isawaitable
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from weakincentives.contrib.tools import (
+    CommandOutput,
+    PodmanSandboxConfig,
+    PodmanSandboxSection,
+    SandboxSettings,
+    file_tools,
+)
+from weakincentives.contrib.tools.sandbox.settings import SandboxChoice
+from weakincentives.errors import (
+    AlreadyExists,
+    ApprovalNeeded,
+    MissingExtra,
+    Suspended,
+    ToolDefinitionError,
+)
+from weakincentives.events import ToolInvoked
+from weakincentives.integrations.bridge import (
+    AnyResult,
+    AnyTool,
+    Bridge,
+    RunName,
+    Workspace,
+    wire_name,
+    with_handler,
+)
+from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalRequest, CallPreview
+from weakincentives.prompt.policies import AnyPolicy
+from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.retry import TIMEOUT
+from weakincentives.serde import dump
+from weakincentives.tool_result import ToolResult
+
+try:
+    from agents import (
+        Agent,
+        AgentHooks,
+        ApplyPatchOperation,
+        ApplyPatchResult,
+        ApplyPatchTool,
+        CustomTool,
+        FunctionTool,
+        LocalShellTool,
+        RunContextWrapper,
+        RunState,
+        ShellActionRequest,
+        ShellCallOutcome,
+        ShellCommandOutput,
+        ShellCommandRequest,
+        ShellResult,
+        ShellTool,
+        SpanError,
+        ToolApprovalItem,
+        ToolOriginType,
+        ToolOutputFileContent,
+        ToolOutputImage,
+        ToolOutputText,
+        apply_diff,
+        get_current_span,
+    )
+    from agents import Tool as AgentTool
+    from agents.tool import (
+        get_function_tool_origin,
+        maybe_invoke_function_tool_failure_error_function,
+        set_function_tool_failure_error_function,
+    )
+    from agents.tool_context import ToolContext as CallContext
+except ImportError as error:
+    raise MissingExtra("openai-agents", "openai-agents") from error
+
+TContext = TypeVar("TContext")
+Run = RunContextWrapper[Any]
+
+_MAX_DESCRIPTION = 1024
+"""Characters that the provider takes."""
+
+
+class Wink:
+    """Runs the tools of agents as transactions on a workspace.
+
+    >>> wink = Wink(workspace=".")  # doctest: +SKIP
+    >>> agent = wink.cover(Agent(name="Coder", tools=[*wink.tools(), wink.shell(), deploy]))
+
+    Several agents may share it. A call that fails, times out or is cancelled is rolled back; a call
+    that a policy denies does not run; `wink log` shows them all. Close it, or use it in a ``with``
+    block, to release the workspace.
+
+    Args:
+        workspace: The directory, or a function of the ``RunContextWrapper``.
+        tools: What ``tools()`` offers, ours or ``FunctionTool``; by default our file tools.
+        policies: They govern every call. ``ApprovalPolicy(tools={...})`` interrupts the run, as
+            ``needs_approval`` does.
+        title: What `wink log` shows for the run.
+        run: Names the run, so that another process continues it; may be a function of the
+            ``RunContextWrapper``.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace = ".",
+        *,
+        tools: Iterable[object] | None = None,
+        policies: Iterable[AnyPolicy] = (),
+        title: str = "",
+        run: RunName = None,
+    ) -> None:
+        self.bridge = Bridge(workspace, tools=tools, policies=policies, title=title, run=run)
+        self._calls = _Calls(self.bridge)
+
+    def tools(self) -> list[FunctionTool]:
+        """Return our tools for an agent."""
+        return [_offered(self._calls, tool) for tool in self.bridge.tools]
+
+    def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> ShellTool:
+        """Return a shell on the workspace, in our sandbox.
+
+        Each command is a call ``shell_execute``: the changes of one that fails are undone.
+        """
+        # Only the tool is used: its files are those of the call.
+        section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
+        tool = next(each for each in section.tools if each.name == "shell_execute")
+        execute = _Shell(self._calls, tool)
+        needs_approval = self._calls.needs_approval(False, tool, execute.calls)
+        return ShellTool(executor=execute, needs_approval=needs_approval)
+
+    def editor(self) -> ApplyPatchTool:
+        """Return an editor on the workspace.
+
+        Each operation is a call: ``write_file``, ``edit_file`` or ``delete_file``, so policies for
+        those hold.
+        """
+        editor = _Editor(self._calls)
+        return ApplyPatchTool(editor=editor, needs_approval=editor.needs_approval)
+
+    def cover(self, agent: Agent[TContext], *, reads: Collection[str] = ()) -> Agent[TContext]:
+        """Return a copy of an agent whose own tools run as our calls.
+
+        What they change in the workspace is scanned for, and undone if they raise: also if the
+        framework tells the model so itself. A person's denials are put on record. Tools that run
+        at the provider, on MCP servers or as agents of their own stay as they are.
+
+        Args:
+            agent: It may have tools of ours; cover the agents that it hands over to as well.
+            reads: The names of its tools that change nothing: they run concurrently, and nothing
+                is scanned for.
+        """
+        tools = [_covered(self._calls, tool, tool.name in reads) for tool in agent.tools]
+        return agent.clone(tools=tools, hooks=_Hooks(self._calls, agent.hooks))
+
+    # Answers of a person: RunState has no place for the name
+
+    def requests(self, item: ToolApprovalItem) -> tuple[ApprovalRequest, ...]:
+        """Return what to show a person of an interruption: arguments, diff, reach.
+
+        One for each command of a shell call; none for a call that was interrupted by another
+        process, or by a ``needs_approval`` of yours.
+        """
+        return tuple(self._calls.requests.get(item.call_id or "", ()))
+
+    def approve(
+        self,
+        state: RunState[Any, Any],
+        item: ToolApprovalItem,
+        *,
+        by: str = "",
+        always: bool = False,
+    ) -> None:
+        """Approve an interruption, with a name for the record."""
+        self._calls.answered_by[item.call_id or ""] = by
+        state.approve(item, always_approve=always)
+
+    def reject(
+        self,
+        state: RunState[Any, Any],
+        item: ToolApprovalItem,
+        reason: str = "",
+        *,
+        by: str = "",
+        always: bool = False,
+    ) -> None:
+        """Reject an interruption: with a reason for the model, and a name for the record."""
+        self._calls.answered_by[item.call_id or ""] = by
+        state.reject(item, always_reject=always, rejection_message=reason or None)
+
+    def close(self) -> None:
+        """Release the workspace."""
+        self.bridge.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def adopt(tool: FunctionTool, *, context: object = None, **options: Any) -> AnyTool:
+    """Return a ``FunctionTool`` as one of our tools.
+
+    An exception of the function is a failure, also where the framework would tell the model.
+
+    Args:
+        tool: One without guardrails and ``needs_approval``, which only hold in the framework's loop.
+        context: What the function finds in its ``RunContextWrapper``.
+        options: Those of ``Tool.from_schema``.
+    """
+    if (
+        tool.needs_approval is not False
+        or tool.tool_input_guardrails
+        or tool.tool_output_guardrails
+    ):
+        raise ToolDefinitionError(
+            f"tool {tool.name!r}: needs_approval and guardrails only hold in the framework's loop; "
+            "adopt it without them, and use policies such as ApprovalPolicy"
+        )
+    raising = _raising(tool)
+
+    async def handler(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+        text = json.dumps(params)
+        call = CallContext[Any](
+            run_context, tool_name=tool.name, tool_call_id=context.call_id, tool_arguments=text
+        )
+        return ToolResult.ok(_text(await raising.on_invoke_tool(call, text)))
+
+    run_context = context
+    options = {"writes": "external", "timeout": tool.timeout_seconds, **options}
+    name, text = wire_name(tool.name), tool.description or tool.name
+    return Tool.from_schema(name, text, tool.params_json_schema, handler, **options)
+
+
+# Calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One of our calls; a call of the framework may be several."""
+
+    tool: AnyTool
+    arguments: object
+    of: str | None
+    """The framework's id."""
+    number: int = 1
+
+    @property
+    def id(self) -> str | None:
+        return self.of if self.number == 1 else f"{self.of}:{self.number}"
+
+
+@dataclass(slots=True)
+class _Done:
+    """How a call of one of the agent's own tools ended."""
+
+    value: Any = None
+    error: Exception | None = None
+    result: AnyResult | None = None
+    """Set if the model gets this instead: the tool did not run, or was undone afterwards."""
+
+
+class _Calls:
+    """Runs the framework's calls as ours."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.bridge = bridge
+        self.answered_by: dict[str, str] = {}
+        self.requests: dict[str, list[ApprovalRequest]] = {}
+        self.offered: dict[tuple[str, str], Callable[[Mapping[str, Any]], Sequence[_Call]]] = {}
+        """How an item of the conversation becomes calls: by its type and the tool's name."""
+
+    async def run(self, call: _Call, run: Run | None, name: str) -> AnyResult:
+        """Run a call of the tool that the framework knows by a name."""
+        approved = run is not None and run.is_tool_approved(name, call.of or "") is True
+        approval = Approval(True, self.answered_by.get(call.of or "", "")) if approved else None
+        try:
+            return await self.bridge.acall(
+                call.tool, call.arguments, call_id=call.id, context=run, approval=approval
+            )
+        except ApprovalNeeded:
+            # It is needed only since the framework has looked: from here it cannot be interrupted.
+            return ToolResult.error(f"Call '{name}' again: by now, it needs approval")
+
+    async def run_own(
+        self, call: _Call, run: Run | None, name: str, work: Callable[[], Any]
+    ) -> _Done:
+        """Run the framework's own work as a call. What it returns or raises stays as it is."""
+        done, finished = _Done(), False
+
+        async def handler(params: object, *, context: ToolContext) -> AnyResult:
+            nonlocal finished
+            try:
+                value = work()
+                done.value = await value if isawaitable(value) else value
+            except Exception as error:
+                if isinstance(error, Suspended):
+                    raise
+                done.error = error
+                return ToolResult.error(f"{type(error).__name__}: {error}")
+            finished = True
+            if isinstance(done.value, ApplyPatchResult) and done.value.status == "failed":
+                done.error = RuntimeError(done.value.output or "The operation failed")
+                return ToolResult.error(str(done.error))
+            return ToolResult.ok(_text(done.value))
+
+        result = await self.run(replace(call, tool=with_handler(call.tool, handler)), run, name)
+        if done.error is None and not (finished and result.success):
+            done.result = result
+        return done
+
+    # Approval
+
+    def needs_approval(
+        self, own: Any, tool: AnyTool, calls_of: Callable[[Any, str], Sequence[_Call]]
+    ) -> Any:
+        """Return the ``needs_approval`` of a tool: its own, and what our policies say."""
+        if not callable(own) and not self.may_ask(tool):
+            return own
+
+        async def needs_approval(run: Run, given: Any, call_id: str) -> bool:
+            wanted = own(run, given, call_id) if callable(own) else own
+            wanted = await cast("Awaitable[object]", wanted) if isawaitable(wanted) else wanted
+            return await self.asks(calls_of(given, call_id), run) or bool(wanted)
+
+        return needs_approval
+
+    def may_ask(self, tool: AnyTool) -> bool:
+        """Whether a policy leaves it to the framework to ask a person about a tool."""
+        asking = (each for each in self.bridge.policies if isinstance(each, ApprovalPolicy))
+        return any(each.ask is None and each.applies_to(tool) for each in asking)
+
+    async def asks(self, calls: Sequence[_Call], run: Run) -> bool:
+        """Whether a person must be asked. A refused call finds its answer on record when it runs."""
+        found: list[ApprovalRequest] = []
+        for call in filter(lambda each: self.may_ask(each.tool), calls):
+            admission = await self.bridge.aadmit(
+                call.tool, call.arguments, call_id=call.id, context=run
+            )
+            if admission.request is not None:
+                found.append(admission.request)
+        if found:
+            self.requests[calls[0].of or ""] = found
+        return bool(found)
+
+    async def note_denials(self, run: Run, items: Iterable[Any]) -> None:
+        """Put on record what a person has denied: the framework answers such calls by itself."""
+        for item in items:
+            for (kind, name), calls_of in self.offered.items():
+                if item.get("type") != kind or item.get("name", name) != name:
+                    continue
+                call_id = item["call_id"]
+                if run.is_tool_approved(name, call_id) is not False:
+                    continue
+                reason = run.get_rejection_message(name, call_id) or ""
+                by = self.answered_by.get(call_id, "")
+                for call in calls_of(item):
+                    await self.bridge.arefuse(
+                        call.tool, call.arguments, reason, by=by, call_id=call.id, context=run
+                    )
+
+
+class _Hooks(AgentHooks[Any]):
+    """Looks for denials before each request to the model; otherwise the agent's own hooks."""
+
+    def __init__(self, calls: _Calls, own: Any) -> None:
+        self._calls, self._own = calls, own
+        for name in ("start", "end", "handoff", "tool_start", "tool_end", "llm_end"):
+            if own is not None:
+                setattr(self, f"on_{name}", getattr(own, f"on_{name}"))
+
+    async def on_llm_start(
+        self, context: Run, agent: Any, system_prompt: str | None, input_items: list[Any]
+    ) -> None:
+        await self._calls.note_denials(context, input_items)
+        if self._own is not None:
+            await self._own.on_llm_start(context, agent, system_prompt, input_items)
+
+
+# What the framework calls
+
+
+class _Function:
+    """What a function tool does: one of ours, or one of the agent's own."""
+
+    def __init__(self, calls: _Calls, tool: AnyTool, own: FunctionTool | None = None) -> None:
+        self._calls, self._tool, self._own = calls, tool, own
+        name = tool.name if own is None else own.name
+        calls.offered["function_call", name] = lambda item: self.calls(
+            _arguments(item["arguments"]), item["call_id"]
+        )
+
+    def calls(self, arguments: object, call_id: str) -> list[_Call]:
+        return [_Call(self._tool, arguments, call_id)]
+
+    async def __call__(self, run: CallContext[Any], text: str) -> Any:
+        call, name = _Call(self._tool, _arguments(text), run.tool_call_id), run.qualified_tool_name
+        own = self._own
+        if own is None:
+            return _shown(await self._calls.run(call, run, name), self._tool)
+        done = await self._calls.run_own(
+            call, run, name, lambda: _raising(own).on_invoke_tool(run, text)
+        )
+        if done.error is not None:
+            return await _told(own, run, done.error)
+        return done.value if done.result is None else _shown(done.result, self._tool)
+
+
+class _Shell:
+    """Our shell: each command is a call."""
+
+    name = "shell"
+
+    def __init__(self, calls: _Calls, tool: AnyTool) -> None:
+        self._calls, self._tool = calls, tool
+        calls.offered["shell_call", self.name] = lambda item: self.calls(
+            ShellActionRequest(item["action"]["commands"], item["action"].get("timeout_ms")),
+            item["call_id"],
+        )
+
+    def calls(self, action: ShellActionRequest, call_id: str) -> list[_Call]:
+        limit = {"timeout": action.timeout_ms / 1000} if action.timeout_ms else {}
+        return [
+            _Call(self._tool, {"command": command, **limit}, call_id, number)
+            for number, command in enumerate(action.commands, 1)
+        ]
+
+    async def __call__(self, request: ShellCommandRequest) -> ShellResult:
+        data, run = request.data, request.ctx_wrapper
+        outputs: list[ShellCommandOutput] = []
+        for command, call in zip(
+            data.action.commands, self.calls(data.action, data.call_id), strict=True
+        ):
+            outputs.append(_output(command, await self._calls.run(call, run, self.name)))
+        return ShellResult(outputs, data.action.max_output_length)
+
+
+class _Editor:
+    """Our editor: each operation is a call."""
+
+    name = "apply_patch"
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+        self._ids: dict[int, tuple[ApplyPatchOperation, str]] = {}
+        """The framework's ids of calls, by the identity of an operation, which is kept alive."""
+        calls.offered["apply_patch_call", self.name] = lambda item: [
+            _edit(operation, item["call_id"])
+            for operation in item.get("operations") or [item["operation"]]
+        ]
+
+    async def needs_approval(self, run: Run, operation: ApplyPatchOperation, call_id: str) -> bool:
+        # The only place where the framework says which call an operation belongs to.
+        if await self._calls.asks([_edit(_operation(operation), call_id)], run):
+            return True
+        self._ids[id(operation)] = operation, call_id
+        return False
+
+    async def create_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
+        run = operation.ctx_wrapper
+        _, call_id = self._ids.pop(id(operation), (operation, None))
+        call = _edit(_operation(operation), call_id)
+        if call_id is None:
+            call = replace(call, of=self._asked(call, run))
+        result = await self._calls.run(call, run, self.name)
+        status = "completed" if result.success else "failed"
+        return ApplyPatchResult(status=status, output=result.render())
+
+    update_file = delete_file = create_file
+
+    def _asked(self, call: _Call, run: Run | None) -> str | None:
+        """Return the id under which a person was asked: in a resumed run, it is not given."""
+        session = self._calls.bridge.registry(run).session
+        given = dump(call.tool.parse(call.arguments))
+        for record in session[ToolInvoked].newest_first():
+            same = record.tool_name == call.tool.name and dump(record.params) == given
+            if same and record.suspended:
+                return record.call_id.partition(":")[2]
+        return None
+
+
+class _Native:
+    """What another local tool of the agent does: a shell, an editor, a custom tool."""
+
+    def __init__(self, calls: _Calls, tool: AnyTool, name: str, kind: _Kind, work: Any) -> None:
+        self._calls, self._tool, self._name, self._kind, self._work = calls, tool, name, kind, work
+
+    async def __call__(self, *given: Any) -> Any:
+        run, call_id, part = self._kind.seen(*given)
+        call = _Call(self._tool, self._kind.arguments(part), call_id)
+        done = await self._calls.run_own(call, run, self._name, lambda: self._work(*given))
+        if done.error is not None:
+            raise done.error  # the framework tells the model
+        return done.value if done.result is None else done.result.render()
+
+
+# The tools of an agent
+
+
+def _offered(calls: _Calls, tool: AnyTool) -> FunctionTool:
+    """Return one of our tools as one of the framework's."""
+    invoke = _Function(calls, tool)
+    return FunctionTool(
+        name=tool.name,
+        description=tool.text(_MAX_DESCRIPTION),
+        params_json_schema=tool.parameters,
+        on_invoke_tool=invoke,
+        strict_json_schema=False,  # as declared; we check it, and tell the model all errors
+        needs_approval=calls.needs_approval(False, tool, invoke.calls),
+    )
+
+
+def _covered(calls: _Calls, tool: AgentTool, reads: bool) -> AgentTool:
+    """Return one of the agent's tools with its calls run as ours; others as they are."""
+    if isinstance(tool, FunctionTool):
+        return _covered_function(calls, tool, reads)
+    kind = _NATIVE.get(type(tool))
+    works: Any = None if kind is None else getattr(tool, kind.slot)
+    if kind is None or works is None or isinstance(works, _Shell | _Editor | _Native | _Editing):
+        return tool
+    name, foreign = tool.name, _foreign(tool.name, f"The agent's {tool.name}.", reads)
+
+    def calls_of(part: Any, call_id: str) -> list[_Call]:
+        return [_Call(foreign, kind.arguments(part), call_id)]
+
+    def native(work: Any) -> _Native:
+        return _Native(calls, foreign, name, kind, work)
+
+    made: Any = copy(tool)
+    if isinstance(tool, ApplyPatchTool):
+        edit = tool.editor
+        covered: object = _Editing(
+            native(edit.create_file), native(edit.update_file), native(edit.delete_file)
+        )
+    else:
+        covered = native(works)
+    setattr(made, kind.slot, covered)
+    if not isinstance(tool, LocalShellTool):
+        made.needs_approval = calls.needs_approval(made.needs_approval, foreign, calls_of)
+    calls.offered[kind.item, name] = lambda item: calls_of(item[kind.part], item["call_id"])
+    return made
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of tool that is not a function."""
+
+    slot: str
+    """Where the tool has what it does."""
+    item: str
+    """The type of its calls in the conversation, and where they say what to do."""
+    part: str
+    seen: Callable[..., tuple[Run | None, str | None, Any]]
+    """Returns the run, the id of the call, and what to do, of what the tool is called with."""
+    arguments: Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Editing:
+    create_file: Any
+    update_file: Any
+    delete_file: Any
+
+
+def _fields(*names: str) -> Callable[[Any], dict[str, Any]]:
+    """Return what to read of an action or operation, which may be a mapping."""
+
+    def arguments(given: Any) -> dict[str, Any]:
+        get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+        return {name: get(name) for name in names if get(name) is not None}
+
+    return arguments
+
+
+_operation = _fields("type", "path", "diff", "move_to")
+_NATIVE: Mapping[type, _Kind] = {
+    ShellTool: _Kind(
+        "executor",
+        "shell_call",
+        "action",
+        lambda request: (request.ctx_wrapper, request.data.call_id, request.data.action),
+        _fields("commands", "timeout_ms"),
+    ),
+    LocalShellTool: _Kind(
+        "executor",
+        "local_shell_call",
+        "action",
+        lambda request: (request.ctx_wrapper, request.data.call_id, request.data.action),
+        _fields("command", "working_directory", "timeout_ms"),
+    ),
+    CustomTool: _Kind(
+        "on_invoke_tool",
+        "custom_tool_call",
+        "input",
+        lambda run, text: (run, run.tool_call_id, text),
+        lambda text: {"input": text},
+    ),
+    ApplyPatchTool: _Kind(
+        "editor",
+        "apply_patch_call",
+        "operation",
+        lambda operation: (operation.ctx_wrapper, None, operation),
+        _operation,
+    ),
+}
+
+
+def _covered_function(calls: _Calls, tool: FunctionTool, reads: bool) -> FunctionTool:
+    origin = get_function_tool_origin(tool)
+    if isinstance(tool.on_invoke_tool, _Function):
+        return tool
+    if origin is not None and origin.type is ToolOriginType.AGENT_AS_TOOL:
+        return tool  # what that agent calls are transactions of their own
+    foreign = _foreign(tool.name, tool.description, reads)
+    made, invoke = copy(tool), _Function(calls, foreign, tool)
+    made.on_invoke_tool = invoke
+    made.needs_approval = calls.needs_approval(_own_approval(tool), foreign, invoke.calls)
+    return made
+
+
+def _own_approval(tool: FunctionTool) -> Any:
+    """Return a tool's ``needs_approval``, as careful as the framework is with its own tools."""
+    needs, prepare = tool.needs_approval, getattr(tool.on_invoke_tool, "prepare_arguments", None)
+    if not callable(needs) or prepare is None:
+        return needs
+
+    async def needs_approval(run: Run, arguments: dict[str, Any], call_id: str) -> bool:
+        prepared = prepare(json.dumps(arguments), tool.name)
+        # What the function gets is not what the model gave: its policy cannot judge that.
+        if prepared is not None and not prepared.unchanged:
+            return True
+        return bool(await needs(run, arguments, call_id))
+
+    return needs_approval
+
+
+def _foreign(name: str, description: str, reads: bool) -> AnyTool:
+    """Return one of the agent's tools for our runtime; each call brings its own handler.
+
+    Its arguments are checked by the framework, which knows more than the schema says.
+    """
+
+    async def handler(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+        raise NotImplementedError
+
+    return Tool.from_schema(
+        wire_name(name),
+        description.strip() or name,
+        {"type": "object"},
+        handler,
+        reach="read" if reads else None,
+        writes="api" if reads else "external",
+    )
+
+
+def _raising(tool: FunctionTool) -> FunctionTool:
+    """Return a tool whose function's exceptions are raised, not told to the model."""
+    return set_function_tool_failure_error_function(copy(tool), None)
+
+
+async def _told(tool: FunctionTool, run: CallContext[Any], error: Exception) -> str:
+    """Return what the framework tells the model of an exception; raise it if it would."""
+    text: str | None = None
+    if hasattr(tool.on_invoke_tool, "prepare_arguments"):  # made by @function_tool
+        text = await maybe_invoke_function_tool_failure_error_function(
+            function_tool=tool, context=run, error=error
+        )
+    if text is None:
+        raise error
+    span = get_current_span()
+    if span is not None:
+        span.set_error(
+            SpanError(message="Error running tool (non-fatal)", data={"tool_name": tool.name})
+        )
+    return text
+
+
+# Our edits
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    path: str
+    diff: str
+    """In the V4A format."""
+    move_to: str = ""
+
+
+def _create(params: Patch, *, context: ToolContext) -> ToolResult[None]:
+    """Create a file."""
+    files = context.filesystem
+    if files.exists(params.path):
+        raise AlreadyExists(f"{params.path} exists already: update it")
+    files.write(params.path, apply_diff("", params.diff, mode="create"))
+    return ToolResult.ok(None, f"Created {params.path}")
+
+
+def _update(params: Patch, *, context: ToolContext) -> ToolResult[None]:
+    """Change a file, and perhaps its path."""
+    files = context.filesystem
+    files.write(params.path, apply_diff(files.read(params.path), params.diff))
+    if not params.move_to:
+        return ToolResult.ok(None, f"Updated {params.path}")
+    files.move(params.path, params.move_to)
+    return ToolResult.ok(None, f"Updated {params.path} and moved it to {params.move_to}")
+
+
+def _preview(params: Patch, *, context: ToolContext) -> CallPreview:
+    files = context.filesystem
+    before = files.read_bytes(params.path) if files.exists(params.path) else b""
+    paths = tuple(files.real_path(each) for each in (params.path, params.move_to) if each)
+    state = hashlib.sha256(before).hexdigest()
+    return CallPreview(diff=f"{params.diff}\n", in_diff=("diff",), paths=paths, state=state)
+
+
+_EDITS: Mapping[str, AnyTool] = {
+    "create_file": Tool[Patch, None](
+        name="write_file",
+        description="Create a file.",
+        handler=_create,
+        reach="reversible",
+        preview=_preview,
+    ),
+    "update_file": Tool[Patch, None](
+        name="edit_file",
+        description="Change a file, and perhaps its path.",
+        handler=_update,
+        reach="reversible",
+        preview=_preview,
+    ),
+    "delete_file": next(tool for tool in file_tools() if tool.name == "delete_file"),
+}
+
+
+def _edit(operation: Mapping[str, Any], call_id: str | None) -> _Call:
+    given = dict(operation)
+    return _Call(_EDITS[given.pop("type")], given, call_id)
+
+
+# Values
+
+
+def _arguments(text: str) -> object:
+    """Return the arguments of a call; a text that is not JSON is refused like wrong arguments."""
+    try:
+        return json.loads(text) if text.strip() else {}
+    except ValueError:
+        return text
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def _shown(result: AnyResult, tool: AnyTool) -> object:
+    """Return a result for the model: text, and pictures and files if there are any."""
+    text = result.render(tool.max_result_chars)
+    shown: list[object] = []
+    for each in result.media:
+        if each.media_type.startswith("image/"):
+            shown.append(ToolOutputImage(image_url=each.data_url))
+        elif each.media_type == "application/pdf":
+            name = each.name or "file.pdf"
+            shown.append(ToolOutputFileContent(file_data=each.data_url, filename=name))
+    return [ToolOutputText(text=text), *shown] if shown else text
+
+
+def _output(command: str, result: AnyResult) -> ShellCommandOutput:
+    """Return a command's output, with what became of its changes if it failed."""
+    value = result.value
+    if not isinstance(value, CommandOutput):  # refused, or on record in another process
+        shown = result.render()
+        out, err, code = (shown, "", 0) if result.success else ("", shown, 1)
+    else:
+        said = "" if result.success else result.message
+        out, code = value.stdout, value.exit_code
+        err = "\n".join(part for part in (value.stderr.rstrip("\n"), said) if part)
+    failure = result.failure
+    timed_out = failure is not None and failure.code == TIMEOUT
+    outcome = ShellCallOutcome("timeout") if timed_out else ShellCallOutcome("exit", code)
+    return ShellCommandOutput(out, err, outcome, command)
