@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
@@ -54,7 +54,7 @@ def adopt(tool: object, **options: Any) -> AnyTool:
     The options are those of ``Tool.from_schema``; say ``reach`` and ``writes`` where you know them.
     """
     if isinstance(tool, Tool):
-        return tool.replace(**options) if options else tool
+        return cast("AnyTool", tool).replace(**options)
     for base in type(tool).__mro__:
         module = _FRAMEWORKS.get(base.__module__.partition(".")[0])
         if module is not None:
@@ -255,7 +255,9 @@ class Bridge:
     def _opening(self, root: Path, key: str) -> _Opened:
         with ExitStack() as closing:
             files = closing.enter_context(_SharedWorkspace(root)).files
-            run = closing.enter_context(open_run(files, self._title, key=key))
+            kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
+            types = [kind for kind in kinds if isinstance(kind, type)]
+            run = closing.enter_context(open_run(files, self._title, key=key, types=types))
             if len(run.session[ToolInvoked]):
                 run.mark_resumed()
             run.undo_unrecorded(files)

@@ -341,9 +341,10 @@ class ApprovalPolicy:
         if record is not None and not record.suspended:
             asked = []  # those were for an earlier call of this id
         mine = next((each for each in asked if each.policy_name == self.name), None)
-        if given is not None and (not asked or (asked[0] is mine and mine.answer is None)):
-            if mine is not None and mine.shown != shown:
-                given = Approval(False, given.by, _CHANGED) if given.approved is True else given
+        pending = mine if mine is not None and mine is asked[0] and mine.answer is None else None
+        if given is not None and (pending is not None or not asked):
+            if pending is not None and pending.shown != shown and given.approved is True:
+                given = Approval(False, given.by, _CHANGED)
             session[ApprovalAsked].append(ApprovalAsked(request.call_id, self.name, shown, given))
             return given
         if mine is not None and mine.answer is not None and mine.shown == shown:

@@ -393,7 +393,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         """
         text = self.description
         for example in self.examples:
-            given = {} if example.input is None else dump(example.input)
+            given: object = {} if example.input is None else dump(example.input)
             shown = json.dumps(given, ensure_ascii=False)
             longer = f"{text}\n\nExample: {example.description}\n{shown}"
             if most is None or len(longer) <= most:

@@ -149,11 +149,16 @@ def _letters(data: bytes) -> str:
 
 
 def open_run(
-    workspace: str | os.PathLike[str] | HostFilesystem, title: str = "", *, key: str = ""
+    workspace: str | os.PathLike[str] | HostFilesystem,
+    title: str = "",
+    *,
+    key: str = "",
+    types: Iterable[type] = (),
 ) -> SavedSession:
     """Begin a run on a workspace: `wink log` shows the calls of its session, saved as they end.
 
-    With a key, the run that was begun with the same key is continued. Use it in a ``with`` block:
+    With a key, the run that was begun with the same key is continued; ``types`` are those in its
+    session that no imported module defines. Use it in a ``with`` block:
 
     >>> with open_run(".", "Nightly cleanup") as run:  # doctest: +SKIP
     ...     tools = ToolRegistry([...], workspace=".", session=run.session)
@@ -171,7 +176,7 @@ def open_run(
     mark = _letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
     for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
         if Run(path).data.about.get("key") == key:
-            return SavedSession.open(path)
+            return SavedSession.open(path, types=types)
     run = new_run(store, mark)
     about = {"kind": "hosted", "title": title, "key": key}
     return SavedSession.create(run.path, Session(session_id=run.id), about=about)
