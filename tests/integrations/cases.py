@@ -44,7 +44,7 @@ from weakincentives.prompt import (
 
 T = TypeVar("T")
 
-PATIENCE = 30.0
+PATIENCE = 20.0
 """Seconds after which something that never happens fails a case; nothing depends on its length."""
 
 
@@ -488,7 +488,7 @@ def _damaging(then: Callable[[], Any] | None = None) -> Tool[Any, Any]:
 def _furnish(stage: Stage) -> dict[str, tuple[str, int, int, bytes]]:
     stage.write("data.bin", bytes(range(256)), 0o600)
     stage.write("run.sh", b"#!/bin/sh\nexit 0\n", 0o750)
-    stage.write("keep.txt", b"keep\r\n", 0o444)
+    stage.write("keep.txt", b"keep\r\n", 0o604)
     stage.write("sub/.env", b"KEY=1\n", 0o640)
     return stage.files()
 
@@ -500,7 +500,7 @@ def a_failed_call_is_rolled_back(stage: Stage) -> None:
 
     done = stage.play([Ask("c1", "damage")], tools=[_damaging()])
 
-    assert "no room left" in done.answers["c1"]
+    assert "no room left" in done.answers["c1"], done.answers
     assert done.text == "done"
     assert stage.files() == before
     assert stage.record("damage")["outcome"] == "rolled back"
@@ -721,6 +721,7 @@ def parallel_calls_lose_no_update(stage: Stage) -> None:
 def parallel_reads_overlap(stage: Stage) -> None:
     """Ten reads of one turn are under way at the same time."""
     inside: set[int] = set()
+    gave_up: list[int] = []
 
     @tool(reach="read")
     async def meet(number: int) -> str:
@@ -730,7 +731,10 @@ def parallel_reads_overlap(stage: Stage) -> None:
             number: Who comes.
         """
         inside.add(number)
-        await until(lambda: len(inside) == 10)
+        try:
+            await until(lambda: len(inside) == 10 or gave_up)
+        except TimeoutError:
+            gave_up.append(number)
         return f"met {len(inside)}"
 
     done = stage.play([Ask(f"c{n}", "meet", {"number": n}) for n in range(10)], tools=[meet])
