@@ -829,6 +829,11 @@ def _ask_first() -> ApprovalPolicy:
     return ApprovalPolicy(tools={"set_note"})
 
 
+def _said(record: Mapping[str, Any]) -> str:
+    """Return what the record of a call says about the answer."""
+    return "\n".join([record["result"], *record["notes"]])
+
+
 _SET_NOTE = Ask("c1", "set_note", {"text": "new words"})
 
 
@@ -847,7 +852,7 @@ def an_approved_call_runs(stage: Stage) -> None:
     assert stage.read("note.txt") == "new words"
     record = stage.records("set_note")[-1]
     assert kept(record)
-    assert any(note.startswith("approved") for note in record["notes"])
+    assert "approved" in _said(record)
 
 
 @case
@@ -864,7 +869,7 @@ def a_denied_call_does_not_run(stage: Stage) -> None:
     assert stage.files() == before
     record = stage.records("set_note")[-1]
     assert record["outcome"] == "denied"
-    assert any("not before the review" in note for note in record["notes"])
+    assert "not before the review" in _said(record)
 
 
 @case
@@ -883,9 +888,9 @@ def the_record_names_who_answered(stage: Stage) -> None:
     found = [each for each in stage.records("set_note") if each["outcome"] != "suspended"]
     approved, denied = found
     assert kept(approved)
-    assert any("ann" in note for note in approved["notes"])
+    assert "by ann" in _said(approved)
     assert denied["outcome"] == "denied"
-    assert any("bob" in note for note in denied["notes"])
+    assert "by bob" in _said(denied)
 
 
 @case

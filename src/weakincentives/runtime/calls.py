@@ -241,6 +241,11 @@ class Call:
         return None if self.record is None else plain(self.record["params"])
 
     @property
+    def is_suspended(self) -> bool:
+        """Whether it was rolled back to wait for someone outside."""
+        return _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED"
+
+    @property
     def outcome(self) -> str:
         """How it ended, in a word or two."""
         if self.is_undone:
@@ -254,7 +259,7 @@ class Call:
             return "dry run" if self.run is not None and self.run.is_dry else "ok"
         if self.record["denied_by"]:
             return "denied"
-        if _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED":
+        if self.is_suspended:
             return "suspended"
         return "rolled back" if self.record["ran"] else "refused"
 
@@ -374,6 +379,8 @@ class Calls:
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
         calls = list(calls)
         for call in calls:
+            if call.is_suspended:  # what its id has in the history is from when it was made again
+                continue
             call.committed = self.committed.get(call.call_id)
             call.is_undone = call.call_id in self.undone
         return calls
