@@ -1,4 +1,4 @@
-"""openai-agents: our tools, shell and editor for its agents, and the agents' own tools as our calls."""
+"""openai-agents: our tools, shell and editor for its agents, and their own tools as our calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -47,6 +48,7 @@ try:
     from agents import (
         Agent,
         AgentHooks,
+        ApplyPatchEditor,
         ApplyPatchOperation,
         ApplyPatchResult,
         ApplyPatchTool,
@@ -121,7 +123,18 @@ class Wink:
 
     def tools(self) -> list[FunctionTool]:
         """Return our tools for an agent."""
-        return [_offered(self._calls, tool) for tool in self.bridge.tools]
+        return [self._offered(tool) for tool in self.bridge.tools]
+
+    def _offered(self, tool: AnyTool) -> FunctionTool:
+        invoke = _Function(self._calls, tool)
+        return FunctionTool(
+            name=tool.name,
+            description=tool.text(_MAX_DESCRIPTION),
+            params_json_schema=tool.parameters,
+            on_invoke_tool=invoke,
+            strict_json_schema=False,  # as declared; we check it, and tell the model all errors
+            needs_approval=self._calls.needs_approval(False, tool, invoke.calls),
+        )
 
     def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> ShellTool:
         """Return a shell on the workspace, in our sandbox.
@@ -216,7 +229,7 @@ def adopt(tool: FunctionTool, *, context: object = None, **options: Any) -> AnyT
     An exception of the function is a failure, also where the framework would tell the model.
 
     Args:
-        tool: One without guardrails and ``needs_approval``, which only hold in the framework's loop.
+        tool: Without guardrails and ``needs_approval``, which only hold in the framework's loop.
         context: What the function finds in its ``RunContextWrapper``.
         options: Those of ``Tool.from_schema``.
     """
@@ -343,7 +356,7 @@ class _Calls:
         return any(each.ask is None and each.applies_to(tool) for each in asking)
 
     async def asks(self, calls: Sequence[_Call], run: Run) -> bool:
-        """Whether a person must be asked. A refused call finds its answer on record when it runs."""
+        """Whether a person must be asked. A refused call finds its answer on record."""
         found: list[ApprovalRequest] = []
         for call in filter(lambda each: self.may_ask(each.tool), calls):
             admission = await self.bridge.aadmit(
@@ -389,43 +402,36 @@ class _Hooks(AgentHooks[Any]):
             await self._own.on_llm_start(context, agent, system_prompt, input_items)
 
 
-# What the framework calls
+# What our tools do
 
 
-class _Function:
-    """What a function tool does: one of ours, or one of the agent's own."""
+class _Ours:
+    """Marks what runs as our calls."""
 
-    def __init__(self, calls: _Calls, tool: AnyTool, own: FunctionTool | None = None) -> None:
-        self._calls, self._tool, self._own = calls, tool, own
-        name = tool.name if own is None else own.name
-        calls.offered["function_call", name] = lambda item: self.calls(
+
+class _Function(_Ours):
+    """One of our tools."""
+
+    def __init__(self, calls: _Calls, tool: AnyTool) -> None:
+        self._calls, self._tool = calls, tool
+        calls.offered["function_call", tool.name] = lambda item: self.calls(
             _arguments(item["arguments"]), item["call_id"]
         )
 
     def calls(self, arguments: object, call_id: str) -> list[_Call]:
         return [_Call(self._tool, arguments, call_id)]
 
-    async def __call__(self, run: CallContext[Any], text: str) -> Any:
-        call, name = _Call(self._tool, _arguments(text), run.tool_call_id), run.qualified_tool_name
-        own = self._own
-        if own is None:
-            return _shown(await self._calls.run(call, run, name), self._tool)
-        done = await self._calls.run_own(
-            call, run, name, lambda: _raising(own).on_invoke_tool(run, text)
-        )
-        if done.error is not None:
-            return await _told(own, run, done.error)
-        return done.value if done.result is None else _shown(done.result, self._tool)
+    async def __call__(self, run: CallContext[Any], text: str) -> object:
+        call = _Call(self._tool, _arguments(text), run.tool_call_id)
+        return _shown(await self._calls.run(call, run, run.qualified_tool_name), self._tool)
 
 
-class _Shell:
+class _Shell(_Ours):
     """Our shell: each command is a call."""
-
-    name = "shell"
 
     def __init__(self, calls: _Calls, tool: AnyTool) -> None:
         self._calls, self._tool = calls, tool
-        calls.offered["shell_call", self.name] = lambda item: self.calls(
+        calls.offered["shell_call", "shell"] = lambda item: self.calls(
             ShellActionRequest(item["action"]["commands"], item["action"].get("timeout_ms")),
             item["call_id"],
         )
@@ -438,32 +444,29 @@ class _Shell:
         ]
 
     async def __call__(self, request: ShellCommandRequest) -> ShellResult:
-        data, run = request.data, request.ctx_wrapper
-        outputs: list[ShellCommandOutput] = []
-        for command, call in zip(
-            data.action.commands, self.calls(data.action, data.call_id), strict=True
-        ):
-            outputs.append(_output(command, await self._calls.run(call, run, self.name)))
-        return ShellResult(outputs, data.action.max_output_length)
+        action, outputs = request.data.action, list[ShellCommandOutput]()
+        calls = self.calls(action, request.data.call_id)
+        for command, call in zip(action.commands, calls, strict=True):
+            result = await self._calls.run(call, request.ctx_wrapper, "shell")
+            outputs.append(_output(command, result))
+        return ShellResult(outputs, action.max_output_length)
 
 
-class _Editor:
+class _Editor(_Ours):
     """Our editor: each operation is a call."""
-
-    name = "apply_patch"
 
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
         self._ids: dict[int, tuple[ApplyPatchOperation, str]] = {}
         """The framework's ids of calls, by the identity of an operation, which is kept alive."""
-        calls.offered["apply_patch_call", self.name] = lambda item: [
+        calls.offered["apply_patch_call", "apply_patch"] = lambda item: [
             _edit(operation, item["call_id"])
             for operation in item.get("operations") or [item["operation"]]
         ]
 
     async def needs_approval(self, run: Run, operation: ApplyPatchOperation, call_id: str) -> bool:
         # The only place where the framework says which call an operation belongs to.
-        if await self._calls.asks([_edit(_operation(operation), call_id)], run):
+        if await self._calls.asks([_edit(operation, call_id)], run):
             return True
         self._ids[id(operation)] = operation, call_id
         return False
@@ -471,17 +474,15 @@ class _Editor:
     async def create_file(self, operation: ApplyPatchOperation) -> ApplyPatchResult:
         run = operation.ctx_wrapper
         _, call_id = self._ids.pop(id(operation), (operation, None))
-        call = _edit(_operation(operation), call_id)
+        call = _edit(operation, call_id)
         if call_id is None:
             call = replace(call, of=self._asked(call, run))
-        result = await self._calls.run(call, run, self.name)
-        status = "completed" if result.success else "failed"
-        return ApplyPatchResult(status=status, output=result.render())
+        return _edited(await self._calls.run(call, run, "apply_patch"))
 
     update_file = delete_file = create_file
 
     def _asked(self, call: _Call, run: Run | None) -> str | None:
-        """Return the id under which a person was asked: in a resumed run, it is not given."""
+        """Return the id under which a person was asked: a resumed run does not give it."""
         session = self._calls.bridge.registry(run).session
         given = dump(call.tool.parse(call.arguments))
         for record in session[ToolInvoked].newest_first():
@@ -491,215 +492,18 @@ class _Editor:
         return None
 
 
-class _Native:
-    """What another local tool of the agent does: a shell, an editor, a custom tool."""
-
-    def __init__(self, calls: _Calls, tool: AnyTool, name: str, kind: _Kind, work: Any) -> None:
-        self._calls, self._tool, self._name, self._kind, self._work = calls, tool, name, kind, work
-
-    async def __call__(self, *given: Any) -> Any:
-        run, call_id, part = self._kind.seen(*given)
-        call = _Call(self._tool, self._kind.arguments(part), call_id)
-        done = await self._calls.run_own(call, run, self._name, lambda: self._work(*given))
-        if done.error is not None:
-            raise done.error  # the framework tells the model
-        return done.value if done.result is None else done.result.render()
-
-
-# The tools of an agent
-
-
-def _offered(calls: _Calls, tool: AnyTool) -> FunctionTool:
-    """Return one of our tools as one of the framework's."""
-    invoke = _Function(calls, tool)
-    return FunctionTool(
-        name=tool.name,
-        description=tool.text(_MAX_DESCRIPTION),
-        params_json_schema=tool.parameters,
-        on_invoke_tool=invoke,
-        strict_json_schema=False,  # as declared; we check it, and tell the model all errors
-        needs_approval=calls.needs_approval(False, tool, invoke.calls),
-    )
-
-
-def _covered(calls: _Calls, tool: AgentTool, reads: bool) -> AgentTool:
-    """Return one of the agent's tools with its calls run as ours; others as they are."""
-    if isinstance(tool, FunctionTool):
-        return _covered_function(calls, tool, reads)
-    kind = _NATIVE.get(type(tool))
-    works: Any = None if kind is None else getattr(tool, kind.slot)
-    if kind is None or works is None or isinstance(works, _Shell | _Editor | _Native | _Editing):
-        return tool
-    name, foreign = tool.name, _foreign(tool.name, f"The agent's {tool.name}.", reads)
-
-    def calls_of(part: Any, call_id: str) -> list[_Call]:
-        return [_Call(foreign, kind.arguments(part), call_id)]
-
-    def native(work: Any) -> _Native:
-        return _Native(calls, foreign, name, kind, work)
-
-    made: Any = copy(tool)
-    if isinstance(tool, ApplyPatchTool):
-        edit = tool.editor
-        covered: object = _Editing(
-            native(edit.create_file), native(edit.update_file), native(edit.delete_file)
-        )
-    else:
-        covered = native(works)
-    setattr(made, kind.slot, covered)
-    if not isinstance(tool, LocalShellTool):
-        made.needs_approval = calls.needs_approval(made.needs_approval, foreign, calls_of)
-    calls.offered[kind.item, name] = lambda item: calls_of(item[kind.part], item["call_id"])
-    return made
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of tool that is not a function."""
-
-    slot: str
-    """Where the tool has what it does."""
-    item: str
-    """The type of its calls in the conversation, and where they say what to do."""
-    part: str
-    seen: Callable[..., tuple[Run | None, str | None, Any]]
-    """Returns the run, the id of the call, and what to do, of what the tool is called with."""
-    arguments: Callable[[Any], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Editing:
-    create_file: Any
-    update_file: Any
-    delete_file: Any
-
-
-def _fields(*names: str) -> Callable[[Any], dict[str, Any]]:
-    """Return what to read of an action or operation, which may be a mapping."""
-
-    def arguments(given: Any) -> dict[str, Any]:
-        get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
-        return {name: get(name) for name in names if get(name) is not None}
-
-    return arguments
-
-
-_operation = _fields("type", "path", "diff", "move_to")
-_NATIVE: Mapping[type, _Kind] = {
-    ShellTool: _Kind(
-        "executor",
-        "shell_call",
-        "action",
-        lambda request: (request.ctx_wrapper, request.data.call_id, request.data.action),
-        _fields("commands", "timeout_ms"),
-    ),
-    LocalShellTool: _Kind(
-        "executor",
-        "local_shell_call",
-        "action",
-        lambda request: (request.ctx_wrapper, request.data.call_id, request.data.action),
-        _fields("command", "working_directory", "timeout_ms"),
-    ),
-    CustomTool: _Kind(
-        "on_invoke_tool",
-        "custom_tool_call",
-        "input",
-        lambda run, text: (run, run.tool_call_id, text),
-        lambda text: {"input": text},
-    ),
-    ApplyPatchTool: _Kind(
-        "editor",
-        "apply_patch_call",
-        "operation",
-        lambda operation: (operation.ctx_wrapper, None, operation),
-        _operation,
-    ),
-}
-
-
-def _covered_function(calls: _Calls, tool: FunctionTool, reads: bool) -> FunctionTool:
-    origin = get_function_tool_origin(tool)
-    if isinstance(tool.on_invoke_tool, _Function):
-        return tool
-    if origin is not None and origin.type is ToolOriginType.AGENT_AS_TOOL:
-        return tool  # what that agent calls are transactions of their own
-    foreign = _foreign(tool.name, tool.description, reads)
-    made, invoke = copy(tool), _Function(calls, foreign, tool)
-    made.on_invoke_tool = invoke
-    made.needs_approval = calls.needs_approval(_own_approval(tool), foreign, invoke.calls)
-    return made
-
-
-def _own_approval(tool: FunctionTool) -> Any:
-    """Return a tool's ``needs_approval``, as careful as the framework is with its own tools."""
-    needs, prepare = tool.needs_approval, getattr(tool.on_invoke_tool, "prepare_arguments", None)
-    if not callable(needs) or prepare is None:
-        return needs
-
-    async def needs_approval(run: Run, arguments: dict[str, Any], call_id: str) -> bool:
-        prepared = prepare(json.dumps(arguments), tool.name)
-        # What the function gets is not what the model gave: its policy cannot judge that.
-        if prepared is not None and not prepared.unchanged:
-            return True
-        return bool(await needs(run, arguments, call_id))
-
-    return needs_approval
-
-
-def _foreign(name: str, description: str, reads: bool) -> AnyTool:
-    """Return one of the agent's tools for our runtime; each call brings its own handler.
-
-    Its arguments are checked by the framework, which knows more than the schema says.
-    """
-
-    async def handler(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
-        raise NotImplementedError
-
-    return Tool.from_schema(
-        wire_name(name),
-        description.strip() or name,
-        {"type": "object"},
-        handler,
-        reach="read" if reads else None,
-        writes="api" if reads else "external",
-    )
-
-
-def _raising(tool: FunctionTool) -> FunctionTool:
-    """Return a tool whose function's exceptions are raised, not told to the model."""
-    return set_function_tool_failure_error_function(copy(tool), None)
-
-
-async def _told(tool: FunctionTool, run: CallContext[Any], error: Exception) -> str:
-    """Return what the framework tells the model of an exception; raise it if it would."""
-    text: str | None = None
-    if hasattr(tool.on_invoke_tool, "prepare_arguments"):  # made by @function_tool
-        text = await maybe_invoke_function_tool_failure_error_function(
-            function_tool=tool, context=run, error=error
-        )
-    if text is None:
-        raise error
-    span = get_current_span()
-    if span is not None:
-        span.set_error(
-            SpanError(message="Error running tool (non-fatal)", data={"tool_name": tool.name})
-        )
-    return text
-
-
-# Our edits
-
-
 @dataclass(frozen=True, slots=True)
 class Patch:
+    """A new file, or a change of one."""
+
     path: str
     diff: str
     """In the V4A format."""
     move_to: str = ""
+    """The new path of the file."""
 
 
 def _create(params: Patch, *, context: ToolContext) -> ToolResult[None]:
-    """Create a file."""
     files = context.filesystem
     if files.exists(params.path):
         raise AlreadyExists(f"{params.path} exists already: update it")
@@ -708,7 +512,6 @@ def _create(params: Patch, *, context: ToolContext) -> ToolResult[None]:
 
 
 def _update(params: Patch, *, context: ToolContext) -> ToolResult[None]:
-    """Change a file, and perhaps its path."""
     files = context.filesystem
     files.write(params.path, apply_diff(files.read(params.path), params.diff))
     if not params.move_to:
@@ -725,28 +528,168 @@ def _preview(params: Patch, *, context: ToolContext) -> CallPreview:
     return CallPreview(diff=f"{params.diff}\n", in_diff=("diff",), paths=paths, state=state)
 
 
+_PATCH = Tool[Patch, None](
+    name="edit_file",
+    description="Change a file.",
+    handler=_update,
+    reach="reversible",
+    preview=_preview,
+)
 _EDITS: Mapping[str, AnyTool] = {
-    "create_file": Tool[Patch, None](
-        name="write_file",
-        description="Create a file.",
-        handler=_create,
-        reach="reversible",
-        preview=_preview,
-    ),
-    "update_file": Tool[Patch, None](
-        name="edit_file",
-        description="Change a file, and perhaps its path.",
-        handler=_update,
-        reach="reversible",
-        preview=_preview,
-    ),
+    "create_file": _PATCH.replace(name="write_file", description="Create a file.", handler=_create),
+    "update_file": _PATCH,
     "delete_file": next(tool for tool in file_tools() if tool.name == "delete_file"),
 }
 
 
-def _edit(operation: Mapping[str, Any], call_id: str | None) -> _Call:
-    given = dict(operation)
+def _edit(operation: object, call_id: str | None) -> _Call:
+    given = _given(operation)
     return _Call(_EDITS[given.pop("type")], given, call_id)
+
+
+def _edited(result: AnyResult) -> ApplyPatchResult:
+    status = "completed" if result.success else "failed"
+    return ApplyPatchResult(status=status, output=result.render())
+
+
+# What the agent's own tools do
+
+
+class _Own(_Ours):
+    """One of the agent's own tools: a function, a shell, an editor."""
+
+    def __init__(self, calls: _Calls, own: Any, item: str, work: Any, reads: bool) -> None:
+        self._calls, self._own, self._work = calls, own, work
+        # The framework checks the arguments: it knows more of them than the schema says.
+        self.tool = Tool.from_schema(
+            wire_name(own.name),
+            getattr(own, "description", "").strip() or own.name,
+            {"type": "object"},
+            _never,
+            reach="read" if reads else None,
+            writes="api" if reads else "external",
+        )
+        calls.offered[item, own.name] = lambda item: self.calls(
+            next(item[each] for each in _PARTS if each in item), item["call_id"]
+        )
+
+    def calls(self, given: object, call_id: str | None) -> list[_Call]:
+        return [_Call(self.tool, _given(given), call_id)]
+
+    async def __call__(self, *given: Any) -> Any:
+        run, call_id, part = _seen(*given)
+        (call,) = self.calls(part, call_id)
+        name = getattr(run, "qualified_tool_name", self._own.name)
+        done = await self._calls.run_own(call, run, name, lambda: self._work(*given))
+        if done.error is not None:
+            return await _told(self._own, run, done.error)
+        if done.result is None:
+            return done.value
+        is_edit = isinstance(part, ApplyPatchOperation)
+        return _edited(done.result) if is_edit else _shown(done.result, self.tool)
+
+    create_file = update_file = delete_file = __call__
+
+
+_ITEMS: Mapping[type, tuple[str, str]] = {
+    FunctionTool: ("on_invoke_tool", "function_call"),
+    CustomTool: ("on_invoke_tool", "custom_tool_call"),
+    ShellTool: ("executor", "shell_call"),
+    LocalShellTool: ("executor", "local_shell_call"),
+    ApplyPatchTool: ("editor", "apply_patch_call"),
+}
+"""Where a tool has what it does, and the type of its calls in a conversation."""
+_PARTS = ("arguments", "input", "action", "operation")
+"""Where those have the arguments."""
+_FIELDS = ("commands", "command", "timeout_ms", "type", "path", "diff", "move_to")
+"""What goes on record of an action or an operation."""
+
+
+def _covered(calls: _Calls, tool: AgentTool, reads: bool) -> AgentTool:
+    """Return one of the agent's tools with its calls run as ours; others as they are."""
+    slot, item = next((each for t, each in _ITEMS.items() if isinstance(tool, t)), ("name", ""))
+    made: Any = copy(tool)
+    work = getattr(made, slot)
+    if not item or work is None or isinstance(work, _Ours):
+        return tool
+    if isinstance(tool, ApplyPatchTool):
+        work = partial(_apply, tool.editor)
+    if isinstance(tool, FunctionTool):
+        origin = get_function_tool_origin(tool)
+        if origin is not None and origin.type is ToolOriginType.AGENT_AS_TOOL:
+            return tool  # what that agent calls are transactions of their own
+        work, made.needs_approval = _raising(tool).on_invoke_tool, _careful(tool)
+    own = _Own(calls, tool, item, work, reads)
+    setattr(made, slot, own)
+    if hasattr(made, "needs_approval"):
+        made.needs_approval = calls.needs_approval(made.needs_approval, own.tool, own.calls)
+    return made
+
+
+def _apply(editor: ApplyPatchEditor, operation: ApplyPatchOperation) -> Any:
+    return getattr(editor, operation.type)(operation)
+
+
+def _seen(given: Any, *more: Any) -> tuple[Any, str | None, Any]:
+    """Return the run, the id and the arguments of a call, from what a tool is called with."""
+    if isinstance(given, CallContext):
+        return cast("Run", given), given.tool_call_id, more[0]
+    if isinstance(given, ApplyPatchOperation):
+        return given.ctx_wrapper, None, given
+    return given.ctx_wrapper, given.data.call_id, given.data.action
+
+
+def _given(part: Any) -> dict[str, Any]:
+    """Return the arguments of a call for the record."""
+    if isinstance(part, str):
+        found = _arguments(part)
+        return found if isinstance(found, dict) else {"input": part}
+    if isinstance(part, Mapping):
+        return {name: value for name, value in part.items() if value is not None}
+    read = {name: getattr(part, name, None) for name in _FIELDS}
+    return {name: value for name, value in read.items() if value is not None}
+
+
+def _careful(tool: FunctionTool) -> Any:
+    """Return a tool's ``needs_approval``, as careful as the framework is with its own tools."""
+    needs, prepare = tool.needs_approval, getattr(tool.on_invoke_tool, "prepare_arguments", None)
+    if not callable(needs) or prepare is None:
+        return needs
+
+    async def needs_approval(run: Run, arguments: dict[str, Any], call_id: str) -> bool:
+        prepared = prepare(json.dumps(arguments), tool.name)
+        # What the function gets is not what the model gave: its policy cannot judge that.
+        if prepared is not None and not prepared.unchanged:
+            return True
+        return bool(await needs(run, arguments, call_id))
+
+    return needs_approval
+
+
+def _raising(tool: FunctionTool) -> FunctionTool:
+    """Return a tool whose function's exceptions are raised, not told to the model."""
+    return set_function_tool_failure_error_function(copy(tool), None)
+
+
+async def _told(tool: AgentTool, run: Any, error: Exception) -> str:
+    """Return what the framework tells the model of an exception; raise it where it would."""
+    text: str | None = None
+    if isinstance(tool, FunctionTool) and hasattr(tool.on_invoke_tool, "prepare_arguments"):
+        text = await maybe_invoke_function_tool_failure_error_function(
+            function_tool=tool, context=run, error=error
+        )
+    if text is None:
+        raise error
+    span = get_current_span()
+    if span is not None:
+        span.set_error(
+            SpanError(message="Error running tool (non-fatal)", data={"tool_name": tool.name})
+        )
+    return text
+
+
+async def _never(params: dict[str, Any], *, context: ToolContext) -> AnyResult:
+    raise NotImplementedError("each call brings its own handler")
 
 
 # Values
