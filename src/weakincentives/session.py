@@ -640,18 +640,22 @@ class Session(Participant):
     def record_of(self, call_id: str) -> ToolInvoked | None:
         """Return the newest record of a call, or None. Costs what was recorded since the last look.
 
-        Records of calls nested in one under way are not looked at.
+        In the view of a call, the records of calls nested in it count, too.
         """
-        wiring = self._wiring
+        view, wiring = current_view(self), self._wiring
         with wiring.lock:
             records = _slice_in(self._outermost()._root, ToolInvoked)
             known = records.shared_with(wiring.indexed)
             if known < len(wiring.indexed):  # the log was cleared
                 wiring.by_call, known = {}, 0
-            new = [*itertools.islice(records.newest_first(), len(records) - known)]
-            wiring.by_call.update((record.call_id, record) for record in reversed(new))
+            wiring.by_call.update((each.call_id, each) for each in records.newer_than(known))
             wiring.indexed = records
-            return wiring.by_call.get(call_id)
+            found = wiring.by_call.get(call_id)
+        if view._base is not None:
+            own = _slice_in(view._root, ToolInvoked)
+            nested = own.newer_than(own.shared_with(records))
+            found = next((each for each in reversed(nested) if each.call_id == call_id), found)
+        return found
 
     def __getitem__(self, slice_type: type[T]) -> SliceAccessor[T]:
         return SliceAccessor(self, slice_type)

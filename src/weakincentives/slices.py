@@ -123,6 +123,10 @@ class Slice(Generic[T]):
         for chunk in self._chunks():
             yield from reversed(chunk)
 
+    def newer_than(self, place: int) -> list[T]:
+        """Return the values from a place on, oldest first; costs only these."""
+        return [*islice(self.newest_first(), self._length - place)][::-1]
+
     def _chunks(self) -> Iterator[Sequence[T]]:
         rest = self._full
         while rest is not None:

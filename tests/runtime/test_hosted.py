@@ -294,7 +294,7 @@ def test_an_approval_is_for_what_was_shown(tmp_path: Path):
     from weakincentives.contrib.tools import file_tools
 
     (tmp_path / "a.txt").write_text("one\n")
-    change = {"path": "a.txt", "content": "three\n"}
+    change = {"path": "a.txt", "content": "three\n", "overwrite": True}
     policy = ApprovalPolicy(tools={"write_file"})
     with wink.ToolRegistry(file_tools(), workspace=tmp_path, policies=[policy]) as tools:
         assert tools.admit("write_file", change, call_id="1").state == "needs_approval"

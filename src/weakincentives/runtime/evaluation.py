@@ -74,7 +74,6 @@ from weakincentives.runtime.window import (
     transcript,
 )
 from weakincentives.session import Session
-from weakincentives.slices import Slice
 from weakincentives.tool_result import ToolError, ToolResult, shortened
 
 if TYPE_CHECKING:
@@ -790,20 +789,9 @@ class Run:
 
     def _on_record(self, calls: Sequence[ToolCall]) -> dict[str, ToolResult[Any]]:
         """Return the results of those calls that have ended, by id."""
-
-        def newest(records: Slice[ToolInvoked]) -> tuple[ToolInvoked, ...]:
-            wanted, found = {call.id for call in calls}, list[ToolInvoked]()
-            for record in records.newest_first():
-                if record.call_id in wanted:
-                    wanted.remove(record.call_id)
-                    found.append(record)
-                if not wanted:
-                    break
-            return tuple(found)
-
-        records = self._session[ToolInvoked].select(newest)
+        found = {call.id: self._session.record_of(call.id) for call in calls}
         # A suspended call is to be made again.
-        return {record.call_id: record.result for record in records if not record.suspended}
+        return {key: each.result for key, each in found.items() if each and not each.suspended}
 
     # Events and waiting
 

@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -425,8 +424,7 @@ class SavedSession:
 
     def _change(self, slice_type: type, values: Slice[Any]) -> str:
         kept = values.shared_with(self._saved.get(slice_type, EMPTY))
-        new = [*islice(values.newest_first(), len(values) - kept)][::-1]
-        items = ",".join(self._encoded(slice_type, value) for value in new)
+        items = ",".join(self._encoded(slice_type, value) for value in values.newer_than(kept))
         return f"{json.dumps(type_name(slice_type))}:[{kept},[{items}]]"
 
     def _encoded(self, slice_type: type, value: object) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 from weakincentives.errors import ContextOverflow, ToolValidationError
-from weakincentives.events import ToolInvoked
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.runtime.conversation import ContextCompacted, Message
 from weakincentives.tool_result import ToolResult, shortened
@@ -498,10 +497,8 @@ def read_result_tool() -> Tool[Any, Any]:
 
 
 def _read_result(params: ReadResultParams, *, context: ToolContext) -> ToolResult[None]:
-    for record in context.session[ToolInvoked].newest_first():
-        if record.call_id == params.call_id:
-            break
-    else:
+    record = context.session.record_of(params.call_id)
+    if record is None:
         raise ToolValidationError(
             f"There is no result of a call {params.call_id!r}: copy the call_id that the shortened "
             "result names"
