@@ -75,15 +75,21 @@ $(SERVERS):
 	@touch $@
 
 framework_and_tests = --upgrade --editable '.[tests,$*]'
-# One framework: its tests, with its parts of the documentation, and the types of the integration.
-module = $(subst -,_,$@)
+# One framework: its tests, its parts of the documentation, and the types of our integration. Those
+# are checked with a configuration of their own, as the main one leaves them out.
+name = $(subst -,_,$@)
+module = $(patsubst claude_agent_sdk,claude,$(name))
+define pyright_config
+{"extends": "../../pyproject.toml", "exclude": [], "include": [
+  "../../src/weakincentives/integrations/$(module).py", "../../examples/integration_$(name).py"]}
+endef
 $(FRAMEWORKS): %: $(FRAMEWORK_VENVS)/%/.ready $(READY)
 	WINK_INTEGRATION=$@ $(FRAMEWORK_VENVS)/$@/bin/python -m pytest -q -W default \
-		tests/integrations/test_$(module).py docs/integrations.md
-	$(BIN)/pyright --pythonpath $(FRAMEWORK_VENVS)/$@/bin/python \
-		src/weakincentives/integrations/$(module).py examples/integration_$(module).py
+		tests/integrations/test_$(name).py docs/integrations.md
+	$(file >$(FRAMEWORK_VENVS)/$@/pyrightconfig.json,$(pyright_config))
+	$(BIN)/pyright --project $(FRAMEWORK_VENVS)/$@ --pythonpath $(FRAMEWORK_VENVS)/$@/bin/python
 
-# The frameworks want other versions of the same libraries, so each has an environment of its own.
+# The frameworks want different versions of the same libraries.
 $(FRAMEWORKS:%=$(FRAMEWORK_VENVS)/%/.ready): $(FRAMEWORK_VENVS)/%/.ready: pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORK_VENVS)/$*
 	$(call install,$(FRAMEWORK_VENVS)/$*,$(framework_and_tests))

@@ -18,7 +18,8 @@ def write(results: dict, folder: Path) -> None:
     text = readme.read_text()
     before, rest = text.split(START)
     _, after = rest.split(END)
-    body = f"{table(results)}\n\n{conditions(results)}"
+    parts = (table(results), conditions(results), integrations(results))
+    body = "\n\n".join(filter(None, parts))
     readme.write_text(f"{before}{START}\n\n{body}\n\n{END}{after}")
 
 
@@ -26,6 +27,28 @@ def table(results: dict) -> str:
     """Return all rows as a Markdown table."""
     rows = [HEAD, tuple("---" for _ in HEAD), *_rows(results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def integrations(results: dict) -> str:
+    """Return what a call costs inside each agent framework, alone and with us; empty if unknown."""
+    measured = results.get("integrations", {})
+    rows = [row for entry in measured.values() for row in entry["rows"]]
+    if not rows:
+        return ""
+    lines = [
+        f"A call inside another framework, CPU time of a quiet moment (p10), "
+        f"{_spread(entry['date'] for entry in measured.values() if entry['rows'])}:",
+        "",
+        "| framework | its own tool, alone | the same with us | more |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        alone, with_us = row["alone_us"], row["with_us"]
+        lines.append(
+            f"| {row['framework']} {row['version']} | {_time(alone)} | **{_time(with_us)}** | "
+            f"{_time(with_us - alone)} |"
+        )
+    return "\n".join(lines)
 
 
 def conditions(results: dict) -> str:

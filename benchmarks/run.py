@@ -3,6 +3,7 @@
     python benchmarks/run.py                     ours; peers' rows stay as last seen
     python benchmarks/run.py --peers             ours and all peers
     python benchmarks/run.py --only tool_call    one measurement, or one peer by its name
+    python benchmarks/run.py --only integrations a call in each agent framework, with and without us
     python benchmarks/run.py --quick             ours, few samples; prints and writes nothing
 
 Writes results.json, growth.svg and disk.svg, and the table in README.md.
@@ -37,6 +38,15 @@ OURS = {
     "size": (),
 }
 """Our scripts, and what each takes for a quick run."""
+INTEGRATIONS = (
+    "claude-agent-sdk",
+    "google-adk",
+    "langchain",
+    "openai-agents",
+    "pydantic-ai",
+    "smolagents",
+)
+"""The extras of the frameworks that we run inside of."""
 EXTRAS = {"evaluate": "asteval", "mcp_calls": "mcp"}
 """What a script needs beside the core, which has an environment of its own."""
 
@@ -44,9 +54,11 @@ EXTRAS = {"evaluate": "asteval", "mcp_calls": "mcp"}
 def main() -> None:
     options = _options()
     results = _read()
-    ours, peers = _chosen(options)
+    ours, peers, frameworks = _chosen(options)
     if ours:
         measure_ours(results, ours, quick=options.quick)
+    for framework in frameworks:
+        measure_integration(results, framework)
     for peer in peers:
         measure_peer(results, peer)
     if options.quick:
@@ -95,6 +107,23 @@ def measure_peer(results: dict, peer: env.Peer) -> None:
     results["peers"][peer.name] = entry
 
 
+def measure_integration(results: dict, framework: str) -> None:
+    """Time a call in a framework, alone and with us around it, in one process."""
+    _say(f"{framework}: installing this checkout beside it")
+    entry: dict = {"rows": []}
+    try:
+        python = env.our_environment(framework)
+        entry.update(_moment(reference()), source=env.source_digest())
+        script = f"integrations/b_{framework.replace('-', '_')}.py"
+        entry["rows"] = env.measurements(python, script)
+    except env.CannotRunError as reason:
+        _say(f"  cannot run: {reason}")
+        entry["cannot_run"] = str(reason)
+    for row in entry["rows"]:
+        _say(f"  {json.dumps(row)}")
+    results.setdefault("integrations", {})[framework] = entry
+
+
 def _options() -> argparse.Namespace:
     names = [*OURS, *(peer.name for peer in env.PEERS)]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -104,17 +133,19 @@ def _options() -> argparse.Namespace:
         "--only",
         action="append",
         metavar="NAME",
-        choices=["ours", "peers", *names],
-        help=f"measure just this, may be repeated: ours, peers, {', '.join(names)}",
+        choices=["ours", "peers", "integrations", *names],
+        help=f"measure just this, may be repeated: ours, peers, integrations, {', '.join(names)}",
     )
     return parser.parse_args()
 
 
-def _chosen(options: argparse.Namespace) -> tuple[list[str], list[env.Peer]]:
+def _chosen(options: argparse.Namespace) -> tuple[list[str], list[env.Peer], list[str]]:
     only = set(options.only or (("ours", "peers") if options.peers else ("ours",)))
     ours = [name for name in OURS if only & {"ours", name}]
+    if options.quick:
+        return ours, [], []
     peers = [peer for peer in env.PEERS if only & {"peers", peer.name}]
-    return ours, [] if options.quick else peers
+    return ours, peers, [name for name in INTEGRATIONS if "integrations" in only]
 
 
 def _read() -> dict:

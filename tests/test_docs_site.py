@@ -40,6 +40,7 @@ PUBLIC = [
     "weakincentives.deadlines",
     "weakincentives.errors",
     "weakincentives.filesystem",
+    "weakincentives.integrations",
     "weakincentives.mcp",
     "weakincentives.prompt",
     "weakincentives.resources",

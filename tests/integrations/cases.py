@@ -466,23 +466,31 @@ def a_policy_covers_the_frameworks_own_tools(stage: Stage) -> None:
 # Rollback
 
 
-def _damaging(then: Callable[[], Any] | None = None) -> Tool[Any, Any]:
-    """Return a tool that changes all kinds of things, then ends as told."""
+@dataclass(frozen=True)
+class Total:
+    """A number in the session."""
 
-    @tool(reach="reversible")
-    def damage(*, context: ToolContext) -> str:
-        """Change files, then fail."""
-        files = context.filesystem
-        files.write("data.bin", "overwritten")
-        files.delete("run.sh")
-        files.write("run.sh", "echo replaced")
-        files.write("new/deep/file.txt", "new")
-        files.move("keep.txt", "moved.txt")
-        if then is not None:
-            then()
-        raise ValueError("no room left")
+    value: int
 
-    return damage
+
+@tool(reach="read")
+def show_total(*, context: ToolContext) -> str:
+    """Show the total in the session."""
+    total = context.session[Total].latest()
+    return f"total {total.value if total else 0}"
+
+
+@tool(reach="reversible")
+def damage(*, context: ToolContext) -> str:
+    """Change files and the session, then fail."""
+    files = context.filesystem
+    files.write("data.bin", "overwritten")
+    files.delete("run.sh")
+    files.write("run.sh", "echo replaced")
+    files.write("new/deep/file.txt", "new")
+    files.move("keep.txt", "moved.txt")
+    context.session[Total].seed(Total(99))
+    raise ValueError("no room left")
 
 
 def _furnish(stage: Stage) -> dict[str, tuple[str, int, int, bytes]]:
@@ -495,12 +503,13 @@ def _furnish(stage: Stage) -> dict[str, tuple[str, int, int, bytes]]:
 
 @case
 def a_failed_call_is_rolled_back(stage: Stage) -> None:
-    """A call that fails leaves every file as it was, byte for byte, with its mode and time."""
+    """A call that fails leaves files (bytes, mode, time) and session as they were."""
     before = _furnish(stage)
 
-    done = stage.play([Ask("c1", "damage")], tools=[_damaging()])
+    done = stage.play([Ask("c1", "damage")], [Ask("c2", "show_total")], tools=[damage, show_total])
 
     assert "no room left" in done.answers["c1"], done.answers
+    assert "total 0" in done.answers["c2"]
     assert done.text == "done"
     assert stage.files() == before
     assert stage.record("damage")["outcome"] == "rolled back"
@@ -636,6 +645,38 @@ def an_own_tool_that_fails_is_rolled_back(stage: Stage) -> None:
 
 
 @case
+def cancelling_the_run_rolls_back_an_own_tool(stage: Stage) -> None:
+    """Cancelling the agent rolls back one of its own tools, which is async and under way."""
+    before = _furnish(stage)
+    started = threading.Event()
+    place = stage.workspace
+
+    async def migrate(table: str) -> str:
+        """Migrate a table.
+
+        Args:
+            table: Its name.
+        """
+        with open(place / "data.bin", "wb") as file:
+            file.write(b"half of it")
+        (place / "half.txt").write_text("half")
+        started.set()
+        await until(lambda: False)
+        return "never seen"
+
+    stage.play(
+        [Ask("c1", "migrate", {"table": "users"})],
+        own=[migrate],
+        cancel_when=started,
+        may_fail=True,
+    )
+
+    assert started.is_set()
+    assert stage.files() == before
+    assert stage.record("migrate")["outcome"] == "rolled back"
+
+
+@case
 def an_own_tool_that_works_is_committed(stage: Stage) -> None:
     """What one of the framework's own tools changed is kept, on record, and can be undone."""
     before = _furnish(stage)
@@ -673,13 +714,6 @@ def an_own_tool_that_pauses_the_agent_is_suspended(stage: Stage) -> None:
 # Calls of one turn
 
 
-@dataclass(frozen=True)
-class Total:
-    """A number in the session."""
-
-    value: int
-
-
 @tool(reach="reversible")
 async def add(amount: int, *, context: ToolContext) -> str:
     """Add to the total, in the session and in a file.
@@ -692,13 +726,6 @@ async def add(amount: int, *, context: ToolContext) -> str:
     context.session[Total].seed(Total((total.value if total else 0) + amount))
     context.filesystem.write("total.txt", str(file + amount))
     return "added"
-
-
-@tool(reach="read")
-def show_total(*, context: ToolContext) -> str:
-    """Show the total in the session."""
-    total = context.session[Total].latest()
-    return f"total {total.value if total else 0}"
 
 
 @case
@@ -753,7 +780,7 @@ def a_failed_call_of_a_turn_leaves_the_others(stage: Stage) -> None:
             Ask("c2", "damage"),
             Ask("c3", "save", {"path": "three.txt", "text": "3"}),
         ],
-        tools=[save, _damaging()],
+        tools=[save, damage],
     )
 
     assert "no room left" in done.answers["c2"]
@@ -1068,7 +1095,7 @@ def wink_log_and_undo_work_afterwards(stage: Stage) -> None:
     stage.play(
         [Ask("c1", "save", {"path": "data.bin", "text": "overwritten"})],
         [Ask("c2", "damage"), Ask("c3", "save", {"path": "new/file.txt", "text": "new"})],
-        tools=[save, _damaging()],
+        tools=[save, damage],
     )
 
     lines = [json.loads(line) for line in stage.wink("log", "--json").splitlines()]
