@@ -45,8 +45,8 @@ async def main(part: str, workspace: str, stored: Path) -> None:
         result = await Runner.run(agent, state)
         for item in result.to_input_list():
             if item.get("type") == "function_call_output":
-                print(item["output"])
-        print(result.final_output)
+                sys.stdout.write(f"{item['output']}\n")
+        sys.stdout.write(f"{result.final_output}\n")
 
 
 asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

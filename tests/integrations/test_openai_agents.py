@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (without the framework, nothing below can be imported)
 """openai-agents: the shared cases, and what is special about it."""
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from cases import Case, Driver, Job, Outcome, Stage, all_cases, require, run_on_loop, save, until
@@ -46,7 +47,7 @@ set_tracing_disabled(True)  # it would be sent to the provider
 
 class OpenAIAgents(Driver):
     name = "openai-agents"
-    limits = {
+    limits: ClassVar = {
         "an_own_tool_that_pauses_the_agent_is_suspended": (
             "a tool cannot pause the agent; only needs_approval can"
         ),
@@ -117,12 +118,10 @@ def _look(result: Any, model: ScriptedModel, done: Outcome) -> None:
     for item in result.to_input_list():
         if item.get("type") == "function_call_output":
             done.answers[item["call_id"]] = item["output"]
-    for tool in model.calls[-1].tools if model.calls else ():
-        if isinstance(tool, FunctionTool):
-            done.tools[tool.name] = {
-                "description": tool.description,
-                "schema": tool.params_json_schema,
-            }
+    for each in model.calls[-1].tools if model.calls else ():
+        if isinstance(each, FunctionTool):
+            shown = {"description": each.description, "schema": each.params_json_schema}
+            done.tools[each.name] = shown
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
@@ -365,6 +364,46 @@ def test_a_standing_rejection_is_on_record_for_every_call(project: Project) -> N
     assert result.final_output == "done"
     assert project.outcomes() == [("deploy", "denied")] * 2
     assert "ann" in project.records()[0]["result"]
+
+
+def test_a_standing_approval_is_for_one_agent(project: Project) -> None:
+    """What one agent may always do, another asks for; both may do it then."""
+    policy = ApprovalPolicy(tools={"save"})
+
+    def writing(*names: str) -> list[Any]:
+        return [
+            [function_call("save", {"path": each, "text": each}, call_id=each)] for each in names
+        ]
+
+    with Wink(project.workspace, tools=[save], policies=[policy]) as wink:
+        second = project.agent(wink, *writing("c", "d"), name="Second")
+        hand_over = [function_call("transfer_to_second", {}, call_id="h")]
+        agent = project.agent(wink, *writing("a", "b"), hand_over, handoffs=[second])
+        asked: list[str] = []
+        result = run(agent)
+        while result.interruptions:
+            state = result.to_state()
+            asked += [each.call_id for each in result.interruptions]
+            wink.approve(state, state.get_interruptions()[0], by="ann", always=True)
+            result = run(agent, state)
+
+    assert asked == ["a", "c"]
+    assert [project.read(each) for each in "abcd"] == [*"abcd"]
+
+
+def test_never_again_does_not_deny_what_ran_before(project: Project) -> None:
+    """Calls of an earlier run in the conversation are not taken for denied ones."""
+    ran = {"type": "function_call", "name": "deploy", "call_id": "c0", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c0", "output": "deployed"}
+    history: Any = [ran, output, {"role": "user", "content": "again"}]
+    with Wink(project.workspace, tools=[]) as wink:
+        call = function_call("deploy", {"target": "test"}, call_id="c1")
+        agent = project.agent(wink, [call], tools=[deploy])
+        state = run(agent, history).to_state()
+        wink.reject(state, state.get_interruptions()[0], by="ann", always=True)
+        run(agent, state)
+
+    assert project.record("deploy")["call_id"].endswith("c1")
 
 
 def test_a_denial_is_on_record_once(project: Project) -> None:
@@ -741,8 +780,10 @@ def test_a_function_tool_can_be_adopted(project: Project) -> None:
         failed = tools.execute("spoil", {"name": "me"})
 
     assert found.render() == "v"
-    assert "kee" in wrong.message and "key" in wrong.message
-    assert not failed.success and "no luck" in failed.message
+    assert "kee" in wrong.message
+    assert "key" in wrong.message
+    assert not failed.success
+    assert "no luck" in failed.message
     assert project.read("a.txt") == "a"
 
 

@@ -87,6 +87,7 @@ Run = RunContextWrapper[Any]
 
 _MAX_DESCRIPTION = 1024
 """Characters that the provider takes."""
+_REJECTED = "Tool execution was not approved."
 
 
 class Wink:
@@ -133,7 +134,7 @@ class Wink:
             params_json_schema=tool.parameters,
             on_invoke_tool=invoke,
             strict_json_schema=False,  # as declared; we check it, and tell the model all errors
-            needs_approval=self._calls.needs_approval(False, tool, invoke.calls),
+            needs_approval=self._calls.needs_approval(False, tool.name, tool, invoke.calls),
         )
 
     def shell(self, sandbox: SandboxChoice | SandboxSettings = "auto") -> ShellTool:
@@ -145,7 +146,7 @@ class Wink:
         section = PodmanSandboxSection(config=PodmanSandboxConfig(workspace=".", sandbox=sandbox))
         tool = next(each for each in section.tools if each.name == "shell_execute")
         execute = _Shell(self._calls, tool)
-        needs_approval = self._calls.needs_approval(False, tool, execute.calls)
+        needs_approval = self._calls.needs_approval(False, "shell", tool, execute.calls)
         return ShellTool(executor=execute, needs_approval=needs_approval)
 
     def editor(self) -> ApplyPatchTool:
@@ -180,7 +181,8 @@ class Wink:
         One for each command of a shell call; none for a call that was interrupted by another
         process, or by a ``needs_approval`` of yours.
         """
-        return tuple(self._calls.requests.get(item.call_id or "", ()))
+        asked = self._calls.asked.get(item.call_id or "")
+        return () if asked is None else asked.requests
 
     def approve(
         self,
@@ -205,7 +207,8 @@ class Wink:
     ) -> None:
         """Reject an interruption: with a reason for the model, and a name for the record."""
         self._calls.answered_by[item.call_id or ""] = by
-        state.reject(item, always_reject=always, rejection_message=reason or None)
+        # The message tells calls that are denied from now on from those that ran before.
+        state.reject(item, always_reject=always, rejection_message=reason or _REJECTED)
 
     def close(self) -> None:
         """Release the workspace."""
@@ -285,20 +288,31 @@ class _Done:
     """Set if the model gets this instead: the tool did not run, or was undone afterwards."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A call of the framework that a person is asked about."""
+
+    name: str
+    """The framework's name of the tool."""
+    calls: Sequence[_Call]
+    requests: tuple[ApprovalRequest, ...] = ()
+
+
 class _Calls:
     """Runs the framework's calls as ours."""
 
     def __init__(self, bridge: Bridge) -> None:
         self.bridge = bridge
         self.answered_by: dict[str, str] = {}
-        self.requests: dict[str, list[ApprovalRequest]] = {}
+        self.asked: dict[str, _Asked] = {}
         self.offered: dict[tuple[str, str], Callable[[Mapping[str, Any]], Sequence[_Call]]] = {}
         """How an item of the conversation becomes calls: by its type and the tool's name."""
 
     async def run(self, call: _Call, run: Run | None, name: str) -> AnyResult:
         """Run a call of the tool that the framework knows by a name."""
-        approved = run is not None and run.is_tool_approved(name, call.of or "") is True
-        approval = Approval(True, self.answered_by.get(call.of or "", "")) if approved else None
+        self.asked.pop(call.of or "", None)
+        by = self.answered_by.get(call.of or "", "")
+        approval = Approval(True, by) if _is_approved(run, name, call.of or "") else None
         try:
             return await self.bridge.acall(
                 call.tool, call.arguments, call_id=call.id, context=run, approval=approval
@@ -311,10 +325,10 @@ class _Calls:
         self, call: _Call, run: Run | None, name: str, work: Callable[[], Any]
     ) -> _Done:
         """Run the framework's own work as a call. What it returns or raises stays as it is."""
-        done, finished = _Done(), False
+        done, finished, undone = _Done(), False, False
 
         async def handler(params: object, *, context: ToolContext) -> AnyResult:
-            nonlocal finished
+            nonlocal finished, undone
             try:
                 value = work()
                 done.value = await value if isawaitable(value) else value
@@ -325,64 +339,85 @@ class _Calls:
                 return ToolResult.error(f"{type(error).__name__}: {error}")
             finished = True
             if isinstance(done.value, ApplyPatchResult) and done.value.status == "failed":
-                done.error = RuntimeError(done.value.output or "The operation failed")
-                return ToolResult.error(str(done.error))
+                undone = True
+                return ToolResult.error(done.value.output or "The operation failed")
             return ToolResult.ok(_text(done.value))
 
         result = await self.run(replace(call, tool=with_handler(call.tool, handler)), run, name)
-        if done.error is None and not (finished and result.success):
+        if done.error is None and not (undone or (finished and result.success)):
             done.result = result
         return done
 
     # Approval
 
     def needs_approval(
-        self, own: Any, tool: AnyTool, calls_of: Callable[[Any, str], Sequence[_Call]]
+        self, own: Any, name: str, tool: AnyTool, calls_of: Callable[[Any, str], Sequence[_Call]]
     ) -> Any:
         """Return the ``needs_approval`` of a tool: its own, and what our policies say."""
-        if not callable(own) and not self.may_ask(tool):
-            return own
+        if own is False and not self._may_ask(tool):
+            return False
 
         async def needs_approval(run: Run, given: Any, call_id: str) -> bool:
             wanted = own(run, given, call_id) if callable(own) else own
             wanted = await cast("Awaitable[object]", wanted) if isawaitable(wanted) else wanted
-            return await self.asks(calls_of(given, call_id), run) or bool(wanted)
+            return await self.asks(name, calls_of(given, call_id), run, bool(wanted))
 
         return needs_approval
 
-    def may_ask(self, tool: AnyTool) -> bool:
+    def _may_ask(self, tool: AnyTool) -> bool:
         """Whether a policy leaves it to the framework to ask a person about a tool."""
         asking = (each for each in self.bridge.policies if isinstance(each, ApprovalPolicy))
         return any(each.ask is None and each.applies_to(tool) for each in asking)
 
-    async def asks(self, calls: Sequence[_Call], run: Run) -> bool:
-        """Whether a person must be asked. A refused call finds its answer on record."""
-        found: list[ApprovalRequest] = []
-        for call in filter(lambda each: self.may_ask(each.tool), calls):
-            admission = await self.bridge.aadmit(
-                call.tool, call.arguments, call_id=call.id, context=run
-            )
-            if admission.request is not None:
-                found.append(admission.request)
-        if found:
-            self.requests[calls[0].of or ""] = found
-        return bool(found)
+    async def asks(self, name: str, calls: Sequence[_Call], run: Run, wanted: bool = False) -> bool:
+        """Whether a person must be asked. A call that is refused finds its answer on record."""
+        requests: list[ApprovalRequest] = []
+        for call in calls:
+            if self._may_ask(call.tool):
+                admission = await self.bridge.aadmit(
+                    call.tool, call.arguments, call_id=call.id, context=run
+                )
+                requests += () if admission.request is None else (admission.request,)
+        if requests or wanted:
+            self.asked[calls[0].of or ""] = _Asked(name, calls, tuple(requests))
+        return bool(requests) or wanted
 
-    async def note_denials(self, run: Run, items: Iterable[Any]) -> None:
+    async def note_denials(self, run: Run, items: Iterable[Mapping[str, Any]]) -> None:
         """Put on record what a person has denied: the framework answers such calls by itself."""
+        items = [*items]
+        outputs = {each["call_id"]: str(each.get("output")) for each in items if "call_id" in each}
         for item in items:
-            for (kind, name), calls_of in self.offered.items():
-                if item.get("type") != kind or item.get("name", name) != name:
-                    continue
-                call_id = item["call_id"]
-                if run.is_tool_approved(name, call_id) is not False:
-                    continue
-                reason = run.get_rejection_message(name, call_id) or ""
-                by = self.answered_by.get(call_id, "")
-                for call in calls_of(item):
-                    await self.bridge.arefuse(
-                        call.tool, call.arguments, reason, by=by, call_id=call.id, context=run
-                    )
+            call_id, name = item.get("call_id", ""), item.get("name", "")
+            name = f"{item['namespace']}.{name}" if item.get("namespace") else name
+            found = self.asked.get(call_id)  # a conversation that the provider keeps is not given
+            was_asked = found is not None
+            for (kind, offered), calls_of in self.offered.items():
+                if kind == item.get("type") and name in ("", offered):
+                    found = _Asked(offered, calls_of(item))
+            if found is None or run.is_tool_approved(found.name, call_id) is not False:
+                continue
+            reason = run.get_rejection_message(found.name, call_id) or ""
+            # "Never again" denies calls of every id, also those that ran before it was said.
+            was_told = bool(reason) and reason in outputs[call_id]
+            if run.is_tool_approved(found.name, "") is False and not (was_asked or was_told):
+                continue
+            by = self.answered_by.get(call_id, "")
+            for call in found.calls:
+                await self.bridge.arefuse(
+                    call.tool, call.arguments, reason, by=by, call_id=call.id, context=run
+                )
+            self.asked.pop(call_id, None)
+
+
+def _is_approved(run: Run | None, name: str, call_id: str) -> bool:
+    """Whether a person has approved a call in the framework."""
+    if isinstance(run, CallContext) and run.agent is not None and run.tool_call is not None:
+        # Of several agents with a tool of that name, only one may always use it.
+        item = ToolApprovalItem(
+            agent=cast("Any", run.agent), raw_item=run.tool_call, tool_name=name
+        )
+        return run.get_approval_status(name, call_id, current_invocation=item) is True
+    return run is not None and run.is_tool_approved(name, call_id) is True
 
 
 class _Hooks(AgentHooks[Any]):
@@ -423,7 +458,7 @@ class _Function(_Ours):
 
     async def __call__(self, run: CallContext[Any], text: str) -> object:
         call = _Call(self._tool, _arguments(text), run.tool_call_id)
-        return _shown(await self._calls.run(call, run, run.qualified_tool_name), self._tool)
+        return _shown(await self._calls.run(call, run, self._tool.name), self._tool)
 
 
 class _Shell(_Ours):
@@ -466,7 +501,7 @@ class _Editor(_Ours):
 
     async def needs_approval(self, run: Run, operation: ApplyPatchOperation, call_id: str) -> bool:
         # The only place where the framework says which call an operation belongs to.
-        if await self._calls.asks([_edit(operation, call_id)], run):
+        if await self._calls.asks("apply_patch", [_edit(operation, call_id)], run):
             return True
         self._ids[id(operation)] = operation, call_id
         return False
@@ -569,7 +604,8 @@ class _Own(_Ours):
             reach="read" if reads else None,
             writes="api" if reads else "external",
         )
-        calls.offered[item, own.name] = lambda item: self.calls(
+        self.name = getattr(own, "qualified_name", own.name)
+        calls.offered[item, self.name] = lambda item: self.calls(
             next(item[each] for each in _PARTS if each in item), item["call_id"]
         )
 
@@ -579,8 +615,7 @@ class _Own(_Ours):
     async def __call__(self, *given: Any) -> Any:
         run, call_id, part = _seen(*given)
         (call,) = self.calls(part, call_id)
-        name = getattr(run, "qualified_tool_name", self._own.name)
-        done = await self._calls.run_own(call, run, name, lambda: self._work(*given))
+        done = await self._calls.run_own(call, run, self.name, lambda: self._work(*given))
         if done.error is not None:
             return await _told(self._own, run, done.error)
         if done.result is None:
@@ -622,7 +657,8 @@ def _covered(calls: _Calls, tool: AgentTool, reads: bool) -> AgentTool:
     own = _Own(calls, tool, item, work, reads)
     setattr(made, slot, own)
     if hasattr(made, "needs_approval"):
-        made.needs_approval = calls.needs_approval(made.needs_approval, own.tool, own.calls)
+        needs = made.needs_approval
+        made.needs_approval = calls.needs_approval(needs, own.name, own.tool, own.calls)
     return made
 
 
