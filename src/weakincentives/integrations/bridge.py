@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from weakincentives.call import transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
@@ -34,6 +36,9 @@ Workspace = str | os.PathLike[str] | Callable[[Any], "str | os.PathLike[str]"]
 """A directory, or a function that returns one for the framework's run context."""
 RunName = str | Callable[[Any], "str | None"] | None
 """The name of a run to continue, or a function that returns one for the framework's run context."""
+
+_Place = tuple[Path, str]
+"""A directory, and the name of a run there."""
 
 _FRAMEWORKS = {
     "agents": "openai_agents",
@@ -131,7 +136,11 @@ class Bridge:
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
         self._lock = threading.Lock()
-        self._open: dict[tuple[Path, str], _Opened] = {}
+        self._open: dict[_Place, _Opened] = {}
+        self._users = Counter[_Place]()
+        """Blocks and calls that need a run."""
+        self._ending: set[_Place] = set()
+        """Runs to close when nothing needs them."""
         self._closed = False
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
@@ -146,10 +155,10 @@ class Bridge:
         approval: Approval | None = None,
     ) -> AnyResult:
         """Run one call; one that is on record under its id returns its recorded answer."""
-        run = self._opened(context)
-        return await run.registry.aexecute(
-            tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
-        )
+        with self._running(context) as run:
+            return await run.registry.aexecute(
+                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+            )
 
     def call(
         self,
@@ -174,8 +183,8 @@ class Bridge:
         context: object = None,
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
-        run = self._opened(context)
-        return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
+        with self._running(context) as run:
+            return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
 
     def admit(
         self,
@@ -199,10 +208,10 @@ class Bridge:
         context: object = None,
     ) -> AnyResult:
         """Record that a person denied a call, and return the answer for the model."""
-        run = self._opened(context)
-        return await run.registry.arefuse(
-            tool, arguments, reason, by=by, call_id=run.id_of(call_id)
-        )
+        with self._running(context) as run:
+            return await run.registry.arefuse(
+                tool, arguments, reason, by=by, call_id=run.id_of(call_id)
+            )
 
     def refuse(
         self,
@@ -229,7 +238,7 @@ class Bridge:
         approval: Approval | None = None,
     ) -> OpenCall:
         """Return a call whose work the framework does itself: see ``OpenCall``."""
-        run = self._opened(context)
+        run = self._opened(self._place(context))
         return run.registry.begin(
             tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
         )
@@ -238,18 +247,71 @@ class Bridge:
 
     def registry(self, context: object = None) -> ToolRegistry:
         """Return the tools, session and workspace of a run; opens it if need be."""
-        return self._opened(context).registry
+        return self._opened(self._place(context)).registry
 
-    def _opened(self, context: object) -> _Opened:
+    @contextmanager
+    def held(self, context: object = None) -> Generator[None]:
+        """Close the run at the end of the block, unless another such block needs it.
+
+        For frameworks that tell when their agent begins and ends: between its runs, others can work
+        on the directory, `wink undo` for example.
+        """
+        place = self._place(context)
+        with self._used(place):
+            try:
+                yield
+            finally:
+                self._ending.add(place)
+
+    def release(self) -> None:
+        """Close all runs once no call is under way; the next call opens its run again."""
+        for place in (*self._open,):
+            with self._used(place):
+                self._ending.add(place)
+
+    @contextmanager
+    def _running(self, context: object) -> Generator[_Opened]:
+        """Keep a run open for a call."""
+        place = self._place(context)
+        with self._used(place):
+            yield self._opened(place)
+
+    @contextmanager
+    def _used(self, place: _Place) -> Generator[None]:
+        with self._lock:
+            self._users[place] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users[place] -= 1
+                ended = None
+                if not self._users[place] and place in self._ending:
+                    self._ending.discard(place)
+                    ended = self._open.pop(place, None)
+            if ended is not None:
+                ended.closing.close()
+
+    def _place(self, context: object) -> _Place:
+        """Return the directory and the name of the run that a run context is about."""
+        under_way = transaction_under_way.get()
+        if under_way is not None:
+            # An agent that a tool runs: its calls are part of that tool's call.
+            session = under_way.lineage[0].around.context.session
+            for place, each in self._open.copy().items():
+                if each.registry.session is session:
+                    return place
         workspace, name = self._workspace, self._run
         root = Path(workspace(context) if callable(workspace) else workspace).resolve()
-        key = (name(context) if callable(name) else name) or ""
+        return root, (name(context) if callable(name) else name) or ""
+
+    def _opened(self, place: _Place) -> _Opened:
         with self._lock:
             if self._closed:
                 raise WinkError("this integration is closed; make a new one")
-            found = self._open.get((root, key))
+            found = self._open.get(place)
             if found is None:
-                found = self._open[root, key] = self._opening(root, key)
+                found = self._open[place] = self._opening(*place)
             return found
 
     def _opening(self, root: Path, key: str) -> _Opened:
