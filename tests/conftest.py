@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
 
+pytest.register_assert_rewrite("cases")  # of tests/integrations: its failures show the values
+
 # Whoever starts the tests in the background, or with nohup, has these ignored, also by all that the
 # tests start; but some are about what they do.
 for _number, _handler in (
