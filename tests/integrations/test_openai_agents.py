@@ -493,7 +493,7 @@ def test_the_editor_changes_the_workspace(project: Project) -> None:
     assert (project.workspace / "a.txt").read_bytes() == b"one\r\n2\r\n"
     assert project.read("new/c.txt") == "c\nd"
     assert not project.has("b.txt")
-    assert "Invalid Context" in answers["p2"]
+    assert "does not fit" in answers["p2"]
     assert "exists already" in answers["p4"]
     kept, undone = "committed", "rolled back"
     assert project.outcomes() == [
@@ -538,6 +538,22 @@ def test_policies_for_our_file_tools_hold_for_the_editor(project: Project) -> No
         assert "without reading it first" in told(run(agent))["p1"]
 
     assert project.read("a.txt") == "one\n"
+
+
+def test_nobody_is_asked_about_a_patch_that_does_not_fit(project: Project) -> None:
+    """It is refused at once, and the model is told why."""
+    project.write("a.txt", b"one\n")
+    policies = [ApprovalPolicy(tools={"edit_file"})]
+    with Wink(project.workspace, tools=[], policies=policies) as wink:
+        agent = project.agent(
+            wink,
+            [patch("p1", "update_file", "a.txt", "@@\n-two\n+2\n")],
+            tools=[wink.editor()],
+        )
+        result = run(agent)
+
+    assert result.interruptions == []
+    assert "does not fit" in told(result)["p1"]
 
 
 @pytest.mark.parametrize("approved", [True, False])

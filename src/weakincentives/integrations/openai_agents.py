@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isawaitable
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from weakincentives.contrib.tools import (
     CommandOutput,
@@ -26,8 +26,10 @@ from weakincentives.errors import (
     MissingExtra,
     Suspended,
     ToolDefinitionError,
+    ToolValidationError,
 )
 from weakincentives.events import ToolInvoked
+from weakincentives.filesystem import Filesystem
 from weakincentives.integrations.bridge import (
     AnyResult,
     AnyTool,
@@ -122,7 +124,7 @@ class Wink:
         self.bridge = Bridge(workspace, tools=tools, policies=policies, title=title, run=run)
         self._calls = _Calls(self.bridge)
 
-    def tools(self) -> list[FunctionTool]:
+    def tools(self) -> list[AgentTool]:
         """Return our tools for an agent."""
         return [self._offered(tool) for tool in self.bridge.tools]
 
@@ -382,9 +384,8 @@ class _Calls:
             self.asked[calls[0].of or ""] = _Asked(name, calls, tuple(requests))
         return bool(requests) or wanted
 
-    async def note_denials(self, run: Run, items: Iterable[Mapping[str, Any]]) -> None:
+    async def note_denials(self, run: Run, items: Sequence[Mapping[str, Any]]) -> None:
         """Put on record what a person has denied: the framework answers such calls by itself."""
-        items = [*items]
         outputs = {each["call_id"]: str(each.get("output")) for each in items if "call_id" in each}
         for item in items:
             call_id, name = item.get("call_id", ""), item.get("name", "")
@@ -528,9 +529,7 @@ class _Editor(_Ours):
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
-    """A new file, or a change of one."""
-
+class _Patch:
     path: str
     diff: str
     """In the V4A format."""
@@ -538,41 +537,52 @@ class Patch:
     """The new path of the file."""
 
 
-def _create(params: Patch, *, context: ToolContext) -> ToolResult[None]:
-    files = context.filesystem
+def _edit_tool(
+    name: str, description: str, done: str, content: Callable[[_Patch, Filesystem], str]
+) -> AnyTool:
+    def apply(params: _Patch, *, context: ToolContext) -> ToolResult[None]:
+        context.filesystem.write(params.path, content(params, context.filesystem))
+        if not params.move_to:
+            return ToolResult.ok(None, f"{done} {params.path}")
+        context.filesystem.move(params.path, params.move_to)
+        return ToolResult.ok(None, f"{done} {params.path} and moved it to {params.move_to}")
+
+    def preview(params: _Patch, *, context: ToolContext) -> CallPreview:
+        files = context.filesystem
+        content(params, files)  # a person is not asked about a patch that does not fit
+        before = files.read_bytes(params.path) if files.exists(params.path) else b""
+        return CallPreview(
+            diff=f"{params.diff}\n",
+            in_diff=("diff",),
+            paths=tuple(files.real_path(each) for each in (params.path, params.move_to) if each),
+            state=hashlib.sha256(before).hexdigest(),
+        )
+
+    return Tool[_Patch, None](
+        name=name, description=description, handler=apply, reach="reversible", preview=preview
+    )
+
+
+def _created(params: _Patch, files: Filesystem) -> str:
     if files.exists(params.path):
         raise AlreadyExists(f"{params.path} exists already: update it")
-    files.write(params.path, apply_diff("", params.diff, mode="create"))
-    return ToolResult.ok(None, f"Created {params.path}")
+    return _patched("", params, "create")
 
 
-def _update(params: Patch, *, context: ToolContext) -> ToolResult[None]:
-    files = context.filesystem
-    files.write(params.path, apply_diff(files.read(params.path), params.diff))
-    if not params.move_to:
-        return ToolResult.ok(None, f"Updated {params.path}")
-    files.move(params.path, params.move_to)
-    return ToolResult.ok(None, f"Updated {params.path} and moved it to {params.move_to}")
+def _updated(params: _Patch, files: Filesystem) -> str:
+    return _patched(files.read(params.path), params, "default")
 
 
-def _preview(params: Patch, *, context: ToolContext) -> CallPreview:
-    files = context.filesystem
-    before = files.read_bytes(params.path) if files.exists(params.path) else b""
-    paths = tuple(files.real_path(each) for each in (params.path, params.move_to) if each)
-    state = hashlib.sha256(before).hexdigest()
-    return CallPreview(diff=f"{params.diff}\n", in_diff=("diff",), paths=paths, state=state)
+def _patched(text: str, params: _Patch, mode: Literal["default", "create"]) -> str:
+    try:
+        return apply_diff(text, params.diff, mode)
+    except ValueError as error:
+        raise ToolValidationError(f"The patch of {params.path} does not fit: {error}") from error
 
 
-_PATCH = Tool[Patch, None](
-    name="edit_file",
-    description="Change a file.",
-    handler=_update,
-    reach="reversible",
-    preview=_preview,
-)
 _EDITS: Mapping[str, AnyTool] = {
-    "create_file": _PATCH.replace(name="write_file", description="Create a file.", handler=_create),
-    "update_file": _PATCH,
+    "create_file": _edit_tool("write_file", "Create a file.", "Created", _created),
+    "update_file": _edit_tool("edit_file", "Change a file.", "Updated", _updated),
     "delete_file": next(tool for tool in file_tools() if tool.name == "delete_file"),
 }
 
@@ -675,15 +685,15 @@ def _seen(given: Any, *more: Any) -> tuple[Any, str | None, Any]:
     return given.ctx_wrapper, given.data.call_id, given.data.action
 
 
-def _given(part: Any) -> dict[str, Any]:
+def _given(part: object) -> dict[str, Any]:
     """Return the arguments of a call for the record."""
-    if isinstance(part, str):
-        found = _arguments(part)
-        return found if isinstance(found, dict) else {"input": part}
-    if isinstance(part, Mapping):
-        return {name: value for name, value in part.items() if value is not None}
-    read = {name: getattr(part, name, None) for name in _FIELDS}
-    return {name: value for name, value in read.items() if value is not None}
+    found = _arguments(part) if isinstance(part, str) else part
+    if isinstance(found, str):
+        return {"input": part}
+    if not isinstance(found, Mapping):
+        found = {name: getattr(part, name, None) for name in _FIELDS}
+    items = cast("Mapping[str, Any]", found).items()
+    return {name: value for name, value in items if value is not None}
 
 
 def _careful(tool: FunctionTool) -> Any:
