@@ -31,6 +31,7 @@ from agents import (
     UserError,
     function_tool,
     set_tracing_disabled,
+    tool_namespace,
 )
 from agents.testing import ScriptedModel, assistant_message, function_call
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionShellToolCall
@@ -389,6 +390,32 @@ def test_a_standing_approval_is_for_one_agent(project: Project) -> None:
 
     assert asked == ["a", "c"]
     assert [project.read(each) for each in "abcd"] == [*"abcd"]
+
+
+@pytest.mark.parametrize("approved", [True, False])
+def test_tools_in_a_namespace_can_need_approval(project: Project, approved: bool) -> None:
+    """A tool that the framework knows by a qualified name is approved and denied as others are."""
+
+    @function_tool
+    def publish(title: str) -> str:
+        """Publish a page."""
+        return f"published {title}"
+
+    (tools,) = tool_namespace(name="site", description="The site.", tools=[publish])
+    call = function_call("publish", {"title": "a"}, call_id="c1", namespace="site")
+    with Wink(project.workspace, tools=[], policies=[ApprovalPolicy(tools={"publish"})]) as wink:
+        agent = project.agent(wink, [call], tools=[tools])
+        state = run(agent).to_state()
+        (item,) = state.get_interruptions()
+        if approved:
+            wink.approve(state, item, by="ann")
+        else:
+            wink.reject(state, item, "no", by="ann")
+        result = run(agent, state)
+
+    assert told(result)["c1"] == ("published a" if approved else "no")
+    assert [each["outcome"] for each in project.records()][1:] == ["ok" if approved else "denied"]
+    assert "ann" in str(project.records()[-1])
 
 
 def test_never_again_does_not_deny_what_ran_before(project: Project) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +58,7 @@ try:
         CustomTool,
         FunctionTool,
         LocalShellTool,
+        ModelBehaviorError,
         RunContextWrapper,
         RunState,
         ShellActionRequest,
@@ -413,11 +415,17 @@ class _Calls:
 def _is_approved(run: Run | None, name: str, call_id: str) -> bool:
     """Whether a person has approved a call in the framework."""
     if isinstance(run, CallContext) and run.agent is not None and run.tool_call is not None:
-        # Of several agents with a tool of that name, only one may always use it.
-        item = ToolApprovalItem(
-            agent=cast("Any", run.agent), raw_item=run.tool_call, tool_name=name
-        )
-        return run.get_approval_status(name, call_id, current_invocation=item) is True
+        # Of several agents with a tool of that name, one may be allowed to use it always.
+        item = ToolApprovalItem(agent=cast("Any", run.agent), raw_item=run.tool_call)
+        with suppress(ModelBehaviorError):  # it is not known by this name
+            status = run.get_approval_status(
+                item.tool_name or name,
+                call_id,
+                tool_namespace=item.tool_namespace,
+                tool_lookup_key=item.tool_lookup_key,
+                current_invocation=item,
+            )
+            return status is True
     return run is not None and run.is_tool_approved(name, call_id) is True
 
 
