@@ -33,7 +33,7 @@ from agents import (
     set_tracing_disabled,
     tool_namespace,
 )
-from agents.testing import ScriptedModel, assistant_message, function_call
+from agents.testing import ModelStep, ScriptedModel, assistant_message, function_call
 from openai.types.responses import ResponseCustomToolCall, ResponseFunctionShellToolCall
 
 from weakincentives import Tool, ToolContext, ToolRegistry, tool
@@ -304,6 +304,30 @@ def test_covering_twice_changes_nothing_more(project: Project) -> None:
         run(wink.cover(agent))
 
     assert project.outcomes() == [("spoil", "rolled back")]
+
+
+def test_the_rest_of_a_long_result_can_be_read(project: Project) -> None:
+    """A result is shortened; the model reads the rest with the tool that its end names."""
+
+    @tool(reach="read", max_result_chars=1000)
+    def recite() -> str:
+        """Recite."""
+        return "".join(f"line {n}\n" for n in range(1000))
+
+    def rest(call: Any) -> Any:
+        shortened = call.input[-1]["output"]
+        call_id = shortened.rpartition('call_id="')[2].partition('"')[0]
+        arguments = {"call_id": call_id, "offset": len("".join(f"line {n}\n" for n in range(900)))}
+        return [function_call("read_result", arguments, call_id="c2")]
+
+    with Wink(project.workspace, tools=[recite]) as wink:
+        agent = project.agent(
+            wink, [function_call("recite", {}, call_id="c1")], ModelStep.respond(rest)
+        )
+        answers = told(run(agent))
+
+    assert "line 900" not in answers["c1"]
+    assert answers["c2"].startswith("line 900\n")
 
 
 def test_pictures_reach_the_model(project: Project) -> None:

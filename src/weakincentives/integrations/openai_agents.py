@@ -37,13 +37,14 @@ from weakincentives.integrations.bridge import (
     Bridge,
     RunName,
     Workspace,
+    own_tool,
     wire_name,
-    with_handler,
 )
 from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalRequest, CallPreview
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.retry import TIMEOUT
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.serde import dump
 from weakincentives.tool_result import ToolResult
 
@@ -127,8 +128,11 @@ class Wink:
         self._calls = _Calls(self.bridge)
 
     def tools(self) -> list[AgentTool]:
-        """Return our tools for an agent."""
-        return [self._offered(tool) for tool in self.bridge.tools]
+        """Return our tools for an agent, and one that reads the rest of a long result."""
+        tools = {tool.name: tool for tool in self.bridge.tools}
+        if any(tool.max_result_chars for tool in self.bridge.tools):
+            tools.setdefault("read_result", read_result_tool())
+        return [self._offered(tool) for tool in tools.values()]
 
     def _offered(self, tool: AnyTool) -> FunctionTool:
         invoke = _Function(self._calls, tool)
@@ -347,7 +351,7 @@ class _Calls:
                 return ToolResult.error(done.value.output or "The operation failed")
             return ToolResult.ok(_text(done.value))
 
-        result = await self.run(replace(call, tool=with_handler(call.tool, handler)), run, name)
+        result = await self.run(replace(call, tool=call.tool.replace(handler=handler)), run, name)
         if done.error is None and not (undone or (finished and result.success)):
             done.result = result
         return done
@@ -614,10 +618,9 @@ class _Own(_Ours):
     def __init__(self, calls: _Calls, own: Any, item: str, work: Any, reads: bool) -> None:
         self._calls, self._own, self._work = calls, own, work
         # The framework checks the arguments: it knows more of them than the schema says.
-        self.tool = Tool.from_schema(
-            wire_name(own.name),
-            getattr(own, "description", "").strip() or own.name,
-            {"type": "object"},
+        self.tool = own_tool(
+            own.name,
+            getattr(own, "description", ""),
             _never,
             reach="read" if reads else None,
             writes="api" if reads else "external",
