@@ -808,6 +808,27 @@ def test_the_workspace_may_depend_on_the_run(project: Project) -> None:
     assert project.read("one/a.txt") == project.read("two/a.txt") == "a"
 
 
+def test_between_runs_others_can_work_on_the_directory(project: Project) -> None:
+    """After release(), `wink undo` works; the next call continues the run."""
+    with Wink(project.workspace, tools=[save], run="job") as wink:
+        run(
+            project.agent(
+                wink, [function_call("save", {"path": "a.txt", "text": "a"}, call_id="c1")]
+            )
+        )
+        wink.release()
+        project.wink("undo")
+        assert not project.has("a.txt")
+        run(
+            project.agent(
+                wink, [function_call("save", {"path": "b.txt", "text": "b"}, call_id="c2")]
+            )
+        )
+
+    assert project.read("b.txt") == "b"
+    assert len({each["run"] for each in project.records("save")}) == 1
+
+
 def test_a_run_is_resumed_by_another_process(project: Project) -> None:
     """A RunState that was stored as JSON continues in a new interpreter."""
     project.write("a.txt", b"a")

@@ -218,8 +218,12 @@ class Wink:
         # The message tells calls that are denied from now on from those that ran before.
         state.reject(item, always_reject=always, rejection_message=reason or _REJECTED)
 
+    def release(self) -> None:
+        """Let others work on the directory until the next call, which continues a named run."""
+        self.bridge.release()
+
     def close(self) -> None:
-        """Release the workspace."""
+        """Release the workspace for good."""
         self.bridge.close()
 
     def __enter__(self) -> Self:
