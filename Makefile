@@ -79,12 +79,15 @@ framework_and_tests = --upgrade --editable '.[tests,$*]'
 # are checked with a configuration of their own, as the main one leaves them out.
 name = $(subst -,_,$@)
 module = $(patsubst claude_agent_sdk,claude,$(name))
+# A framework may warn about itself. What is left open or never awaited is an error all the same.
+theirs := --disable-warnings -W default $(patsubst %,-W error::%,RuntimeWarning ResourceWarning \
+	pytest.PytestUnraisableExceptionWarning pytest.PytestUnhandledThreadExceptionWarning)
 define pyright_config
 {"extends": "../../pyproject.toml", "exclude": [], "include": [
   "../../src/weakincentives/integrations/$(module).py", "../../examples/integration_$(name).py"]}
 endef
 $(FRAMEWORKS): %: $(FRAMEWORK_VENVS)/%/.ready $(READY)
-	WINK_INTEGRATION=$@ $(FRAMEWORK_VENVS)/$@/bin/python -m pytest -q -W default \
+	WINK_INTEGRATION=$@ $(FRAMEWORK_VENVS)/$@/bin/python -m pytest -q $(theirs) \
 		tests/integrations/test_$(name).py docs/integrations.md
 	$(file >$(FRAMEWORK_VENVS)/$@/pyrightconfig.json,$(pyright_config))
 	$(BIN)/pyright --project $(FRAMEWORK_VENVS)/$@ --pythonpath $(FRAMEWORK_VENVS)/$@/bin/python

@@ -364,7 +364,7 @@ def the_schema_and_examples_reach_the_model(stage: Stage) -> None:
 @case
 def all_argument_errors_come_at_once(stage: Stage) -> None:
     """Every wrong argument is named with its path in one answer; nothing ran; it is on record."""
-    wrong = {"quantity": "3", "size": "huge", "address": {"street": 1}}
+    wrong = {"quantity": "three", "size": "huge", "address": {"street": 1}}
 
     done = stage.play([Ask("c1", "place_order", wrong)], tools=[place_order])
 
