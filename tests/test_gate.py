@@ -244,7 +244,9 @@ def test_300_waiting_calls_use_next_to_no_cpu():
         return used
 
     assert asyncio.run(main()) < 0.2
-    assert order[1:] == [f"n{number}" for number in range(300)]
+    # The record of the first call is published once the gate is free, perhaps after others.
+    waiting = [call_id for call_id in order if call_id.startswith("n")]
+    assert waiting == [f"n{number}" for number in range(300)]
 
 
 @pytest.mark.parametrize("on_loop", [False, True])

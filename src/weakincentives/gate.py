@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +34,15 @@ class Gate:
     lock in a ``with`` block, so that no interrupt can come between taking it and the block.
     """
 
-    __slots__ = ("_line_lock", "line", "lock", "loop")
+    __slots__ = ("_line_lock", "joined", "line", "lock", "loop")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         """Held by the call inside."""
         self.loop: AbstractEventLoop | None = None
         """The event loop that the call inside runs on."""
+        self.joined: Any = None
+        """The turn inside, if other calls can join it: see ``runtime.turn.JoinedTurn``."""
         self.line: deque[Ticket] = deque()
         self._line_lock = threading.Lock()
 
@@ -50,15 +53,25 @@ class Gate:
         """Return a ``with`` block that begins when it is our turn to take ``lock``."""
         return Ticket(self, threading.Event(), deadline)
 
-    async def enter(self, deadline: Deadline | None = None) -> None:
-        """Enter when it is our turn, on the running event loop."""
+    async def enter(
+        self, deadline: Deadline | None = None, may_join: Callable[[], bool] | None = None
+    ) -> bool:
+        """Enter when it is our turn, on the running event loop.
+
+        Returns False if ``may_join`` allows us to join the calls inside: they hold the gate.
+        """
         import asyncio
 
         loop = asyncio.get_running_loop()
         if self.line or not self.lock.acquire(False):
+            if may_join is not None and not self.line and may_join():
+                return False
             ticket = Ticket(self, asyncio.Event(), deadline, loop)
             try:
-                while not self.is_first(ticket) or not self.lock.acquire(False):
+                while not (first := self.is_first(ticket)) or not self.lock.acquire(False):
+                    if first and may_join is not None and may_join():
+                        self.leave(ticket)
+                        return False
                     timer = loop.call_later(ticket.patience(), ticket.signal.set)
                     try:
                         await ticket.signal.wait()
@@ -70,10 +83,11 @@ class Gate:
                 raise
             self.leave(ticket)
         self.loop = loop
+        return True
 
     def release(self) -> None:
         """Leave, and wake the next in line."""
-        self.loop = None
+        self.loop = self.joined = None
         self.lock.release()
         if self.line:
             self.wake_next()
@@ -132,7 +146,7 @@ class Gate:
         """Take a ticket out of the line; the next one may go."""
         with self._line_lock:
             self._remove(ticket)
-        if self.line and not self.lock.locked():
+        if self.line and (self.joined is not None or not self.lock.locked()):
             self.wake_next()
 
     def _remove(self, ticket: Ticket) -> None:

@@ -964,10 +964,14 @@ class _PrivateView(_View):
             return
         if self._reads is not None and not isinstance(parent, _PrivateView):
             self._check_people(self._reads.touched)
+        if self._sealed is not None:
+            # Its call has ended: nobody needs the state before the commit, which costs much.
+            self._workspace.private.discard(self)
         try:
             parent._atomically(lambda: staging.replay(parent._edit, parent._go_to), self.call)
-        except OSError as error:
-            if isinstance(error, WinkError):
+        except BaseException as error:
+            self._workspace.private.add(self)
+            if isinstance(error, WinkError) or not isinstance(error, OSError):
                 raise
             if error.errno in _NOT_AS_IT_WAS:
                 raise MergeConflict(f"Changed by someone else in the meantime: {error}") from error

@@ -30,7 +30,14 @@ from weakincentives.runtime.transactions import (
     Transaction,
     offers_of,
 )
-from weakincentives.runtime.turn import DEFAULT_CONCURRENCY, Group, groups, run_together
+from weakincentives.runtime.turn import (
+    DEFAULT_CONCURRENCY,
+    Group,
+    JoinedTurn,
+    first_place,
+    groups,
+    run_together,
+)
 from weakincentives.session import Session
 from weakincentives.tool_result import ToolResult
 
@@ -201,6 +208,9 @@ async def apply_effects(
 class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
 
+    once = ""
+    """The id of a call that must not run twice."""
+
     async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
         """Run calls concurrently. Their records come in call order."""
         records: list[list[Recorded]] = [[] for _ in group]
@@ -241,32 +251,62 @@ class Work(Surroundings):
             if gate.line:
                 gate.wake_next()
 
-    async def arun(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run on the caller's event loop."""
+    async def arun(
+        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None = None
+    ) -> T:
+        """Run on the caller's event loop.
+
+        ``joining`` is the tool of a call that may run concurrently: it joins the turn under way on
+        that loop, or begins one that others can join, and ``start`` gets its ``place``.
+        """
         try:
-            return await self._ain_turn(start)
+            return await self._ain_turn(start, joining)
         finally:
             self._publish()
 
-    async def _ain_turn(self, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _ain_turn(
+        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None
+    ) -> T:
         import asyncio
 
+        gates, deadline = self.gates(), self.context.deadline
         held: list[Gate] = []
+        turn: JoinedTurn | None = None
+        place: Place | None = None
         try:
             try:
-                for gate in self.gates():
-                    await gate.enter(self.context.deadline)
+                may_join = None if joining is None else self._may_join
+                for gate in gates:
+                    if not await gate.enter(deadline, may_join):
+                        turn = gate.joined
+                        break
                     held.append(gate)
+                    may_join = None  # only at the first gate: a turn holds all of them
+                if turn is not None:
+                    place = turn.join(deadline)
+                elif joining is not None and gates and not self.resources.in_place:
+                    place = first_place(reads=joining.reach == "read")
+                    turn, held = JoinedTurn(gates, place), []
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
-            value, interrupt = await asyncio.create_task(_shielded(start))
+            args = ()
+            if place is not None:
+                place.once, args = self.once, (place,)
+            value, interrupt = await asyncio.create_task(_shielded(start, *args))
             if interrupt is not None:
                 raise interrupt
             return cast("T", value)
         finally:
             for gate in reversed(held):
                 gate.release()
+            if turn is not None and place is not None:
+                turn.leave(place)
+
+    def _may_join(self) -> bool:
+        gates = self.gates()
+        turn: JoinedTurn | None = gates[0].joined
+        return turn is not None and not self.resources.in_place and turn.admits(gates, self.once)
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
@@ -284,7 +324,11 @@ class Work(Surroundings):
         return (gate, *others)
 
     def _publish(self) -> None:
-        """Publish the records, once the gates are free: subscribers may call tools themselves."""
+        """Publish the records before the caller gets its answer: a saved session saves them now.
+
+        The gates are free, so that subscribers may call tools themselves, unless other calls of a
+        joined turn are under way: then a sync call from their event loop raises RuntimeError.
+        """
         # Those of a nested call go out with its parent: if that is re-run, they never happened.
         parent, recorded = self.parent, self.recorded
         if parent is not None and parent.concurrent and parent.holds(recorded):
@@ -325,12 +369,21 @@ async def _arun(
 ) -> AnyResult:
     work = Work(context, offers)
     work.approval = approval
-    run = _run_once if once else run_call
-    return await work.arun(partial(run, work, call, work.recorded, True, place))
+    start = partial(_run_once if once else run_call, work, call, work.recorded, True)
+    if place is not None:
+        return await work.arun(partial(start, place))
+    offer = offers.get(call.name)
+    joining = offer.tool if offer is not None and offer.may_run_concurrently else None
+    work.once = call.id if once else ""
+    return await work.arun(start, joining)
 
 
 async def _run_once(
-    work: Work, call: ToolCall, recorded: list[Recorded], on_loop: bool, place: Place | None
+    work: Work,
+    call: ToolCall,
+    recorded: list[Recorded],
+    on_loop: bool,
+    place: Place | None = None,
 ) -> AnyResult:
     """Return the answer on record, or run the call: inside the gate, so that it runs once."""
     call, known = on_record(call, work.session, work.offers)
@@ -348,11 +401,11 @@ def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
 
 
 async def _shielded(
-    start: Callable[[], Coroutine[Any, Any, T]],
+    start: Callable[..., Coroutine[Any, Any, T]], *args: Any
 ) -> tuple[T | None, BaseException | None]:
     # As a value: an interrupt raised inside a task would end the whole loop.
     try:
-        return await start(), None
+        return await start(*args), None
     except (KeyboardInterrupt, SystemExit) as interrupt:
         return None, interrupt
 

@@ -28,6 +28,7 @@ from weakincentives.session import Session
 if TYPE_CHECKING:
     from asyncio import Event
 
+    from weakincentives.deadlines import Deadline
     from weakincentives.prompt.approval import Approval
     from weakincentives.prompt.contracts import Effect
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
@@ -68,13 +69,28 @@ class Member:
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = ("arrived", "attempts", "conflicts", "number", "reached")
+    __slots__ = (
+        "arrived", "attempts", "conflicts", "deadline", "is_first", "number", "once", "reached",
+    )  # fmt: skip
 
-    def __init__(self, number: int, reached: Event | None = None) -> None:
+    def __init__(
+        self,
+        number: int | None,
+        reached: Event | None = None,
+        deadline: Deadline | None = None,
+        *,
+        is_first: bool = False,
+    ) -> None:
         self.number = number
+        """None for the first call of a joined turn, until another joins it."""
         self.reached = reached
         """Set when all calls before it have ended; None for a call that runs alone."""
-        self.arrived = False
+        self.deadline = deadline
+        """How long to wait for that, where the calls have deadlines of their own."""
+        self.is_first = self.arrived = is_first
+        """Whether no call of the turn commits before it."""
+        self.once = ""
+        """The id of a call that must not run twice."""
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
@@ -122,6 +138,8 @@ class Transaction:
     place: Place | None = None
     in_order = False
     """Whether calls of its turn run at the same time: it commits when its place is reached."""
+    tracks_reads = False
+    """Whether it has a read set of the session: calls of its turn commit before it."""
     depth = 0
     """How many cascades led here."""
     offer: Offer | None = None
@@ -208,6 +226,7 @@ class Transaction:
             self.place, self.runs = place, place.attempts
             if place.reached is not None:
                 self.in_order = self.concurrent = True
+                self.tracks_reads = not place.is_first
                 self.at_place = place.arrived
         parent = around.parent
         if parent is not None:
@@ -263,7 +282,7 @@ class Transaction:
                     if self.settled:
                         raise ViewClosed(self._end_reason())
                     base = self.base
-                    view = self.session = base.fork(tracks_reads=self.in_order)
+                    view = self.session = base.fork(tracks_reads=self.tracks_reads)
                     self._lock = view.lock
                     self.bound.__dict__["session"] = view
                     self._views = {_identity(base): view, _identity(view): view}

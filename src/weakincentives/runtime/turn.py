@@ -1,4 +1,4 @@
-"""The calls of one model turn: concurrency, commit order, re-runs and retries.
+"""The calls of one turn, made together or one by one: concurrency, order, re-runs and retries.
 
 Concurrent calls work on private views and commit in call order. One that depends on what an
 earlier call has changed is re-run in order: the outcome is that of running one after the other.
@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import ToolCall
-from weakincentives.errors import MergeConflict, Refusal, ToolTimeout
+from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal, ToolTimeout
+from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.runtime.answers import raises_through
@@ -19,7 +20,9 @@ from weakincentives.runtime.transactions import Place, Transaction, offers_of, r
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
-    from asyncio import Task
+    from asyncio import Event, Task
+
+    from weakincentives.deadlines import Deadline
 
 Group = list[tuple[int, ToolCall]]
 """Calls that run together, each with its number in the turn."""
@@ -28,6 +31,11 @@ _logger = get_logger(__name__)
 
 DEFAULT_CONCURRENCY = max(32, 8 * (os.cpu_count() or 1))
 _MAX_RUNS = 5
+_MAX_JOINED = 1000
+"""Calls that join one turn; then it must end, so that a call that waits unseen gets through: a
+thread in the moment between looking at a gate and getting in line."""
+_reached: Event | None = None
+"""Set; made when first needed. Nobody waits for it, so all loops share it."""
 
 
 def groups(
@@ -108,6 +116,80 @@ async def _stop(tasks: Iterable[Task[Any]]) -> None:
             pending = {task for task in pending if not task.done()}
 
 
+class JoinedTurn:
+    """Calls that were started one by one on one event loop, as the calls of one turn.
+
+    The first of them has locked the gates; the one that leaves last releases them. Each has its
+    own caller: one that is cancelled or raises through does not end the others.
+    """
+
+    __slots__ = ("_gates", "_inside", "_joined")
+
+    def __init__(self, gates: tuple[Gate, ...], first: Place) -> None:
+        self._gates = gates
+        self._inside = [first]
+        """In order of arrival; the first of them may commit."""
+        self._joined = 1
+        gates[0].joined = self  # until the gate is released
+        if gates[0].line:
+            gates[0].wake_next()  # it may be able to join
+
+    def admits(self, gates: tuple[Gate, ...], once: str) -> bool:
+        """Whether a call at these gates can join, if it is its turn at the first of them.
+
+        A call that must not run twice waits for one with the same id, to find its answer.
+        """
+        import asyncio
+
+        return (
+            self._gates == gates
+            and gates[0].loop is asyncio.get_running_loop()
+            and len(self._inside) < DEFAULT_CONCURRENCY
+            and self._joined < _MAX_JOINED
+            and not any(gate.line for gate in gates[1:])
+            and not (once and any(place.once == once for place in self._inside))
+        )
+
+    def join(self, deadline: Deadline | None) -> Place:
+        """Return the place after all calls that are inside."""
+        import asyncio
+
+        if self._joined == 1:
+            self._inside[0].number = 0
+        place = Place(self._joined, asyncio.Event(), deadline)
+        self._joined += 1
+        self._inside.append(place)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """End a call in whatever way: the next one may commit, and one more may join."""
+        inside, gates = self._inside, self._gates
+        inside.remove(place)
+        if not inside:
+            for gate in reversed(gates):
+                gate.release()
+            return
+        if gates[0].line:
+            gates[0].wake_next()
+        if inside[0].reached is not None:
+            inside[0].reached.set()
+
+
+def first_place(*, reads: bool) -> Place:
+    """Return the place of a call that others can join; ``reads`` means it only reads."""
+    global _reached
+    if reads:
+        # No call commits before it, and it has nothing to hide from those that join: it needs
+        # no private views, which cost more.
+        return Place(None, is_first=True)
+    if _reached is None:
+        import asyncio
+
+        _reached = asyncio.Event()
+        _reached.set()
+    return Place(None, _reached, is_first=True)
+
+
 # Order and re-runs
 
 
@@ -115,8 +197,23 @@ async def reach(transaction: Transaction) -> None:
     """Wait until all calls before this one have ended."""
     place = transaction.place
     if place is not None and place.reached is not None:
-        await place.reached.wait()
+        if place.deadline is None or place.reached.is_set():
+            await place.reached.wait()
+        else:
+            await _reach_in_time(place.reached, place.deadline)
         place.arrived = True
+
+
+async def _reach_in_time(reached: Event, deadline: Deadline) -> None:
+    import asyncio
+
+    try:
+        async with asyncio.timeout(deadline.remaining()):
+            await reached.wait()
+    except TimeoutError:
+        raise DeadlineExceededError(
+            "The deadline passed while the call waited for earlier calls"
+        ) from None
 
 
 async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
@@ -127,6 +224,8 @@ async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
     place = transaction.place
     if place is None or not isinstance(error, Exception):
         return False  # an interrupt does not depend on what was read
+    if place.deadline is not None and isinstance(error, DeadlineExceededError):
+        return False  # there is no time to wait for the calls before it
     await reach(transaction)
     if place.attempts >= _MAX_RUNS:
         return False  # the session changes all the time: the model gets the conflict
