@@ -98,8 +98,9 @@ _REJECTED = "Tool execution was not approved."
 class Wink:
     """Runs the tools of agents as transactions on a workspace.
 
-    >>> wink = Wink(workspace=".")  # doctest: +SKIP
-    >>> agent = wink.cover(Agent(name="Coder", tools=[*wink.tools(), wink.shell(), deploy]))
+    >>> with Wink(workspace=".") as wink:  # doctest: +SKIP
+    ...     agent = wink.cover(Agent(name="Coder", tools=[*wink.tools(), wink.shell(), deploy]))
+    ...     Runner.run_sync(agent, "Add a health check.")
 
     Several agents may share it. A call that fails, times out or is cancelled is rolled back; a call
     that a policy denies does not run; `wink log` shows them all. Close it, or use it in a ``with``
