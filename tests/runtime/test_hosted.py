@@ -660,3 +660,30 @@ def test_calls_that_a_kill_left_unrecorded_are_undone_when_the_run_continues(tmp
     assert again.sent == []
     assert put.success
     assert (tmp_path / "a").read_text() == "1"
+
+
+def test_an_interrupted_call_is_made_again(tmp_path: Path):
+    """Its caller was never answered; one that reached outside is in the ledger."""
+    runs: list[int] = []
+
+    @wink.tool(reach="reversible")
+    async def slow(*, context: wink.ToolContext) -> str:
+        """Work, at first for long."""
+        runs.append(1)
+        if len(runs) == 1:
+            await asyncio.sleep(1000)
+        return "done"
+
+    async def main(tools: wink.ToolRegistry) -> None:
+        task = asyncio.create_task(tools.aexecute("slow", call_id="1", once=True))
+        while not runs:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(2):
+            assert (await tools.aexecute("slow", call_id="1", once=True)).render() == "done"
+
+    with wink.ToolRegistry([slow], workspace=tmp_path) as tools:
+        asyncio.run(main(tools))
+    assert len(runs) == 2

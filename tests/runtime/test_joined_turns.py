@@ -435,6 +435,48 @@ class TestOrder:
         assert other.notes == ["b"]
         other.assert_free()
 
+    def test_the_same_call_made_twice_at_a_time_runs_once(self, desk: Desk) -> None:
+        async def main() -> None:
+            desk.hold("a")
+            again = [
+                asyncio.create_task(
+                    desk.tools.aexecute("note", {"name": "a"}, call_id="a", once=True)
+                )
+                for _ in range(3)
+            ]
+            other = desk.start("note", "b")
+            await soon()
+            assert desk.began == ["a"]
+            desk.let_out("a")
+            first, *others = [await each for each in again]
+            assert [each.metadata for each in others] == [first.metadata] * 2
+            await other
+
+        run(main)
+        assert desk.notes == desk.began == ["a", "b"]
+
+    def test_an_open_ended_call_runs_alone(self, desk: Desk) -> None:
+        """Nobody does its work again if it conflicts."""
+
+        async def main() -> None:
+            desk.hold("a")
+            first = desk.start("note", "a")
+            opened = desk.tools.begin("note", {"name": "b"}, call_id="b")
+            starting = asyncio.create_task(opened.start())
+            await soon()
+            assert not starting.done()
+            desk.let_out("a")
+            await starting
+            last = desk.start("note", "c")
+            await soon()
+            assert desk.began == ["a"]
+            opened.ok()
+            assert (await opened.end()).success
+            await asyncio.gather(first, last)
+
+        run(main)
+        assert [each.call_id for each in desk.records] == ["a", "b", "c"]
+
     def test_a_turn_that_is_made_at_once_waits_and_is_not_joined(self, desk: Desk) -> None:
         async def main() -> None:
             desk.hold("a", "b")

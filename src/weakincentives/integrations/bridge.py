@@ -130,7 +130,8 @@ class Bridge:
         title: str = "",
         run: RunName = None,
     ) -> None:
-        self._workspace = workspace
+        # Now: the working directory may be another one later.
+        self._workspace = workspace if callable(workspace) else Path(workspace).resolve()
         self._title = title
         self._run = run
         self.policies: tuple[AnyPolicy, ...] = tuple(policies)
@@ -308,7 +309,7 @@ class Bridge:
                 if each.registry.session is session:
                     return place
         workspace, name = self._workspace, self._run
-        root = Path(workspace(context) if callable(workspace) else workspace).resolve()
+        root = Path(workspace(context)).resolve() if callable(workspace) else workspace
         return root, (name(context) if callable(name) else name) or ""
 
     def _opened(self, place: _Place) -> _Opened:

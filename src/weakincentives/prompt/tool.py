@@ -186,11 +186,11 @@ class Tool(TypedConstructor, Generic[P, R]):
         if self.strict:
             self._check_contract()
         if self.input_schema is not None:
-            from weakincentives.serde.bounded_schema import BoundedSchema
+            from weakincentives.serde.bounded_schema import bounded_schema
 
             self._set("input_schema", plain_schema(self.name, self.input_schema))
             try:
-                self._set("_validate", BoundedSchema(self.parameters).parse)
+                self._set("_validate", bounded_schema(json.dumps(self.parameters)).parse)
             except ValueError as error:
                 raise self._wrong(f"its parameters: {error}") from error
         elif not is_plain(self.params_type):

@@ -42,6 +42,8 @@ from weakincentives.tool_result import ToolError, ToolMetadata, ToolResult
 
 _logger = get_logger(__name__)
 
+INTERRUPTED = "INTERRUPTED"
+"""The code of a call that was cancelled, or whose process was interrupted."""
 _UNFINISHED: dict[type, tuple[str, str]] = {
     CoroutineType: ("a coroutine", "make it `async def`, or await what it calls"),
     GeneratorType: ("a generator", "return a list of what it yields"),
@@ -196,7 +198,7 @@ def answer_to(transaction: Transaction, error: BaseException) -> ToolResult[Any]
         else:
             ended = "ended, and was rolled back" if transaction.ran else "ran"
             said = f"'{name}' was interrupted before it {ended}"
-        return ToolResult.error(said, code=code or "INTERRUPTED", recoverable=False)
+        return ToolResult.error(said, code=code or INTERRUPTED, recoverable=False)
     elif isinstance(error, ContractError):
         result = ToolResult.error(text, code="CONTRACT_VIOLATION")
     elif isinstance(error, (ToolValidationError, ValueError)):
@@ -275,10 +277,13 @@ def on_record(
     offer, found = offers.get(call.name), call
     for number in itertools.count(2):
         record = session.record_of(found.id)
-        if record is None or (_is_of(record, call, offer) and record.suspended):
+        if record is None:
             break
         if _is_of(record, call, offer):
-            return found, record.result
+            failure = record.result.failure
+            # The model was never told. What reached outside is in the ledger.
+            is_open = failure is not None and failure.code in (SUSPENDED, INTERRUPTED)
+            return found, None if is_open else record.result
         found = ToolCall(call.name, call.params, f"{call.id}#{number}")
     return found, None
 

@@ -159,8 +159,11 @@ class OpenCall:
         offer = rendered.offers.get(name)
         if offer is None:
             return rendered  # the call is refused
-        # A retry would wait for work that is not done again.
-        tool = offer.tool.replace(handler=self._work, strict=False, result_type=Any, retry=None)
+        # A retry, or the re-run of a call that joins others, would wait for work that is not done
+        # again.
+        tool = offer.tool.replace(
+            handler=self._work, strict=False, result_type=Any, retry=None, concurrent=False
+        )
         hosted = Offer.of(tool, offer.rules, offer.listeners)
         return replace(rendered, offers={**rendered.offers, name: hosted})
 

@@ -69,9 +69,7 @@ class Member:
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = (
-        "arrived", "attempts", "conflicts", "deadline", "is_first", "number", "once", "reached",
-    )  # fmt: skip
+    __slots__ = ("arrived", "attempts", "conflicts", "deadline", "is_first", "number", "reached")
 
     def __init__(
         self,
@@ -89,8 +87,6 @@ class Place:
         """How long to wait for that, where the calls have deadlines of their own."""
         self.is_first = self.arrived = is_first
         """Whether no call of the turn commits before it."""
-        self.once = ""
-        """The id of a call that must not run twice."""
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
@@ -391,7 +387,12 @@ class Transaction:
             self._journalled = True
         with undisturbed(base.journalled):  # a view that is not in the list could not be undone
             in_place = base.journalled and not self.concurrent
-            view: Participant = base.fork_in_place() if in_place else base.fork()
+            # For a nested call, its parent forks: what is changed then belongs to the parent.
+            before = transaction_under_way.set(self)
+            try:
+                view: Participant = base.fork_in_place() if in_place else base.fork()
+            finally:
+                transaction_under_way.reset(before)
             if self.reads_only:
                 view.read_only = _reads_only(self.call)
             if self._sealed:

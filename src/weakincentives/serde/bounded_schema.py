@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from weakincentives.errors import InvalidPattern, ParseError
@@ -158,6 +158,12 @@ class BoundedSchema:
         else:
             types = [_either(e.validator_value) for e in error.context if _is_another_type(e)]
             yield path, f"Expected type {' or '.join(types)}, got {shown(error.instance)}"
+
+
+@lru_cache(maxsize=256)
+def bounded_schema(text: str) -> BoundedSchema:
+    """Return the BoundedSchema of JSON text; checking a schema takes milliseconds."""
+    return BoundedSchema(json.loads(text))
 
 
 def _is_another_type(error: Error) -> bool:
