@@ -41,8 +41,9 @@ from weakincentives.integrations.bridge import (
     wire_name,
 )
 from weakincentives.prompt.approval import Approval, ApprovalPolicy, ApprovalRequest, CallPreview
+from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
-from weakincentives.prompt.tool import Tool, ToolContext
+from weakincentives.prompt.tool import Tool
 from weakincentives.retry import TIMEOUT
 from weakincentives.runtime.window import read_result_tool
 from weakincentives.serde import dump
