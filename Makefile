@@ -79,8 +79,8 @@ framework_and_tests = --upgrade --editable '.[tests,$*]'
 # are checked with a configuration of their own, as the main one leaves them out.
 name = $(subst -,_,$@)
 module = $(patsubst claude_agent_sdk,claude,$(name))
-# A framework may warn about itself. What is left open or never awaited is an error all the same.
-theirs := --disable-warnings -W default $(patsubst %,-W error::%,RuntimeWarning ResourceWarning \
+# A framework may warn about itself. What is never awaited is an error all the same.
+theirs := --disable-warnings -W default $(patsubst %,-W error::%,RuntimeWarning \
 	pytest.PytestUnraisableExceptionWarning pytest.PytestUnhandledThreadExceptionWarning)
 define pyright_config
 {"extends": "../../pyproject.toml", "exclude": [], "include": [

@@ -27,6 +27,7 @@ from test_turn_properties import (
     was_interrupted,
 )
 
+import weakincentives as wink
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, PromptEvaluationError, Suspended
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
@@ -435,6 +436,48 @@ class TestOrder:
         assert other.notes == ["b"]
         other.assert_free()
 
+    def test_the_same_call_made_twice_at_a_time_runs_once(self, desk: Desk) -> None:
+        async def main() -> None:
+            desk.hold("a")
+            again = [
+                asyncio.create_task(
+                    desk.tools.aexecute("note", {"name": "a"}, call_id="a", once=True)
+                )
+                for _ in range(3)
+            ]
+            other = desk.start("note", "b")
+            await soon()
+            assert desk.began == ["a"]
+            desk.let_out("a")
+            first, *others = [await each for each in again]
+            assert [each.metadata for each in others] == [first.metadata] * 2
+            await other
+
+        run(main)
+        assert desk.notes == desk.began == ["a", "b"]
+
+    def test_an_open_ended_call_runs_alone(self, desk: Desk) -> None:
+        """Nobody does its work again if it conflicts."""
+
+        async def main() -> None:
+            desk.hold("a")
+            first = desk.start("note", "a")
+            opened = desk.tools.begin("note", {"name": "b"}, call_id="b")
+            starting = asyncio.create_task(opened.start())
+            await soon()
+            assert not starting.done()
+            desk.let_out("a")
+            await starting
+            last = desk.start("note", "c")
+            await soon()
+            assert desk.began == ["a"]
+            opened.ok()
+            assert (await opened.end()).success
+            await asyncio.gather(first, last)
+
+        run(main)
+        assert [each.call_id for each in desk.records] == ["a", "b", "c"]
+
     def test_a_turn_that_is_made_at_once_waits_and_is_not_joined(self, desk: Desk) -> None:
         async def main() -> None:
             desk.hold("a", "b")
@@ -826,3 +869,55 @@ def test_calls_that_join_come_out_as_if_the_cancelled_ones_had_never_been_made(
     drawn: list[tuple[str, Any]], gaps: list[int], cancels: dict[int, int]
 ) -> None:
     check(drawn, None, gaps, cancels)
+
+
+@pytest.mark.parametrize("how", ["threads", "tasks"])
+def test_calls_that_a_handler_makes_at_the_same_time_lose_no_update(how: str):
+    """Each works on the view of the call that they are nested in."""
+
+    @dataclass(frozen=True)
+    class Total:
+        value: int = 0
+
+    def read(context: wink.ToolContext) -> int:
+        latest = context.session[Total].latest()
+        return 0 if latest is None else latest.value
+
+    @wink.tool(reach="reversible")
+    def add(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        time.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def aadd(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        await asyncio.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    def in_threads(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        calls = [
+            threading.Thread(target=tools.execute, args=("add", {}, context)) for _ in range(20)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def in_tasks(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        await asyncio.gather(*(tools.aexecute("aadd", {}, context) for _ in range(20)))
+        return "added"
+
+    tools = wink.ToolRegistry([add, aadd, in_threads, in_tasks])
+    with tools:
+        assert tools.execute(f"in_{how}").success
+        assert tools.session[Total].latest() == Total(20)

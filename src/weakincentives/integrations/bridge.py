@@ -77,6 +77,23 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
+def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTool:
+    """Return one of the framework's own tools as ours, for a call whose arguments it has validated.
+
+    Quicker than ``Tool.from_schema``, which compiles the schema: this can be made for each call.
+    """
+    options.setdefault("max_result_chars", None)
+    return Tool(
+        name=wire_name(name),
+        description=description.strip() or name,
+        handler=handler,
+        params_type=dict,
+        result_type=Any,
+        strict=False,
+        **options,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A run on a workspace."""
@@ -285,9 +302,11 @@ class Bridge:
         finally:
             with self._lock:
                 self._users[place] -= 1
-                ended = None
-                if not self._users[place] and place in self._ending:
+                if not self._users[place]:
+                    del self._users[place]
+                    ended = self._open.pop(place, None) if place in self._ending else None
                     self._ending.discard(place)
+<<<<<<< HEAD
                     ended = self._open.pop(place, None)
                 elif not self._users[place] and self._idle is not None:
                     self._since[place] = time.monotonic()
@@ -298,6 +317,11 @@ class Bridge:
                         watch.start()
             if ended is not None:
                 ended.closing.close()
+=======
+                    if ended is not None:
+                        # Not after the lock: the same run may be opened again at once.
+                        ended.closing.close()
+>>>>>>> i21
 
     def _close_idle(self, seconds: float) -> None:
         """Close runs as they become idle, until none is left."""
