@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.hosted import Admission, OpenCall
+    from weakincentives.runtime.saved import SavedSession
 
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
@@ -120,6 +123,8 @@ class Bridge:
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it; may be a function of the
             framework's run context. By default each bridge begins a run of its own.
+        idle: Close a run so many seconds after its last call; the next one opens it again. For
+            frameworks that do not tell when their agent ends. Its runs need names.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class Bridge:
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,
+        idle: float | None = None,
     ) -> None:
         # Now: the working directory may be another one later.
         self._workspace = workspace if callable(workspace) else Path(workspace).resolve()
@@ -154,6 +160,10 @@ class Bridge:
         self._ending: set[_Place] = set()
         """Runs to close when nothing needs them."""
         self._closed = False
+        self._idle = idle
+        self._since: dict[_Place, float] = {}
+        """When the last call of a run ended."""
+        self._watch: threading.Thread | None = None
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
 
@@ -301,9 +311,39 @@ class Bridge:
                     del self._users[place]
                     ended = self._open.pop(place, None) if place in self._ending else None
                     self._ending.discard(place)
+<<<<<<< HEAD
+                    ended = self._open.pop(place, None)
+                elif not self._users[place] and self._idle is not None:
+                    self._since[place] = time.monotonic()
+                    if self._watch is None:
+                        watch = threading.Thread(target=self._close_idle, args=[self._idle])
+                        watch.daemon = True
+                        self._watch = watch
+                        watch.start()
+            if ended is not None:
+                ended.closing.close()
+=======
                     if ended is not None:
                         # Not after the lock: the same run may be opened again at once.
                         ended.closing.close()
+>>>>>>> i21
+
+    def _close_idle(self, seconds: float) -> None:
+        """Close runs as they become idle, until none is left."""
+        pause: float | None = seconds
+        while pause is not None:
+            time.sleep(pause)
+            with self._lock:
+                now = time.monotonic()
+                due = [place for place, at in self._since.items() if now - at >= seconds]
+                for place in due:
+                    del self._since[place]  # one in use comes back
+                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                pause = min((at + seconds - now for at in self._since.values()), default=None)
+                if pause is None:
+                    self._watch = None
+            for each in filter(None, ended):
+                each.closing.close()
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
@@ -332,10 +372,7 @@ class Bridge:
             files = closing.enter_context(_SharedWorkspace(root)).files
             kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
             types = [kind for kind in kinds if isinstance(kind, type)]
-            run = closing.enter_context(open_run(files, self._title, key=key, types=types))
-            if len(run.session[ToolInvoked]):
-                run.mark_resumed()
-            run.undo_unrecorded(files)
+            run = closing.enter_context(_SharedRun(files, self._title, key, types)).run
             registry = closing.enter_context(
                 ToolRegistry(
                     self.tools, workspace=files, session=run.session, policies=self.policies
@@ -387,3 +424,40 @@ class _SharedWorkspace:
                 self._open[self._root] = files, users - 1
             else:
                 files.close()
+
+
+class _SharedRun:
+    """A run that several agents of one process continue: the last one closes it."""
+
+    _open: dict[tuple[Path, str], tuple[SavedSession, int]] = {}  # noqa: RUF012
+    _lock = threading.Lock()
+
+    def __init__(self, files: HostFilesystem, title: str, key: str, types: list[type]) -> None:
+        self._place = (files.store, key)
+        self._files = files
+        self._begin = partial(open_run, files, title, key=key, types=types)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            known = self._open.get(self._place)
+            self.run = self._begun() if known is None else known[0]
+            if self._place[1]:  # one without a name is nobody else's
+                self._open[self._place] = self.run, 1 if known is None else known[1] + 1
+        return self
+
+    def _begun(self) -> SavedSession:
+        with ExitStack() as closing:
+            run = closing.enter_context(self._begin())
+            if len(run.session[ToolInvoked]):
+                run.mark_resumed()
+            run.undo_unrecorded(self._files)
+            closing.pop_all()
+            return run
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            users = self._open.pop(self._place, (self.run, 1))[1]
+            if users > 1:
+                self._open[self._place] = self.run, users - 1
+            else:
+                self.run.close()
