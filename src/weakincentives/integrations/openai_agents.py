@@ -45,7 +45,6 @@ from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Tool
 from weakincentives.retry import TIMEOUT
-from weakincentives.runtime.window import read_result_tool
 from weakincentives.serde import dump
 from weakincentives.tool_result import ToolResult
 
@@ -131,10 +130,7 @@ class Wink:
 
     def tools(self) -> list[AgentTool]:
         """Return our tools for an agent, and one that reads the rest of a long result."""
-        tools = {tool.name: tool for tool in self.bridge.tools}
-        if any(tool.max_result_chars for tool in self.bridge.tools):
-            tools.setdefault("read_result", read_result_tool())
-        return [self._offered(tool) for tool in tools.values()]
+        return [self._offered(tool) for tool in self.bridge.tools]
 
     def _offered(self, tool: AnyTool) -> FunctionTool:
         invoke = _Function(self._calls, tool)
