@@ -403,6 +403,53 @@ def test_calls_can_be_awaited():
     assert registry.execute("later").value is False  # and from sync code, on another
 
 
+def test_what_nested_calls_change_is_in_the_history_of_the_outermost_call(tmp_path: Path):
+    """Also when the first of them failed, and the outermost has changed nothing itself."""
+
+    @tool
+    def write(path: str, *, context: ToolContext) -> str:
+        """Write a file; one in particular cannot be written."""
+        context.filesystem.write(path, "x")
+        if path == "bad.txt":
+            raise ValueError("not this one")
+        return "written"
+
+    @tool
+    def write_all() -> str:
+        """Write two files."""
+        for path in ("bad.txt", "good.txt"):
+            registry.execute("write", {"path": path})
+        return "done"
+
+    with ToolRegistry([write, write_all], workspace=tmp_path) as registry:
+        registry.execute("write_all", call_id="outer")
+        (committed,) = registry.workspace.history()
+
+    assert committed.call_id == "outer"
+    assert committed.paths == ("good.txt",)
+
+
+def test_a_call_that_fails_says_what_its_nested_calls_did_outside():
+    @tool(reach="irreversible")
+    def send() -> str:
+        """Send a message."""
+        return "sent"
+
+    @tool
+    def send_and_fail() -> str:
+        """Send a message, then fail."""
+        registry.execute("send")
+        raise ValueError("changed my mind")
+
+    registry = in_memory(send, send_and_fail)
+
+    result = registry.execute("send_and_fail")
+
+    assert result.metadata.not_undone == (
+        "what 'send' did outside the session, files and resources",
+    )
+
+
 def test_a_handler_calls_its_own_registry_as_a_nested_call():
     @tool
     def save_twice(*, context: ToolContext) -> str:

@@ -93,6 +93,10 @@ async def roll_back_effects(transaction: Transaction) -> None:
         if member.ledger is not None:
             compensated = not left and any(effect.can_roll_back for effect in member.effects)
             outside.append(compensated)
+            if not compensated and transaction.ledger is None:
+                failures.append(
+                    f"what '{member.call.name}' did outside the session, files and resources"
+                )
             outcome = _outcome(
                 transaction, member.call, "compensated" if compensated else "unknown"
             )

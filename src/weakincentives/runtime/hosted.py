@@ -82,6 +82,10 @@ async def _admission(work: Work, call: ToolCall, once: bool) -> Admission:
 
 
 async def _denied(work: Work, call: ToolCall, reason: str, by: str) -> AnyResult:
+    record = work.session.record_of(call.id)
+    if record is not None and (record.suspended or record.denied_by):
+        # The framework may know the tool by another name, or its arguments without the defaults.
+        call = ToolCall(record.tool_name, record.params, call.id)
     call, known = on_record(call, work.session, work.offers)
     if known is not None:
         return known  # a framework that resumes reports the denial again
@@ -159,8 +163,11 @@ class OpenCall:
         offer = rendered.offers.get(name)
         if offer is None:
             return rendered  # the call is refused
-        # A retry would wait for work that is not done again.
-        tool = offer.tool.replace(handler=self._work, strict=False, result_type=Any, retry=None)
+        # A retry, or the re-run of a call that joins others, would wait for work that is not done
+        # again.
+        tool = offer.tool.replace(
+            handler=self._work, strict=False, result_type=Any, retry=None, concurrent=False
+        )
         hosted = Offer.of(tool, offer.rules, offer.listeners)
         return replace(rendered, offers={**rendered.offers, name: hosted})
 

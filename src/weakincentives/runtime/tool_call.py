@@ -16,6 +16,7 @@ from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, TooLate
 from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import attach
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
@@ -208,8 +209,9 @@ async def apply_effects(
 class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
 
-    once = ""
-    """The id of a call that must not run twice."""
+    joining: ToolCall | None = None
+    """A call that may run concurrently: it joins the turn under way on its event loop, or begins
+    one that others can join."""
 
     async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
         """Run calls concurrently. Their records come in call order."""
@@ -251,48 +253,38 @@ class Work(Surroundings):
             if gate.line:
                 gate.wake_next()
 
-    async def arun(
-        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None = None
-    ) -> T:
-        """Run on the caller's event loop.
-
-        ``joining`` is the tool of a call that may run concurrently: it joins the turn under way on
-        that loop, or begins one that others can join, and ``start`` gets its ``place``.
-        """
+    async def arun(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
+        """Run on the caller's event loop; ``start`` gets the place of a call that joins others."""
         try:
-            return await self._ain_turn(start, joining)
+            return await self._ain_turn(start)
         finally:
             self._publish()
 
-    async def _ain_turn(
-        self, start: Callable[..., Coroutine[Any, Any, T]], joining: Tool[Any, Any] | None
-    ) -> T:
+    async def _ain_turn(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
         import asyncio
 
-        gates, deadline = self.gates(), self.context.deadline
+        gates, call, deadline = self.gates(), self.joining, self.context.deadline
         held: list[Gate] = []
         turn: JoinedTurn | None = None
         place: Place | None = None
         try:
             try:
-                may_join = None if joining is None else self._may_join
+                may_join = None if call is None else self._may_join
                 for gate in gates:
                     if not await gate.enter(deadline, may_join):
                         turn = gate.joined
                         break
                     held.append(gate)
                     may_join = None  # only at the first gate: a turn holds all of them
-                if turn is not None:
-                    place = turn.join(deadline)
-                elif joining is not None and gates and not self.resources.in_place:
-                    place = first_place(reads=joining.reach == "read")
-                    turn, held = JoinedTurn(gates, place), []
+                if call is not None and turn is not None:
+                    place = turn.join(call.id, deadline)
+                elif call is not None and gates and not self.resources.in_place:
+                    place = first_place(reads=self.offers[call.name].tool.reach == "read")
+                    turn, held = JoinedTurn(gates, place, call.id), []
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
-            args = ()
-            if place is not None:
-                place.once, args = self.once, (place,)
+            args = () if place is None else (place,)
             value, interrupt = await asyncio.create_task(_shielded(start, *args))
             if interrupt is not None:
                 raise interrupt
@@ -305,13 +297,14 @@ class Work(Surroundings):
 
     def _may_join(self) -> bool:
         gates = self.gates()
-        turn: JoinedTurn | None = gates[0].joined
-        return turn is not None and not self.resources.in_place and turn.admits(gates, self.once)
+        call, turn = cast("ToolCall", self.joining), cast("JoinedTurn | None", gates[0].joined)
+        return turn is not None and not self.resources.in_place and turn.admits(gates, call.id)
 
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
         if gate is None:
-            return ()  # nested: the call it belongs to holds the gates
+            # Nested: the call it belongs to holds the others.
+            return () if self.parent is None else (self.parent.gate,)
         others = self.resources.gates
         if not others:
             return (gate,)
@@ -351,6 +344,8 @@ def _run(
     once: bool = False,
     approval: Approval | None = None,
 ) -> AnyResult:
+    if approval is not None:
+        offers = _approvable(offers, call.name)
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     work = Work(context, offers)
@@ -367,15 +362,28 @@ async def _arun(
     once: bool = False,
     approval: Approval | None = None,
 ) -> AnyResult:
+    if approval is not None:
+        offers = _approvable(offers, call.name)
     work = Work(context, offers)
     work.approval = approval
-    start = partial(_run_once if once else run_call, work, call, work.recorded, True)
+    run = _run_once if once else run_call
     if place is not None:
-        return await work.arun(partial(start, place))
+        return await work.arun(partial(run, work, call, work.recorded, True, place))
     offer = offers.get(call.name)
-    joining = offer.tool if offer is not None and offer.may_run_concurrently else None
-    work.once = call.id if once else ""
-    return await work.arun(start, joining)
+    if offer is not None and offer.may_run_concurrently:
+        work.joining = call
+    return await work.arun(partial(run, work, call, work.recorded, True))
+
+
+def _approvable(offers: Offers, name: str) -> Offers:
+    """Return the tools with a policy that notes the answer of a person whom no other one asks."""
+    from weakincentives.prompt.approval import ApprovalPolicy
+
+    offer = offers.get(name)
+    if offer is None or any(policy.asks_a_person for policy in offer.policies):
+        return offers
+    asked = Offer.of(offer.tool, (*offer.rules, *attach([ApprovalPolicy()])), offer.listeners)
+    return {**offers, name: asked}
 
 
 async def _run_once(

@@ -17,6 +17,7 @@ from weakincentives.call import CancellationToken, ToolCall, transaction_under_w
 from weakincentives.errors import ViewClosed, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
+from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
@@ -69,9 +70,7 @@ class Member:
 class Place:
     """A call's place among the calls of one turn."""
 
-    __slots__ = (
-        "arrived", "attempts", "conflicts", "deadline", "is_first", "number", "once", "reached",
-    )  # fmt: skip
+    __slots__ = ("arrived", "attempts", "conflicts", "deadline", "is_first", "number", "reached")
 
     def __init__(
         self,
@@ -89,8 +88,6 @@ class Place:
         """How long to wait for that, where the calls have deadlines of their own."""
         self.is_first = self.arrived = is_first
         """Whether no call of the turn commits before it."""
-        self.once = ""
-        """The id of a call that must not run twice."""
         self.attempts = 1
         self.conflicts: tuple[str, ...] = ()
 
@@ -201,6 +198,7 @@ class Transaction:
     _sealed = False
     _journalled = False
     _scope: ToolScope | None = None
+    _gate: Gate | None = None
 
     def __init__(
         self,
@@ -241,6 +239,14 @@ class Transaction:
         bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
         bound.__dict__["config"] = {**context.config, "tool_name": call.name}
         bound.__dict__["approval"] = around.approval  # not that of the call it is nested in
+
+    @property
+    def gate(self) -> Gate:
+        """The gate of the calls nested in this one: threads or tasks of its handler make them."""
+        if self._gate is None:
+            with _opening:
+                self._gate = self._gate or Gate()
+        return self._gate
 
     def next_attempt(self, wait: float) -> Transaction:
         """Return the retry of this call: it is admitted already and starts from the state before.
@@ -391,7 +397,12 @@ class Transaction:
             self._journalled = True
         with undisturbed(base.journalled):  # a view that is not in the list could not be undone
             in_place = base.journalled and not self.concurrent
-            view: Participant = base.fork_in_place() if in_place else base.fork()
+            # For a nested call, its parent forks: what is changed then belongs to the parent.
+            before = transaction_under_way.set(self)
+            try:
+                view: Participant = base.fork_in_place() if in_place else base.fork()
+            finally:
+                transaction_under_way.reset(before)
             if self.reads_only:
                 view.read_only = _reads_only(self.call)
             if self._sealed:

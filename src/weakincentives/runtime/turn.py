@@ -125,20 +125,17 @@ class JoinedTurn:
 
     __slots__ = ("_gates", "_inside", "_joined")
 
-    def __init__(self, gates: tuple[Gate, ...], first: Place) -> None:
+    def __init__(self, gates: tuple[Gate, ...], first: Place, call_id: str) -> None:
         self._gates = gates
-        self._inside = [first]
-        """In order of arrival; the first of them may commit."""
+        self._inside = {first: call_id}
+        """The calls that have not ended, in order of arrival; the first of them may commit."""
         self._joined = 1
         gates[0].joined = self  # until the gate is released
         if gates[0].line:
             gates[0].wake_next()  # it may be able to join
 
-    def admits(self, gates: tuple[Gate, ...], once: str) -> bool:
-        """Whether a call at these gates can join, if it is its turn at the first of them.
-
-        A call that must not run twice waits for one with the same id, to find its answer.
-        """
+    def admits(self, gates: tuple[Gate, ...], call_id: str) -> bool:
+        """Whether a call at these gates can join, if it is its turn at the first of them."""
         import asyncio
 
         return (
@@ -147,32 +144,34 @@ class JoinedTurn:
             and len(self._inside) < DEFAULT_CONCURRENCY
             and self._joined < _MAX_JOINED
             and not any(gate.line for gate in gates[1:])
-            and not (once and any(place.once == once for place in self._inside))
+            # The same call again may have to return the answer of the one under way.
+            and call_id not in self._inside.values()
         )
 
-    def join(self, deadline: Deadline | None) -> Place:
+    def join(self, call_id: str, deadline: Deadline | None) -> Place:
         """Return the place after all calls that are inside."""
         import asyncio
 
         if self._joined == 1:
-            self._inside[0].number = 0
+            next(iter(self._inside)).number = 0
         place = Place(self._joined, asyncio.Event(), deadline)
         self._joined += 1
-        self._inside.append(place)
+        self._inside[place] = call_id
         return place
 
     def leave(self, place: Place) -> None:
         """End a call in whatever way: the next one may commit, and one more may join."""
-        inside, gates = self._inside, self._gates
-        inside.remove(place)
-        if not inside:
+        gates = self._gates
+        del self._inside[place]
+        first = next(iter(self._inside), None)
+        if first is None:
             for gate in reversed(gates):
                 gate.release()
             return
         if gates[0].line:
             gates[0].wake_next()
-        if inside[0].reached is not None:
-            inside[0].reached.set()
+        if first.reached is not None:
+            first.reached.set()
 
 
 def first_place(*, reads: bool) -> Place:
