@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from weakincentives.call import transaction_under_way
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
@@ -309,41 +309,38 @@ class Bridge:
                 self._users[place] -= 1
                 if not self._users[place]:
                     del self._users[place]
-                    ended = self._open.pop(place, None) if place in self._ending else None
-                    self._ending.discard(place)
-<<<<<<< HEAD
-                    ended = self._open.pop(place, None)
-                elif not self._users[place] and self._idle is not None:
-                    self._since[place] = time.monotonic()
-                    if self._watch is None:
-                        watch = threading.Thread(target=self._close_idle, args=[self._idle])
-                        watch.daemon = True
-                        self._watch = watch
-                        watch.start()
-            if ended is not None:
-                ended.closing.close()
-=======
-                    if ended is not None:
-                        # Not after the lock: the same run may be opened again at once.
-                        ended.closing.close()
->>>>>>> i21
+                    if place in self._ending:
+                        self._close_run(place)
+                    elif self._idle is not None:
+                        self._since[place] = SYSTEM_CLOCK.monotonic()
+                        if self._watch is None:
+                            watch = threading.Thread(target=self._close_idle, args=[self._idle])
+                            watch.daemon = True
+                            self._watch = watch
+                            watch.start()
+
+    def _close_run(self, place: _Place) -> None:
+        # With the lock held: the same run may be opened again at once.
+        self._ending.discard(place)
+        ended = self._open.pop(place, None)
+        if ended is not None:
+            ended.closing.close()
 
     def _close_idle(self, seconds: float) -> None:
         """Close runs as they become idle, until none is left."""
+        never = threading.Event()
         pause: float | None = seconds
         while pause is not None:
-            time.sleep(pause)
+            never.wait(pause)
             with self._lock:
-                now = time.monotonic()
-                due = [place for place, at in self._since.items() if now - at >= seconds]
-                for place in due:
+                now = SYSTEM_CLOCK.monotonic()
+                for place in [p for p, at in self._since.items() if now - at >= seconds]:
                     del self._since[place]  # one in use comes back
-                ended = [self._open.pop(p, None) for p in due if not self._users[p]]
+                    if not self._users[place]:
+                        self._close_run(place)
                 pause = min((at + seconds - now for at in self._since.values()), default=None)
                 if pause is None:
                     self._watch = None
-            for each in filter(None, ended):
-                each.closing.close()
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
