@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from weakincentives.call import transaction_under_way
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
@@ -25,6 +25,7 @@ from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -148,6 +149,10 @@ class Bridge:
             self.policies = (ReadBeforeWritePolicy(), *self.policies)
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
+        if any(tool.max_result_chars for tool in self.tools):
+            rest = read_result_tool()
+            if all(tool.name != rest.name for tool in self.tools):
+                self.tools = (*self.tools, rest)
         self._lock = threading.Lock()
         self._open: dict[_Place, _Opened] = {}
         self._users = Counter[_Place]()
@@ -304,32 +309,35 @@ class Bridge:
                 self._users[place] -= 1
                 if not self._users[place]:
                     del self._users[place]
-                    ended = self._open.pop(place, None) if place in self._ending else None
-                    self._ending.discard(place)
-                    if ended is not None:
-                        # Not after the lock: the same run may be opened again at once.
-                        ended.closing.close()
-                    elif self._idle is not None and place in self._open:
-                        self._since[place] = time.monotonic()
-                        self._watch_idle(self._idle)
+                    if place in self._ending:
+                        self._close_run(place)
+                    elif self._idle is not None:
+                        self._since[place] = SYSTEM_CLOCK.monotonic()
+                        if self._watch is None:
+                            watch = threading.Thread(target=self._close_idle, args=[self._idle])
+                            watch.daemon = True
+                            self._watch = watch
+                            watch.start()
 
-    def _watch_idle(self, seconds: float) -> None:
-        if self._watch is None:
-            self._watch = threading.Thread(target=self._close_idle, args=[seconds], daemon=True)
-            self._watch.start()
+    def _close_run(self, place: _Place) -> None:
+        # With the lock held: the same run may be opened again at once.
+        self._ending.discard(place)
+        ended = self._open.pop(place, None)
+        if ended is not None:
+            ended.closing.close()
 
     def _close_idle(self, seconds: float) -> None:
         """Close runs as they become idle, until none is left."""
+        never = threading.Event()
         pause: float | None = seconds
         while pause is not None:
-            time.sleep(pause)
+            never.wait(pause)
             with self._lock:
-                now = time.monotonic()
+                now = SYSTEM_CLOCK.monotonic()
                 for place in [p for p, at in self._since.items() if now - at >= seconds]:
                     del self._since[place]  # one in use comes back
-                    ended = None if self._users[place] else self._open.pop(place, None)
-                    if ended is not None:
-                        ended.closing.close()
+                    if not self._users[place]:
+                        self._close_run(place)
                 pause = min((at + seconds - now for at in self._since.values()), default=None)
                 if pause is None:
                     self._watch = None

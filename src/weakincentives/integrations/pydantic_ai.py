@@ -22,7 +22,6 @@ from weakincentives.loops import in_thread
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Reach, Tool, ToolContext, Writes
-from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -209,8 +208,6 @@ class WinkToolset(AbstractToolset[Any]):
         self._ctx = ctx
         self._held = ExitStack()
         self._tools: dict[str, AnyTool] = {tool.name: tool for tool in bridge.tools}
-        if any(tool.max_result_chars for tool in bridge.tools):
-            self._tools.setdefault("read_result", read_result_tool())
 
     @property
     def id(self) -> str:
