@@ -889,7 +889,7 @@ def test_our_tools_can_be_called_without_a_graph(tmp_path: Path) -> None:
 
     arguments = {"config": "a", "runtime": "b", "run_manager": "c"}
     with WinkMiddleware(tmp_path, tools=[configure]) as wink:
-        (offered,) = wink.tools
+        offered = wink.tools[0]
         assert offered.invoke(arguments) == "a b c"
         agent: Any = create_agent(
             Scripted(turns=[[Ask("c1", "configure", arguments)], "done"]), middleware=[wink]
