@@ -21,6 +21,7 @@ from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.loops import run_blocking
+from weakincentives.prompt.approval import ApprovalAsked
 from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.calls import open_run
@@ -249,6 +250,13 @@ class Bridge:
         return run_blocking(
             lambda: self.arefuse(tool, arguments, reason, by=by, call_id=call_id, context=context)
         )
+
+    def has_asked(self, call_id: str, *, context: object = None) -> bool:
+        """Whether one of our policies waits for an answer about a call."""
+        run = self._opened(self._place(context))
+        asked = run.registry.session[ApprovalAsked].newest_first()
+        latest = next((each for each in asked if each.call_id == run.id_of(call_id)), None)
+        return latest is not None and latest.answer is None
 
     def begin(
         self,

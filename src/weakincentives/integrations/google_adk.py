@@ -287,7 +287,9 @@ async def _answered(
             by, reason = str(terms.get("by") or context.user_id), str(terms.get("reason") or "")
             if asks and not said.confirmed:
                 return await bridge.arefuse(tool, args, reason, by=by, **call)
-            approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
+            # A tool that has asked by itself reads the answer itself.
+            if asks or bridge.has_asked(caller.path, context=caller.context):
+                approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
         elif asks:
             admission = await bridge.aadmit(tool, args, **call)
             if admission.state == "ready":
