@@ -12,10 +12,7 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import tempfile
-import threading
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
@@ -24,11 +21,24 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.adapters.catalog import known_price
+from weakincentives.adapters.claude_program import (
+    AGENTS,
+    CALL_ID,
+    LONG,
+    MUCH,
+    PATIENT,
+    PREFIX,
+    READING,
+    SERVER,
+    Processes,
+    as_mcp_tool,
+    outside,
+    with_path,
+)
 from weakincentives.adapters.failures import without_secrets
 from weakincentives.adapters.media import IMAGES, PDF, MediaFilter, in_words, mcp_block
 from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall, new_call_id
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
     BudgetExceededError,
     MissingExtra,
@@ -59,20 +69,6 @@ PermissionMode = Literal["default", "acceptEdits", "plan", "bypassPermissions", 
 
 _logger = get_logger(__name__)
 
-_SERVER = "wink"
-_PREFIX = f"mcp__{_SERVER}__"
-_LONG = 24 * 3600
-"""Seconds that a hook or a tool may take: our own limits are shorter."""
-_MUCH = 500_000
-"""Characters of an answer that the program does not shorten: its maximum."""
-_MARK = "WINK_CLAUDE_RUN"
-"""The environment variable that identifies the program and its child processes."""
-_DYING = 60.0
-"""Seconds until a killed process must be gone; it takes milliseconds."""
-_READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "WebSearch"})
-"""Native tools that change no file."""
-_AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
-"""Native tools that start a sub-agent, whose calls would bypass the pipeline."""
 _STOP_REASONS: dict[str | None, StopReason] = {
     "tool_use": "tool_use",
     "max_tokens": "max_tokens",
@@ -114,7 +110,7 @@ class ClaudeAgentSDKAdapter(Adapter):
             env: Extra environment variables for the program.
             cli_path: Another program than the one that the SDK bundles.
         """
-        if agents := sorted(_AGENTS.intersection(native_tools)):
+        if agents := sorted(AGENTS.intersection(native_tools)):
             raise ValueError(
                 f"{agents[0]} starts agents whose calls do not reach the pipeline: "
                 "give the model a tool that runs an adapter instead"
@@ -161,7 +157,7 @@ class _Program:
         self._directory = ""
         self._root = ""
         """The workspace; paths in calls are relative to it."""
-        self._mark = uuid.uuid4().hex
+        self._processes = Processes()
         self._cleanup: list[Callable[[], object]] = []
         self._reader: asyncio.Task[None] | None = None
         self._turns: asyncio.Queue[ModelTurn | PromptEvaluationError] = asyncio.Queue()
@@ -214,7 +210,7 @@ class _Program:
 
     def _break_off(self) -> None:
         """Kill the program, then release everything that waits for it."""
-        _kill_marked(self._mark)  # first: it must not write after the rollback
+        self._processes.kill()  # first: it must not write after the rollback
         for call in self._calls.values():
             call.break_off()
         self._calls.clear()
@@ -253,19 +249,19 @@ class _Program:
         home = str(adapter.home or self._temporary("home"))
         is_root = hasattr(os, "geteuid") and os.geteuid() == 0
         hooks: dict[Any, list[HookMatcher]] = {
-            event: [HookMatcher(hooks=[hook], timeout=_LONG, on_failure="block")]
+            event: [HookMatcher(hooks=[hook], timeout=LONG, on_failure="block")]
             for event, hook in (
                 ("PreToolUse", self._before_tool),
                 ("PostToolUse", self._after_tool),
                 ("PostToolUseFailure", self._after_tool),
             )
         }
-        hooks["Stop"] = [HookMatcher(hooks=[self._at_stop], timeout=_LONG)]
+        hooks["Stop"] = [HookMatcher(hooks=[self._at_stop], timeout=LONG)]
         return ClaudeAgentOptions(
             model=adapter.model,
             system_prompt=system,
             tools=list(adapter.native_tools),
-            mcp_servers={_SERVER: {"type": "sdk", "name": _SERVER, "instance": self._server()}},
+            mcp_servers={SERVER: {"type": "sdk", "name": SERVER, "instance": self._server()}},
             strict_mcp_config=True,
             setting_sources=[],
             permission_mode=adapter.permission_mode,
@@ -274,7 +270,7 @@ class _Program:
             cli_path=adapter.cli_path,
             hooks=hooks,
             include_partial_messages=True,
-            max_buffer_size=100 * _MUCH,
+            max_buffer_size=100 * MUCH,
             verbatim_prompts=True,
             env={
                 "HOME": home,
@@ -283,11 +279,10 @@ class _Program:
                 "CLAUDE_CODE_MAX_RETRIES": "0",  # the run retries: it knows the deadline
                 "CLAUDE_CODE_DISABLE_NONSTREAMING_FALLBACK": "1",
                 "ENABLE_TOOL_SEARCH": "false",
-                "MCP_TOOL_TIMEOUT": str(_LONG * 1000),
-                "MAX_MCP_OUTPUT_TOKENS": str(_MUCH),
+                **PATIENT,
                 **({"IS_SANDBOX": "1"} if is_root else {}),
                 **adapter.env,
-                _MARK: self._mark,
+                **self._processes.environment,
             },
             stderr=lambda line: _logger.debug("claude: %s", without_secrets(line)),
         )
@@ -304,7 +299,7 @@ class _Program:
         root = files.root if isinstance(files, HostFilesystem) else None
         given = self._adapter.cwd
         place = root if given is None else Path(os.path.realpath(given))
-        writing = [name for name in self._adapter.native_tools if name not in _READING]
+        writing = [name for name in self._adapter.native_tools if name not in READING]
         if writing and (root is None or place is None or not place.is_relative_to(root)):
             raise PromptEvaluationError(
                 f"Changes that {writing[0]} makes in {place or 'a temporary directory'} could not "
@@ -386,9 +381,9 @@ class _Program:
         calls: list[ToolCall] = []
         for use in turn.uses.values():
             call = self._call(use["id"])
-            name, params = use["name"].removeprefix(_PREFIX), _arguments(use["json"])
+            name, params = use["name"].removeprefix(PREFIX), _arguments(use["json"])
             if name == use["name"]:
-                name, params = name.lower(), self._with_path(params)
+                name, params = name.lower(), with_path(params, self._directory, self._root)
             call.params = params
             calls.append(ToolCall(name, params, call.call_id))
         while not self._words.empty():  # a truncated model continues without a reason
@@ -402,20 +397,6 @@ class _Program:
                 model=turn.model,
             )
         )
-
-    def _with_path(self, params: object) -> object:
-        """Return a native tool's arguments with ``path`` relative to the workspace."""
-        if not isinstance(params, dict):
-            return params
-        given = cast("dict[str, object]", params)
-        place = given.get("file_path", given.get("notebook_path"))
-        if not isinstance(place, str):
-            return given
-        # As the program resolves it: relative to its working directory, through symlinks.
-        found = Path(os.path.realpath(os.path.join(self._directory, os.path.expanduser(place))))
-        if found.is_relative_to(self._root):
-            found = found.relative_to(self._root)
-        return {**given, "path": str(found)}
 
     def _call(self, tool_use_id: str) -> _Call:
         call = self._calls.get(tool_use_id)
@@ -440,7 +421,7 @@ class _Program:
 
     async def _before_tool(self, hook_input: Any, tool_use_id: str | None, _: object) -> Any:
         """Admit a native call when the pipeline does; our own tools are admitted when called."""
-        if hook_input["tool_name"].startswith(_PREFIX) or tool_use_id is None:
+        if hook_input["tool_name"].startswith(PREFIX) or tool_use_id is None:
             return {}
         call = self._call(tool_use_id)
         decision = {"permissionDecision": "allow"}
@@ -451,7 +432,7 @@ class _Program:
 
     async def _after_tool(self, hook_input: Any, tool_use_id: str | None, _: object) -> Any:
         """Wait until a native call is committed or rolled back; add to its answer."""
-        if hook_input["tool_name"].startswith(_PREFIX) or tool_use_id is None:
+        if hook_input["tool_name"].startswith(PREFIX) or tool_use_id is None:
             return {}
         event, call = hook_input["hook_event_name"], self._call(tool_use_id)
         failed = event == "PostToolUseFailure"
@@ -489,15 +470,12 @@ class _Program:
                     "The Claude program runs this tool with the arguments it was called with: they "
                     "cannot be edited. Call it again with the edited arguments"
                 )
-            path = str(params.get("path", ""))
-            if name not in _READING and os.path.isabs(path):
-                return ToolResult.error(
-                    f"{path} is outside of the workspace, where changes cannot be rolled back"
-                )
+            if name not in READING and (why := outside(params)) is not None:
+                return ToolResult.error(why)
             try:
                 return await call.run_by_the_program()
             except asyncio.CancelledError:
-                _kill_marked(self._mark)  # it must not write after the rollback
+                self._processes.kill()  # it must not write after the rollback
                 raise
 
         return Tool.from_schema(
@@ -505,8 +483,8 @@ class _Program:
             description=f"{name}, a native tool of the Claude program.",
             schema={"type": "object"},
             handler=wait,
-            reach="read" if name in _READING else None,
-            writes="api" if name in _READING else "external",
+            reach="read" if name in READING else None,
+            writes="api" if name in READING else "external",
             concurrent=False,
             max_result_chars=None,  # the program shows it
         )
@@ -525,8 +503,7 @@ class _Program:
 
     def _server(self) -> Server:
         from mcp.server import Server
-        from mcp.types import CallToolResult, ListToolsResult, ToolAnnotations
-        from mcp.types import Tool as McpTool
+        from mcp.types import CallToolResult, ListToolsResult
 
         async def list_tools(context: Any, params: Any) -> ListToolsResult:
             self._tools_changed = context.session.send_tool_list_changed
@@ -535,13 +512,7 @@ class _Program:
             offered = self._rendered.with_tools([read_result_tool()], ())
             return ListToolsResult(
                 tools=[
-                    McpTool(
-                        name=tool.name,
-                        description=tool.description,
-                        input_schema=tool.parameters,
-                        annotations=ToolAnnotations(read_only_hint=tool.reach == "read"),
-                        _meta={"anthropic/maxResultSizeChars": _MUCH},
-                    )
+                    as_mcp_tool(tool, tool.description)
                     for tool in offered.tools
                     if tool.handler is not None
                 ]
@@ -549,13 +520,13 @@ class _Program:
 
         async def call_tool(context: Any, params: Any) -> CallToolResult:
             meta: Mapping[str, str] = params.meta or {}
-            call = self._call(meta["claudecode/toolUseId"])
+            call = self._call(meta[CALL_ID])
             text = {"type": "text", "text": await call.answer}
             shown = [each for each in call.media if each.media_type in IMAGES]
             media = [mcp_block(each) for each in shown if self._adapter.media.takes(each)]
             return CallToolResult.model_validate({"content": [text, *media], "isError": False})
 
-        return Server(_SERVER, on_list_tools=list_tools, on_call_tool=call_tool)
+        return Server(SERVER, on_list_tools=list_tools, on_call_tool=call_tool)
 
 
 class _Call:
@@ -751,35 +722,9 @@ def _as_text(messages: Sequence[Message]) -> str:
         wanted = [f"{c.name}({json.dumps(c.params, default=str)})" for c in message.tool_calls]
         called = f" [called {', '.join(wanted)}]" if wanted else ""
         lines.append(f"[{who}] {message.text}{called}")
-    room = _MUCH - len(lines[0])
+    room = MUCH - len(lines[0])
     newest = [*takewhile(lambda total: total <= room, accumulate(map(len, lines[:0:-1])))]
     lost = len(lines) - 1 - len(newest)
     if lost:
         lines[1 : lost + 1] = [f"({lost} messages are not shown.)"]
     return "\n\n".join(["This conversation continues. So far:", *lines, "Continue from there."])
-
-
-# The process
-
-
-def _kill_marked(mark: str) -> None:
-    """Kill the program and every process that it started; when this returns, none is left."""
-    until = SYSTEM_CLOCK.monotonic() + _DYING
-    pause = threading.Event()
-    # Repeated: a process may have started another just before it was killed.
-    while (found := _marked(mark)) and SYSTEM_CLOCK.monotonic() < until:
-        for process in found:
-            with suppress(OSError):  # it is gone
-                os.kill(process, signal.SIGKILL)
-        pause.wait(0.001)
-
-
-def _marked(mark: str) -> list[int]:
-    """Return the processes that have inherited the mark; none without /proc."""
-    wanted = f"{_MARK}={mark}".encode()
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if wanted in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return found

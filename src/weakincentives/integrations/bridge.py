@@ -204,10 +204,13 @@ class Bridge:
         *,
         call_id: str | None = None,
         context: object = None,
+        approval: Approval | None = None,
     ) -> Admission:
         """Check whether a call may run: refused, needs approval, or ready."""
         with self._running(context) as run:
-            return await run.registry.aadmit(tool, arguments, call_id=run.id_of(call_id), once=True)
+            return await run.registry.aadmit(
+                tool, arguments, call_id=run.id_of(call_id), once=True, approval=approval
+            )
 
     def admit(
         self,
@@ -216,9 +219,14 @@ class Bridge:
         *,
         call_id: str | None = None,
         context: object = None,
+        approval: Approval | None = None,
     ) -> Admission:
         """Check from sync code whether a call may run."""
-        return run_blocking(lambda: self.aadmit(tool, arguments, call_id=call_id, context=context))
+        return run_blocking(
+            lambda: self.aadmit(
+                tool, arguments, call_id=call_id, context=context, approval=approval
+            )
+        )
 
     async def arefuse(
         self,

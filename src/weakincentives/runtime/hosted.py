@@ -41,19 +41,33 @@ class Admission:
     """What to ask a person. Their answer goes into ``execute(..., approval=...)``."""
 
 
-def admit(call: ToolCall, context: ToolContext, *, once: bool = False) -> Admission:
+def admit(
+    call: ToolCall,
+    context: ToolContext,
+    *,
+    once: bool = False,
+    approval: Approval | None = None,
+) -> Admission:
     """Check whether a call may run, and run nothing; executing it checks again.
 
     A person is asked last: when all other policies allow the call. With ``once``, a call that is on
-    record is ready: its answer is there.
+    record is ready: its answer is there. An ``approval`` counts for the call as well.
     """
     work = Work(context, offers_of(context))
+    work.approval = approval
     return work.run(partial(_admission, work, call, once), needs_loop=True)
 
 
-async def aadmit(call: ToolCall, context: ToolContext, *, once: bool = False) -> Admission:
+async def aadmit(
+    call: ToolCall,
+    context: ToolContext,
+    *,
+    once: bool = False,
+    approval: Approval | None = None,
+) -> Admission:
     """Check on the caller's event loop whether a call may run."""
     work = Work(context, offers_of(context))
+    work.approval = approval
     return await work.arun(partial(_admission, work, call, once))
 
 
@@ -113,8 +127,11 @@ async def _checked(
     transaction_under_way.set(transaction)
     try:
         await check(transaction)
-        if transaction.is_open:  # by a policy, which will be asked again
-            transaction.forget()
+        if transaction.is_open and work.approval is None:
+            transaction.forget()  # a policy opened it, and will be asked again
+        elif transaction.is_open:
+            transaction.restore()
+            transaction.roll_back(None)  # the answer is logged: it counts for the call
         transaction.settled = True
     except BaseException as error:
         await undo(transaction, error)

@@ -279,6 +279,7 @@ class ToolRegistry:
         *,
         call_id: str | None = None,
         once: bool = False,
+        approval: Approval | None = None,
     ) -> Admission:
         """Check whether a call may run, and run nothing: refused, needs approval, or ready.
 
@@ -286,7 +287,7 @@ class ToolRegistry:
         """
         from weakincentives.runtime.hosted import admit
 
-        return admit(*self._made(name, arguments, None, call_id), once=once)
+        return admit(*self._made(name, arguments, None, call_id), once=once, approval=approval)
 
     async def aadmit(
         self,
@@ -295,11 +296,14 @@ class ToolRegistry:
         *,
         call_id: str | None = None,
         once: bool = False,
+        approval: Approval | None = None,
     ) -> Admission:
         """Check on the caller's event loop whether a call may run."""
         from weakincentives.runtime.hosted import aadmit
 
-        return await aadmit(*self._made(name, arguments, None, call_id), once=once)
+        return await aadmit(
+            *self._made(name, arguments, None, call_id), once=once, approval=approval
+        )
 
     def refuse(
         self,

@@ -27,9 +27,12 @@ class MessagesServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, turns: Sequence[ModelTurn | ProviderError]) -> None:
+    def __init__(
+        self, turns: Sequence[ModelTurn | ProviderError], keeps_calls: bool = False
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.turns = list(turns)
+        self.keeps_calls = keeps_calls
         self.requests: list[dict[str, Any]] = []
         self.numbers = count(1)
         self.closing = threading.Event()
@@ -56,8 +59,11 @@ class MessagesServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(turns: Sequence[ModelTurn | ProviderError]) -> Iterator[MessagesServer]:
-    server = MessagesServer(turns)
+def serving(
+    turns: Sequence[ModelTurn | ProviderError], *, keeps_calls: bool = False
+) -> Iterator[MessagesServer]:
+    """Serve turns; with ``keeps_calls``, the names and ids of their calls are sent as they are."""
+    server = MessagesServer(turns, keeps_calls)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -92,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(turn, ProviderError):
             self._fail(turn)
             return
-        events = _events(turn, request["model"], next(server.numbers))
+        events = _events(turn, request["model"], next(server.numbers), server.keeps_calls)
         self._send(200, b"".join(events), "text/event-stream")
 
     def _fail(self, error: ProviderError) -> None:
@@ -129,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _events(turn: ModelTurn, model: str, number: int) -> list[bytes]:
+def _events(turn: ModelTurn, model: str, number: int, keeps_calls: bool = False) -> list[bytes]:
     """Return the stream of a turn; every message and tool use has an id of its own."""
     usage = {"input_tokens": turn.usage.input_tokens, "output_tokens": 1}
     message = {
@@ -144,7 +150,10 @@ def _events(turn: ModelTurn, model: str, number: int) -> list[bytes]:
         deltas = [{"type": "text_delta", "text": piece} for piece in pieces]
         blocks.append(({"type": "text", "text": ""}, deltas))
     for place, call in enumerate(turn.tool_calls):
-        start = {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": _name(call)}
+        name, use_id = _name(call), f"toolu_{number}_{place}"
+        if keeps_calls:
+            name, use_id = call.name, call.id
+        start = {"type": "tool_use", "id": use_id, "name": name}
         text = call.params if isinstance(call.params, str) else json.dumps(call.params)
         deltas = [{"type": "input_json_delta", "partial_json": text}]
         blocks.append(({**start, "input": {}}, deltas))
