@@ -709,3 +709,24 @@ def test_an_interrupted_call_is_made_again(tmp_path: Path):
     with wink.ToolRegistry([slow], workspace=tmp_path) as tools:
         asyncio.run(main(tools))
     assert len(runs) == 2
+
+
+def test_a_run_continues_after_a_tool_has_changed(tmp_path: Path):
+    """Its records of that tool have plain values, and still count."""
+
+    def begin(answer: str) -> wink.ToolRegistry:
+        @wink.tool(reach="reversible")
+        def greet(name: str) -> str:
+            """Greet."""
+            return f"{answer} {name}"
+
+        return wink.ToolRegistry([greet], workspace=tmp_path, session=run.session)
+
+    for answer in ("Hello", "Good day"):
+        # The type of the parameters is defined in no module: it is unknown in the next process.
+        with open_run(tmp_path, key="a") as run, begin(answer) as tools:
+            first = tools.execute("greet", {"name": "ana"}, call_id="1", once=True)
+            assert first.render() == "Hello ana"
+            assert tools.execute("greet", {"name": "bob"}, call_id=answer, once=True).success
+    assert len(run.session[ToolInvoked].all()) == 3
+    assert run.session[ToolInvoked].all()[0].params == {"name": "ana"}
