@@ -83,7 +83,7 @@ module = $(patsubst claude_agent_sdk,claude,$(name))
 theirs := --disable-warnings -W default $(patsubst %,-W error::%,RuntimeWarning \
 	pytest.PytestUnraisableExceptionWarning pytest.PytestUnhandledThreadExceptionWarning)
 define pyright_config
-{"extends": "../../pyproject.toml", "exclude": [], "include": [
+{"extends": "../../pyproject.toml", "extraPaths": ["../../src"], "exclude": [], "include": [
   "../../src/weakincentives/integrations/$(module).py", "../../examples/integration_$(name).py"]}
 endef
 $(FRAMEWORKS): %: $(FRAMEWORK_VENVS)/%/.ready $(READY)

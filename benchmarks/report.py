@@ -39,15 +39,14 @@ def integrations(results: dict) -> str:
         f"A call inside another framework, CPU time of a quiet moment (p10), "
         f"{_spread(entry['date'] for entry in measured.values() if entry['rows'])}:",
         "",
-        "| framework | its own tool, alone | the same with us | more |",
-        "| --- | --- | --- | --- |",
+        "| framework | its own tool, alone | a tool of ours | its own, covered: only reads "
+        "| its own, covered: scanned |",
+        "| --- | --- | --- | --- | --- |",
     ]
+    kinds = ("alone_us", "with_us", "covered_read_us", "covered_scan_us")
     for row in rows:
-        alone, with_us = row["alone_us"], row["with_us"]
-        lines.append(
-            f"| {row['framework']} {row['version']} | {_time(alone)} | **{_time(with_us)}** | "
-            f"{_time(with_us - alone)} |"
-        )
+        times = (_time(row[kind]) if kind in row else "-" for kind in kinds)
+        lines.append(f"| {row['framework']} {row['version']} | {' | '.join(times)} |")
     return "\n".join(lines)
 
 

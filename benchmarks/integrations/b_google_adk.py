@@ -4,7 +4,7 @@
 
 CPU µs per call, p10 of many batches, through ADK's own path for the calls of a turn, with a trivial
 tool. ``with_us``: one of our tools. ``covered``: ADK's own tool, whose reach is stated as ``read``
-(``read_us``), or not stated: then a scan looks for changed files (``unstated_us``).
+(``covered_read_us``), or not stated: then a scan looks for changed files (``covered_scan_us``).
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ def main() -> None:
         hosts: dict[str, Callable[[], Host]] = {
             "alone_us": lambda: Host(FunctionTool(add)),
             "with_us": lambda: Host(first.tools[0], first),
-            "read_us": lambda: Host(FunctionTool(add), plugin(tools=[], reaches={"add": "read"})),
-            "unstated_us": lambda: Host(FunctionTool(add), plugin(tools=[])),
+            "covered_read_us": lambda: Host(
+                FunctionTool(add), plugin(tools=[], reaches={"add": "read"})
+            ),
+            "covered_scan_us": lambda: Host(FunctionTool(add), plugin(tools=[])),
         }
         found = asyncio.run(timed({name: make() for name, make in hosts.items()}))
         for each in made:

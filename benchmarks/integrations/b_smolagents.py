@@ -79,7 +79,7 @@ def main() -> None:
                     "version": version("smolagents"),
                     "alone_us": p10(lambda: alone.execute_tool_call("double", call)),
                     "with_us": p10(lambda: ours.execute_tool_call("double", call)),
-                    "own_tool_with_us": p10(lambda: ours.execute_tool_call("triple", call)),
+                    "covered_scan_us": p10(lambda: ours.execute_tool_call("triple", call)),
                     "cell_alone_us": in_cells["alone"],
                     "cell_with_us": in_cells["with"],
                     "call_in_cell_alone_us": round(per_call["alone"] / CALLS_IN_A_CELL, 1),

@@ -389,8 +389,19 @@ def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type
     """Return the slice of frozen values, with its type: theirs, or one they derive from."""
     from weakincentives.serde.exact import current_name, thaw
 
+    def thawed(item: Any) -> Any:
+        try:
+            return thaw(item, types=known)
+        except SnapshotError:
+            if found is not ToolInvoked:
+                raise
+            # A tool that has changed since: its records must not keep a session from opening.
+            return thaw(_with_plain_values(item), types=known)
+
     name, found = current_name(name), None
-    newest = thaw(items[-1], types=known)
+    if name == type_name(ToolInvoked):
+        found = ToolInvoked
+    newest = thawed(items[-1])
     for cls in (*known, *type(newest).__mro__):
         if type_name(cls) == name:
             found = cls
@@ -399,13 +410,25 @@ def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type
         raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
 
     def decode(items: list[Any]) -> tuple[Any, ...]:
-        values = tuple(thaw(items, types=known))
+        values = tuple(map(thawed, items))
         for value in values:
             if not isinstance(value, found):
                 raise SnapshotError(f"the slice of {found.__name__} holds a {type(value).__name__}")
         return values
 
     return found, Slice.decoded(items, decode)
+
+
+def _with_plain_values(record: Any) -> Any:
+    """Return the frozen record of a call with its arguments and its value as plain data."""
+    from weakincentives.serde.exact import freeze, plain
+
+    fields = record["fields"]
+    result = fields["result"]
+    value = {**result["fields"], "value": freeze(plain(result["fields"]["value"]))}
+    params = freeze(plain(fields["params"]))
+    changed = {"params": params, "result": {**result, "fields": value}}
+    return {**record, "fields": {**fields, **changed}}
 
 
 class SliceAccessor(Generic[T]):

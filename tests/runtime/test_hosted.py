@@ -279,6 +279,28 @@ def test_a_no_is_on_record_with_its_person_and_reason(tmp_path: Path):
         assert made.sent == []
 
 
+def test_an_answer_that_no_policy_asked_for_counts(at: Bench):
+    """The framework has asked in its own way."""
+    yes = at.tools.execute("send", {"to": "ana"}, approval=Approval(True, by="eve"))
+    edited = at.tools.execute("send", {"to": "a"}, approval=Approval(True, arguments={"to": "b"}))
+    no = at.tools.execute("send", {"to": "c"}, approval=Approval(False, by="eve", reason="no"))
+
+    assert (yes.success, edited.success) == (True, True)
+    assert no.message == "Call to 'send' was not approved by eve: no"
+    assert at.sent == ["ana", "b"]
+    assert at.records[0].notes == ("approval: approved by eve",)
+    assert at.records[2].denied_by == "approval"
+
+
+def test_a_no_counts_where_a_policy_would_not_have_asked(tmp_path: Path):
+    policy = ApprovalPolicy(when=lambda tool, params, context: False)
+    made = bench(tmp_path, policy)
+    with made.tools as tools:
+        assert not tools.execute("send", {"to": "ana"}, approval=Approval(False)).success
+        assert tools.execute("send", {"to": "bob"}, approval=Approval(True)).success
+    assert made.sent == ["bob"]
+
+
 def test_edited_arguments_are_run_and_told(tmp_path: Path):
     made = bench(tmp_path, ApprovalPolicy())
     with made.tools as tools:
@@ -687,3 +709,24 @@ def test_an_interrupted_call_is_made_again(tmp_path: Path):
     with wink.ToolRegistry([slow], workspace=tmp_path) as tools:
         asyncio.run(main(tools))
     assert len(runs) == 2
+
+
+def test_a_run_continues_after_a_tool_has_changed(tmp_path: Path):
+    """Its records of that tool have plain values, and still count."""
+
+    def begin(answer: str) -> wink.ToolRegistry:
+        @wink.tool(reach="reversible")
+        def greet(name: str) -> str:
+            """Greet."""
+            return f"{answer} {name}"
+
+        return wink.ToolRegistry([greet], workspace=tmp_path, session=run.session)
+
+    for answer in ("Hello", "Good day"):
+        # The type of the parameters is defined in no module: it is unknown in the next process.
+        with open_run(tmp_path, key="a") as run, begin(answer) as tools:
+            first = tools.execute("greet", {"name": "ana"}, call_id="1", once=True)
+            assert first.render() == "Hello ana"
+            assert tools.execute("greet", {"name": "bob"}, call_id=answer, once=True).success
+    assert len(run.session[ToolInvoked].all()) == 3
+    assert run.session[ToolInvoked].all()[0].params == {"name": "ana"}

@@ -27,6 +27,8 @@ from test_turn_properties import (
     was_interrupted,
 )
 
+import weakincentives as wink
+from weakincentives import gate as gate_module
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import DeadlineExceededError, PromptEvaluationError, Suspended
 from weakincentives.filesystem import Filesystem, MemoryFilesystem
@@ -65,7 +67,7 @@ def ok(message: str = "") -> ToolResult[None]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(60_000):
+    for _ in range(30_000):
         if holds():
             return
         await asyncio.sleep(0.001)
@@ -176,6 +178,12 @@ class Desk:
             assert not gate.line
             assert gate.joined is None
             assert gate.loop is None
+
+
+@pytest.fixture(autouse=True)
+def _woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting call also looks by itself now and then: here it must be woken."""
+    monkeypatch.setattr(gate_module, "_LOOK_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -291,6 +299,34 @@ class TestTogether:
         assert disk.total == 50
         assert disk.tools.workspace.read("total") == "50"
         assert [each.call_id for each in disk.records] == [f"c{n}" for n in range(50)]
+
+    @pytest.mark.parametrize("where", ["memory", "disk"])
+    def test_no_call_sees_what_another_has_not_committed(self, where: str, tmp_path: Path) -> None:
+        async def main() -> None:
+            written, seen = asyncio.Event(), asyncio.Event()
+
+            async def write(params: Params, *, context: ToolContext) -> ToolResult[None]:
+                context.filesystem.write("x", "new")
+                written.set()
+                await seen.wait()
+                return ToolResult.error("no")
+
+            async def read(params: Params, *, context: ToolContext) -> ToolResult[None]:
+                await written.wait()
+                found = context.filesystem.exists("x")
+                seen.set()
+                return ok(str(found))
+
+            resources = {Filesystem: MemoryFilesystem()} if where == "memory" else None
+            workspace = tmp_path if where == "disk" else None
+            made = [tool("write", write), tool("read", read, "read")]
+            with ToolRegistry(made, resources=resources, workspace=workspace) as tools:
+                started = (tools.aexecute(name) for name in ("write", "read"))
+                _, looked = await asyncio.gather(*started)
+                assert looked.message == "False"
+                assert tools.session[ToolInvoked].latest().attempts == 1
+
+        run(main)
 
     def test_calls_beyond_the_limit_join_when_others_have_left(self, desk: Desk) -> None:
         async def main() -> None:
@@ -868,3 +904,55 @@ def test_calls_that_join_come_out_as_if_the_cancelled_ones_had_never_been_made(
     drawn: list[tuple[str, Any]], gaps: list[int], cancels: dict[int, int]
 ) -> None:
     check(drawn, None, gaps, cancels)
+
+
+@pytest.mark.parametrize("how", ["threads", "tasks"])
+def test_calls_that_a_handler_makes_at_the_same_time_lose_no_update(how: str):
+    """Each works on the view of the call that they are nested in."""
+
+    @dataclass(frozen=True)
+    class Total:
+        value: int = 0
+
+    def read(context: wink.ToolContext) -> int:
+        latest = context.session[Total].latest()
+        return 0 if latest is None else latest.value
+
+    @wink.tool(reach="reversible")
+    def add(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        time.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def aadd(*, context: wink.ToolContext) -> str:
+        """Add one."""
+        before = read(context)
+        await asyncio.sleep(0.001)
+        context.session[Total].seed(Total(before + 1))
+        return "added"
+
+    @wink.tool(reach="reversible")
+    def in_threads(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        calls = [
+            threading.Thread(target=tools.execute, args=("add", {}, context)) for _ in range(20)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+        return "added"
+
+    @wink.tool(reach="reversible")
+    async def in_tasks(*, context: wink.ToolContext) -> str:
+        """Add twenty."""
+        await asyncio.gather(*(tools.aexecute("aadd", {}, context) for _ in range(20)))
+        return "added"
+
+    tools = wink.ToolRegistry([add, aadd, in_threads, in_tasks])
+    with tools:
+        assert tools.execute(f"in_{how}").success
+        assert tools.session[Total].latest() == Total(20)

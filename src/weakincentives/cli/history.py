@@ -439,7 +439,7 @@ def _summary(call: Call, files: _Files) -> dict[str, object]:
 
 
 def _details(call: Call) -> dict[str, Any]:
-    from weakincentives.runtime.calls import plain
+    from weakincentives.serde.exact import plain
 
     if call.record is None:
         return {}
@@ -459,7 +459,7 @@ def _details(call: Call) -> dict[str, Any]:
 
 
 def _log_lines(found: Sequence[Call], calls: Calls, files: _Files) -> Iterable[Line]:
-    from weakincentives.runtime.calls import plain
+    from weakincentives.serde.exact import plain
 
     names = calls.names()
     name = max((len(call.name) for call in found), default=0)

@@ -9,25 +9,30 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from weakincentives.call import transaction_under_way
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.loops import run_blocking
+from weakincentives.prompt.approval import ApprovalAsked
 from weakincentives.prompt.policies import AnyPolicy, ReadBeforeWritePolicy
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime.calls import open_run
 from weakincentives.runtime.registry import ToolRegistry
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
     from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.hosted import Admission, OpenCall
+    from weakincentives.runtime.saved import SavedSession
 
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
@@ -74,6 +79,23 @@ def wire_name(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]", "_", name.lower())[:64] or "tool"
 
 
+def own_tool(name: str, description: str, handler: Any, **options: Any) -> AnyTool:
+    """Return one of the framework's own tools as ours, for a call whose arguments it has validated.
+
+    Quicker than ``Tool.from_schema``, which compiles the schema: this can be made for each call.
+    """
+    options.setdefault("max_result_chars", None)
+    return Tool(
+        name=wire_name(name),
+        description=description.strip() or name,
+        handler=handler,
+        params_type=dict,
+        result_type=Any,
+        strict=False,
+        **options,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Opened:
     """A run on a workspace."""
@@ -102,6 +124,8 @@ class Bridge:
         title: What `wink log` shows for the run.
         run: Names the run, so that another process continues it; may be a function of the
             framework's run context. By default each bridge begins a run of its own.
+        idle: Close a run so many seconds after its last call; the next one opens it again. For
+            frameworks that do not tell when their agent ends. Its runs need names.
     """
 
     def __init__(
@@ -112,6 +136,7 @@ class Bridge:
         policies: Iterable[AnyPolicy] = (),
         title: str = "",
         run: RunName = None,
+        idle: float | None = None,
     ) -> None:
         # Now: the working directory may be another one later.
         self._workspace = workspace if callable(workspace) else Path(workspace).resolve()
@@ -125,6 +150,10 @@ class Bridge:
             self.policies = (ReadBeforeWritePolicy(), *self.policies)
         else:
             self.tools = tuple(adopt(tool) for tool in tools)
+        if any(tool.max_result_chars for tool in self.tools):
+            rest = read_result_tool()
+            if all(tool.name != rest.name for tool in self.tools):
+                self.tools = (*self.tools, rest)
         self._lock = threading.Lock()
         self._open: dict[_Place, _Opened] = {}
         self._users = Counter[_Place]()
@@ -132,6 +161,10 @@ class Bridge:
         self._ending: set[_Place] = set()
         """Runs to close when nothing needs them."""
         self._closed = False
+        self._idle = idle
+        self._since: dict[_Place, float] = {}
+        """When the last call of a run ended."""
+        self._watch: threading.Thread | None = None
 
     # Calls. ``context`` is the framework's run context; ``call_id`` its id of the call.
 
@@ -226,6 +259,13 @@ class Bridge:
             lambda: self.arefuse(tool, arguments, reason, by=by, call_id=call_id, context=context)
         )
 
+    def has_asked(self, call_id: str, *, context: object = None) -> bool:
+        """Whether one of our policies waits for an answer about a call."""
+        run = self._opened(self._place(context))
+        asked = run.registry.session[ApprovalAsked].newest_first()
+        latest = next((each for each in asked if each.call_id == run.id_of(call_id)), None)
+        return latest is not None and latest.answer is None
+
     def begin(
         self,
         tool: str | AnyTool,
@@ -283,12 +323,40 @@ class Bridge:
         finally:
             with self._lock:
                 self._users[place] -= 1
-                ended = None
-                if not self._users[place] and place in self._ending:
-                    self._ending.discard(place)
-                    ended = self._open.pop(place, None)
-            if ended is not None:
-                ended.closing.close()
+                if not self._users[place]:
+                    del self._users[place]
+                    if place in self._ending:
+                        self._close_run(place)
+                    elif self._idle is not None:
+                        self._since[place] = SYSTEM_CLOCK.monotonic()
+                        if self._watch is None:
+                            watch = threading.Thread(target=self._close_idle, args=[self._idle])
+                            watch.daemon = True
+                            self._watch = watch
+                            watch.start()
+
+    def _close_run(self, place: _Place) -> None:
+        # With the lock held: the same run may be opened again at once.
+        self._ending.discard(place)
+        ended = self._open.pop(place, None)
+        if ended is not None:
+            ended.closing.close()
+
+    def _close_idle(self, seconds: float) -> None:
+        """Close runs as they become idle, until none is left."""
+        never = threading.Event()
+        pause: float | None = seconds
+        while pause is not None:
+            never.wait(pause)
+            with self._lock:
+                now = SYSTEM_CLOCK.monotonic()
+                for place in [p for p, at in self._since.items() if now - at >= seconds]:
+                    del self._since[place]  # one in use comes back
+                    if not self._users[place]:
+                        self._close_run(place)
+                pause = min((at + seconds - now for at in self._since.values()), default=None)
+                if pause is None:
+                    self._watch = None
 
     def _place(self, context: object) -> _Place:
         """Return the directory and the name of the run that a run context is about."""
@@ -317,10 +385,7 @@ class Bridge:
             files = closing.enter_context(_SharedWorkspace(root)).files
             kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
             types = [kind for kind in kinds if isinstance(kind, type)]
-            run = closing.enter_context(open_run(files, self._title, key=key, types=types))
-            if len(run.session[ToolInvoked]):
-                run.mark_resumed()
-            run.undo_unrecorded(files)
+            run = closing.enter_context(_SharedRun(files, self._title, key, types)).run
             registry = closing.enter_context(
                 ToolRegistry(
                     self.tools, workspace=files, session=run.session, policies=self.policies
@@ -372,3 +437,40 @@ class _SharedWorkspace:
                 self._open[self._root] = files, users - 1
             else:
                 files.close()
+
+
+class _SharedRun:
+    """A run that several agents of one process continue: the last one closes it."""
+
+    _open: dict[tuple[Path, str], tuple[SavedSession, int]] = {}  # noqa: RUF012
+    _lock = threading.Lock()
+
+    def __init__(self, files: HostFilesystem, title: str, key: str, types: list[type]) -> None:
+        self._place = (files.store, key)
+        self._files = files
+        self._begin = partial(open_run, files, title, key=key, types=types)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            known = self._open.get(self._place)
+            self.run = self._begun() if known is None else known[0]
+            if self._place[1]:  # one without a name is nobody else's
+                self._open[self._place] = self.run, 1 if known is None else known[1] + 1
+        return self
+
+    def _begun(self) -> SavedSession:
+        with ExitStack() as closing:
+            run = closing.enter_context(self._begin())
+            if len(run.session[ToolInvoked]):
+                run.mark_resumed()
+            run.undo_unrecorded(self._files)
+            closing.pop_all()
+            return run
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            users = self._open.pop(self._place, (self.run, 1))[1]
+            if users > 1:
+                self._open[self._place] = self.run, users - 1
+            else:
+                self.run.close()

@@ -46,7 +46,6 @@ from weakincentives.prompt.approval import Approval
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Reach, Tool
 from weakincentives.retry import TIMEOUT
-from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolError, ToolResult, render_value
 
 try:
@@ -288,7 +287,9 @@ async def _answered(
             by, reason = str(terms.get("by") or context.user_id), str(terms.get("reason") or "")
             if asks and not said.confirmed:
                 return await bridge.arefuse(tool, args, reason, by=by, **call)
-            approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
+            # A tool that has asked by itself reads the answer itself.
+            if asks or bridge.has_asked(caller.path, context=caller.context):
+                approval = Approval(said.confirmed, by, reason, terms.get("arguments"))
         elif asks:
             admission = await bridge.aadmit(tool, args, **call)
             if admission.state == "ready":
@@ -386,10 +387,7 @@ class WinkPlugin(BasePlugin):
         self.bridge = Bridge(
             workspace, tools=tools, policies=policies, title=title, run=run or _session_name
         )
-        tools = {tool.name: tool for tool in self.bridge.tools}
-        if any(tool.max_result_chars for tool in tools.values()):
-            tools.setdefault("read_result", read_result_tool())
-        self.tools = [WinkTool(tool, self.bridge) for tool in tools.values()]
+        self.tools = [WinkTool(tool, self.bridge) for tool in self.bridge.tools]
         self._reaches = dict(reaches or {})
         self._adopted: WeakKeyDictionary[BaseTool, AnyTool] = WeakKeyDictionary()
         self._declared: dict[str, tuple[types.FunctionDeclaration | None, AnyTool]] = {}

@@ -6,7 +6,6 @@ call does not load the types it used.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -27,7 +26,7 @@ from weakincentives.filesystem import Committed, FileChange, HostFilesystem, Wor
 from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.store import Note, location_of
 from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
-from weakincentives.serde.exact import StoredBytes
+from weakincentives.serde.exact import plain
 from weakincentives.session import Session
 
 _RECORDS = "weakincentives.events:ToolInvoked"
@@ -427,32 +426,6 @@ def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:
 def _fields(value: Any) -> Mapping[str, Any]:
     """Return the fields of a dataclass; none of a value that could not be saved."""
     return cast("Mapping[str, Any]", value.get("fields", {}))
-
-
-def plain(value: Any) -> object:
-    """Return a value without its type names, for people and machines to read."""
-    if isinstance(value, list):
-        return [plain(each) for each in cast("list[Any]", value)]
-    if isinstance(value, StoredBytes):
-        return f"sha256 {value.sha256}"
-    if not isinstance(value, dict):
-        return value
-    data = cast("dict[str, Any]", value)
-    if "$" not in data:
-        return {key: plain(each) for key, each in data.items()}
-    if "fields" in data:
-        return {key: plain(each) for key, each in data["fields"].items()}
-    if "items" in data:
-        return [plain(each) for each in data["items"]]
-    if "pairs" in data:
-        return {str(plain(key)): plain(each) for key, each in data["pairs"]}
-    if data["$"] == "str":  # it has half a surrogate pair, shown as an escape
-        text = base64.b64decode(data["base64"]).decode("utf-8", "surrogatepass")
-        return text.encode("utf-8", "backslashreplace").decode()
-    for key in ("name", "text", "value", "base64", "hex"):
-        if key in data:
-            return plain(data[key])
-    return json.dumps(data)
 
 
 def _rendered(result: Any) -> str:

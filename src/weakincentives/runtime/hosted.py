@@ -96,6 +96,10 @@ async def _admission(work: Work, call: ToolCall, once: bool) -> Admission:
 
 
 async def _denied(work: Work, call: ToolCall, reason: str, by: str) -> AnyResult:
+    record = work.session.record_of(call.id)
+    if record is not None and (record.suspended or record.denied_by):
+        # The framework may know the tool by another name, or its arguments without the defaults.
+        call = ToolCall(record.tool_name, record.params, call.id)
     call, known = on_record(call, work.session, work.offers)
     if known is not None:
         return known  # a framework that resumes reports the denial again

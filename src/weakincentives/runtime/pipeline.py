@@ -15,12 +15,7 @@ from typing import Any
 
 from weakincentives import events
 from weakincentives.call import ToolCall, transaction_under_way
-from weakincentives.errors import (
-    PolicyDenied,
-    PreconditionFailed,
-    Refusal,
-    Suspended,
-)
+from weakincentives.errors import PolicyDenied, PreconditionFailed, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision, note_success
 from weakincentives.prompt.prompt import Offer
@@ -116,6 +111,9 @@ async def admit(transaction: Transaction) -> Offer:
     transaction.params = tool.parse(call.params)
     if offer.policies:
         await _check_policies(transaction, offer)
+    given = transaction.around.approval
+    if given is not None and given.approved is not True:  # and no policy asked for it
+        raise PolicyDenied(f"Call to '{tool.name}' was not approved: {given.reason}")
     if tool.preconditions:
         await _check_preconditions(transaction, tool)
     if transaction.depth or context.deadline is not None or context.budget_tracker is not None:

@@ -16,6 +16,7 @@ from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.gate import Gate, TooLate
 from weakincentives.logs import get_logger
+from weakincentives.prompt.policies import attach
 from weakincentives.prompt.prompt import Offer, Prompt
 from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
@@ -302,7 +303,8 @@ class Work(Surroundings):
     def gates(self) -> tuple[Gate, ...]:
         gate = self.session.gate
         if gate is None:
-            return ()  # nested: the call it belongs to holds the gates
+            # Nested: the call it belongs to holds the others.
+            return () if self.parent is None else (self.parent.gate,)
         others = self.resources.gates
         if not others:
             return (gate,)
@@ -342,6 +344,8 @@ def _run(
     once: bool = False,
     approval: Approval | None = None,
 ) -> AnyResult:
+    if approval is not None:
+        offers = _approvable(offers, call.name)
     offer = offers.get(call.name)
     needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
     work = Work(context, offers)
@@ -358,6 +362,8 @@ async def _arun(
     once: bool = False,
     approval: Approval | None = None,
 ) -> AnyResult:
+    if approval is not None:
+        offers = _approvable(offers, call.name)
     work = Work(context, offers)
     work.approval = approval
     run = _run_once if once else run_call
@@ -367,6 +373,17 @@ async def _arun(
     if offer is not None and offer.may_run_concurrently:
         work.joining = call
     return await work.arun(partial(run, work, call, work.recorded, True))
+
+
+def _approvable(offers: Offers, name: str) -> Offers:
+    """Return the tools with a policy that notes the answer of a person whom no other one asks."""
+    from weakincentives.prompt.approval import ApprovalPolicy
+
+    offer = offers.get(name)
+    if offer is None or any(policy.asks_a_person for policy in offer.policies):
+        return offers
+    asked = Offer.of(offer.tool, (*offer.rules, *attach([ApprovalPolicy()])), offer.listeners)
+    return {**offers, name: asked}
 
 
 async def _run_once(

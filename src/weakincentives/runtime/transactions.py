@@ -17,6 +17,7 @@ from weakincentives.call import CancellationToken, ToolCall, transaction_under_w
 from weakincentives.errors import ViewClosed, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
+from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
 from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
@@ -197,6 +198,7 @@ class Transaction:
     _sealed = False
     _journalled = False
     _scope: ToolScope | None = None
+    _gate: Gate | None = None
 
     def __init__(
         self,
@@ -237,6 +239,14 @@ class Transaction:
         bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
         bound.__dict__["config"] = {**context.config, "tool_name": call.name}
         bound.__dict__["approval"] = around.approval  # not that of the call it is nested in
+
+    @property
+    def gate(self) -> Gate:
+        """The gate of the calls nested in this one: threads or tasks of its handler make them."""
+        if self._gate is None:
+            with _opening:
+                self._gate = self._gate or Gate()
+        return self._gate
 
     def next_attempt(self, wait: float) -> Transaction:
         """Return the retry of this call: it is admitted already and starts from the state before.

@@ -14,10 +14,12 @@ and it refuses every other type.
 
 from __future__ import annotations
 
+import base64
 import binascii
 import dataclasses
 import datetime as dt
 import hashlib
+import json
 import math
 import os
 import reprlib
@@ -81,6 +83,32 @@ def thaw(data: object, *, types: Iterable[Any] = ()) -> Any:
     except SnapshotError as error:
         place = _place(data, lambda part: _thaw(part, known), _frozen_parts)
         raise SnapshotError(f"Cannot thaw {place}: {error}") from error
+
+
+def plain(value: Any) -> object:
+    """Return a value without its type names, for people and machines to read."""
+    if isinstance(value, list):
+        return [plain(each) for each in cast("list[Any]", value)]
+    if isinstance(value, StoredBytes):
+        return f"sha256 {value.sha256}"
+    if not isinstance(value, dict):
+        return value
+    data = cast("dict[str, Any]", value)
+    if "$" not in data:
+        return {key: plain(each) for key, each in data.items()}
+    if "fields" in data:
+        return {key: plain(each) for key, each in data["fields"].items()}
+    if "items" in data:
+        return [plain(each) for each in data["items"]]
+    if "pairs" in data:
+        return {str(plain(key)): plain(each) for key, each in data["pairs"]}
+    if data["$"] == "str":  # it has half a surrogate pair, shown as an escape
+        text = base64.b64decode(data["base64"]).decode("utf-8", "surrogatepass")
+        return text.encode("utf-8", "backslashreplace").decode()
+    for key in ("name", "text", "value", "base64", "hex"):
+        if key in data:
+            return plain(data[key])
+    return json.dumps(data)
 
 
 def _place(
