@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from time import perf_counter
 from time import time as unix_time
 from typing import Protocol
 
-__all__ = ["SYSTEM_CLOCK", "Clock", "FakeClock", "SystemClock"]
+__all__ = ["SYSTEM_CLOCK", "Clock", "FakeClock", "SystemClock", "since_boot"]
 
 
 class Clock(Protocol):
@@ -72,3 +73,12 @@ class FakeClock:
 
 SYSTEM_CLOCK = SystemClock()
 """The default clock."""
+
+
+def since_boot() -> float:
+    """Return the seconds on the clock by which Linux says when a process was started."""
+    if sys.platform != "linux":
+        return 0.0
+    from time import CLOCK_BOOTTIME, clock_gettime
+
+    return clock_gettime(CLOCK_BOOTTIME)

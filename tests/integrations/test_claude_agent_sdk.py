@@ -59,6 +59,7 @@ from weakincentives.prompt import (  # noqa: E402
     PolicyDecision,
     ReadBeforeWritePolicy,
 )
+from weakincentives.runtime import open_run  # noqa: E402
 
 if not os.environ.get("WINK_INTEGRATION"):
     pytestmark = pytest.mark.heavy  # each test starts the program
@@ -332,6 +333,15 @@ def test_a_command_that_fails_leaves_all_files_as_they_were(play: Play):
     assert play.tree() == AS_IT_WAS
     assert play.records() == [("bash", "rolled back"), ("bash", "ok")]
     assert "It failed. Rolled back: session, Filesystem." in play.told()
+
+
+def test_a_command_cannot_go_on_in_the_background(play: Play):
+    name, given = bash("sleep 1; echo late > a.txt")
+
+    play(uses((name, {**given, "run_in_background": True})))
+
+    assert play.tree() == AS_IT_WAS
+    assert "unexpected parameter" in play.answers()[0]
 
 
 def test_a_policy_denies_before_the_program_runs_its_tool(play: Play):
@@ -772,12 +782,13 @@ def processes() -> list[int]:
     return found
 
 
-async def _cancelled(play: Play) -> None:
-    async def read() -> None:
-        async for _ in play.query(env=MARK):
-            pass
+async def _read(play: Play, **more: Any) -> None:
+    async for _ in play.query(**more):
+        pass
 
-    task = asyncio.create_task(read())
+
+async def _cancelled(play: Play) -> None:
+    task = asyncio.create_task(_read(play, env=MARK))
     await until(lambda: play.tree()["a.txt"] == "new\n")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -905,16 +916,12 @@ def test_a_run_after_one_whose_process_was_killed(play: Play, tmp_path: Path):
 
 
 def test_two_runs_on_one_workspace_do_not_mix_their_changes(play: Play):
-    async def scenario(home: Path) -> None:
-        async def read(text: str) -> None:
-            async for _ in play.query(text):
-                pass
-
-        await asyncio.gather(read("One."), read("Two."))
+    async def scenario() -> None:
+        await asyncio.gather(_read(play), _read(play))
 
     turns = [uses(bash(f"echo {n} >> a.txt; echo {n} > {n}.txt; sleep 0.1")) for n in range(6)]
     with play.serving(*turns):
-        asyncio.run(scenario(play.home))
+        asyncio.run(scenario())
 
     assert sorted(play.tree()["a.txt"].split()[4:]) == ["0", "1", "2", "3", "4", "5"]
     changed = [sorted(each["path"] for each in call["files"]) for call in play.details()]
@@ -924,13 +931,9 @@ def test_two_runs_on_one_workspace_do_not_mix_their_changes(play: Play):
 
 def test_a_run_that_is_cancelled_while_it_waits_for_another_leaves_that_alone(play: Play):
     async def scenario() -> None:
-        async def read(text: str) -> None:
-            async for _ in play.query(text):
-                pass
-
-        first = asyncio.create_task(read("One."))
+        first = asyncio.create_task(_read(play))
         await until(lambda: play.tree()["a.txt"] == "begun\n")
-        second = asyncio.create_task(read("Two."))
+        second = asyncio.create_task(_read(play))
         await until(lambda: len(play.server.requests) == 2)
         await asyncio.sleep(0.5)  # so that its hook waits, most likely
         second.cancel()
@@ -956,11 +959,8 @@ def test_a_run_that_is_cancelled_while_a_person_is_asked(play: Play):
             asked.set()
             await asyncio.Event().wait()
 
-        async def read() -> None:
-            async for _ in play.query(permission_mode="default", can_use_tool=never_answers):
-                pass
-
-        task = asyncio.create_task(read())
+        ask: Any = {"permission_mode": "default", "can_use_tool": never_answers}
+        task = asyncio.create_task(_read(play, **ask))
         await asked.wait()
         task.cancel()
         await asyncio.wait([task])
@@ -972,6 +972,15 @@ def test_a_run_that_is_cancelled_while_a_person_is_asked(play: Play):
     assert play.records() == [("bash", "rolled back")]
     play(uses(bash("echo next > b.txt")))
     assert play.tree()["b.txt"] == "next\n"
+
+
+def test_a_run_that_another_has_open_changes_nothing_and_says_so(play: Play):
+    with play.serving(uses(bash("rm a.txt"))), open_run(play.root, key="x"):
+        asyncio.run(_read(play, run="x"))
+
+    assert play.tree() == AS_IT_WAS
+    assert "Internal error" in play.answers()[0]
+    assert "in use" in play.answers()[0]
 
 
 def test_resuming_a_session_continues_the_run(play: Play):

@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -113,13 +111,11 @@ class Processes:
         self.environment = {_MARK: self._mark}
         """For the program; its children inherit it."""
 
-    @staticmethod
-    def now() -> float:
-        """Return the time on the clock that tells when processes were started."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else 0.0
-
     def kill(self, since: float = 0.0) -> None:
-        """Kill all that were started since then; when this returns, none can write any more."""
+        """Kill all that were started since then; when this returns, none can write any more.
+
+        ``since`` is a time of ``clock.since_boot``.
+        """
         ticks = since * _TICKS - 1  # a start is rounded down
         _kill(lambda mark, process: mark == self._mark and _started(process) > ticks)
 

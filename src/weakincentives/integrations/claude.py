@@ -31,6 +31,7 @@ from weakincentives.adapters.claude_program import (
     without_path,
 )
 from weakincentives.adapters.media import IMAGES, mcp_block
+from weakincentives.clock import since_boot
 from weakincentives.errors import ApprovalNeeded, MissingExtra, PolicyDenied, Suspended
 from weakincentives.integrations.bridge import AnyTool, Bridge, wire_name
 from weakincentives.logs import get_logger
@@ -196,7 +197,7 @@ class _Use:
     given: Input
     """The arguments it was admitted with, as the program has them."""
     began: float
-    """On the clock of processes; zero if the tool starts none."""
+    """Since the system was started; zero if the tool starts no processes."""
 
 
 class _Agent:
@@ -289,6 +290,9 @@ class _Agent:
             if name.startswith(PREFIX):
                 return await self._check(name, given, use_id, hook_input)
             return await self._begin(name, given, use_id, hook_input)
+        except Exception as error:  # the program would not say what it was
+            _logger.exception("%s could not begin, and does not run", name)
+            return _decision("deny", f"Internal error: {error}")
         finally:
             _give(self._check_of(use_id))
 
@@ -319,7 +323,7 @@ class _Agent:
         answer = answer or self._approvals.pop(use_id, None)
         if answer is not None and answer.approved is not True:
             return await self._refuse(tool, params, use_id, answer)
-        began = 0.0 if name in READING else self._processes.now()
+        began = 0.0 if name in READING else since_boot()
         call = self._bridge.begin(tool, params, call_id=use_id, approval=answer)
         try:
             await call.start()
