@@ -750,7 +750,7 @@ def test_a_tool_of_the_sdk_as_one_of_ours(play: Play):
         return {"content": [{"type": "text", "text": "published"}], "is_error": is_error}
 
     with Bridge(play.root, tools=[publish]) as bridge:
-        (ours,) = bridge.tools
+        ours = bridge.tools[0]  # beside read_result
         failed = bridge.call("publish_page", {"title": "none", "copies": 0})
         refused = bridge.call("publish_page", {"copies": "x"})
         assert play.tree() == AS_IT_WAS
