@@ -49,6 +49,11 @@ class Gate:
     def locked(self) -> bool:
         return self.lock.locked()
 
+    @property
+    def is_on_this_loop(self) -> bool:
+        """Whether the call inside needs the event loop that is running here."""
+        return self.loop is not None and self.loop is _running_loop()
+
     def turn(self, deadline: Deadline | None = None) -> Ticket:
         """Return a ``with`` block that begins when it is our turn to take ``lock``."""
         return Ticket(self, threading.Event(), deadline)
@@ -156,7 +161,7 @@ class Gate:
     def wait(self, ticket: Ticket) -> None:
         """Block the thread until it is the ticket's turn and the gate is free."""
         while not self.is_first(ticket) or self.lock.locked():
-            if self.loop is not None and self.loop is _running_loop():
+            if self.is_on_this_loop:
                 raise RuntimeError(
                     "another call is under way on this session, and waiting for it here would "
                     "stop the event loop it needs: await aexecute_tool(...) or tool.acall(...) "

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from messages_server import serving
 from wire import Raw, WireServer
 
 import weakincentives as wink
+from messages_server import serving
 from weakincentives import Media
 from weakincentives.adapters import (
     ClaudeAgentSDKAdapter,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from messages_server import MessagesServer, serving
 from test_same_text import TURN, scripted_texts
 from test_same_text import run as run_same_text
 
 import weakincentives as wink
+from messages_server import MessagesServer, serving
 from weakincentives.adapters import (
     ClaudeAgentSDKAdapter,
     Message,

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest import SkipTest
 
-from messages_server import serving
 from wire import Script, WireServer
 
+from messages_server import serving
 from weakincentives.adapters import (
     Adapter,
     ClaudeAgentSDKAdapter,

@@ -231,8 +231,11 @@ class Work(Surroundings):
             run: Any = partial(copy_context().run, step_by_hand)
             if needs_loop:
                 from weakincentives.loops import run_blocking as run
+            gates = self.gates()
+            if self.session.gate is None and any(gate.is_on_this_loop for gate in gates):
+                gates = ()  # nested: the call inside could not go on while this one waits
             try:
-                return self._in_turn(self.gates(), run, start)
+                return self._in_turn(gates, run, start)
             except TooLate:
                 self.late = True
                 return run(start)
@@ -279,8 +282,13 @@ class Work(Surroundings):
                 if call is not None and turn is not None:
                     place = turn.join(call.id, deadline)
                 elif call is not None and gates and not self.resources.in_place:
-                    place = first_place(reads=self.offers[call.name].tool.reach == "read")
-                    turn, held = JoinedTurn(gates, place, call.id), []
+                    reads = self.offers[call.name].tool.reach == "read"
+                    if not reads:
+                        await asyncio.sleep(0)  # those that are started together get in line
+                    # A lone call that writes does so in place: programs it starts see its files.
+                    if reads or gates[0].line:
+                        place = first_place(reads=reads)
+                        turn, held = JoinedTurn(gates, place, call.id), []
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
