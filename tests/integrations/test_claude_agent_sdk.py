@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -624,6 +625,31 @@ def test_what_a_hook_of_the_user_edits_is_the_call_and_under_all_policies(play: 
     assert "nothing edited" in play.answers()[0]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [{"updatedInput": bash("echo edited > a.txt")[1]}, {"permissionDecision": "deny"}],
+    ids=["edits", "denies"],
+)
+def test_the_time_limit_of_a_hook_is_not_that_of_the_call_it_is_about(play: Play, said: Any):
+    """While another call is under way, the decision of the hook is not lost."""
+    hooks = before(hook("PreToolUse", **said))
+    hooks["PreToolUse"][0].timeout = 0.3
+
+    async def scenario() -> None:
+        with Bridge(play.root, tools=[note]) as other:
+            async with other.begin("note", {"text": "x"}) as call:
+                task = asyncio.create_task(_read(play, hooks=hooks))
+                await until(lambda: play.server.requests)
+                await asyncio.sleep(1.5)
+                call.fail("never mind")
+            await task
+
+    with play.serving(uses(bash("echo new > a.txt"))):
+        asyncio.run(scenario())
+
+    assert play.tree() == {**AS_IT_WAS, **({"a.txt": "edited\n"} if "updatedInput" in said else {})}
+
+
 def test_what_only_the_program_knows_to_be_edited_is_rolled_back(play: Play):
     """A hook in the project's settings is a command that the program runs."""
     said = {"hookEventName": "PreToolUse", "updatedInput": bash("echo edited > a.txt")[1]}
@@ -740,6 +766,25 @@ def test_our_tools_do_not_run_where_the_user_allows_none(play: Play, more: Any):
 
     assert play.tree() == AS_IT_WAS
     assert ("note", "committed") not in play.records()
+
+
+def test_the_rest_of_a_long_answer_can_be_read(play: Play):
+    @tool(reach="read", max_result_chars=500)
+    def print_all() -> str:
+        """Print more than is shown at once."""
+        return "\n".join(f"line {n}" for n in range(500))
+
+    play(uses(("mcp__wink__print_all", {})), tools=[print_all])
+    (first,) = play.answers()
+    rest = re.search(r"read_result\(call_id=(\S+), offset=(\d+)\)", first)
+    assert rest is not None
+    given = {"call_id": json.loads(rest[1]), "offset": int(rest[2])}
+    session = play.messages[-1].session_id
+
+    play(uses(("mcp__wink__read_result", given)), tools=[print_all], resume=session)
+
+    assert len(first) < 600
+    assert "line 100\n" in play.answers()[-1]
 
 
 def test_a_tool_of_the_sdk_as_one_of_ours(play: Play):

@@ -42,6 +42,7 @@ from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool
 from weakincentives.runtime.hosted import OpenCall
+from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -82,6 +83,8 @@ _NOT_CALLS = AGENTS | {
 if the tool that starts it were a call, they would wait for its end."""
 _PERSON = "can_use_tool"
 """Who has answered: the SDK does not say more."""
+_HOOK_SECONDS = 60.0
+"""How long the program waits for a hook, by default."""
 _SHOWN = 20_000
 """Characters of a question that a person is shown."""
 
@@ -222,7 +225,10 @@ class _Agent:
                 "changes there could not be rolled back"
             )
         run = run or options.session_id or options.resume
-        self._bridge = Bridge(self._root, tools=tools, policies=policies, title=title, run=run)
+        offered = [*tools]
+        if offered:  # their long answers are cut
+            offered.append(read_result_tool())
+        self._bridge = Bridge(self._root, tools=offered, policies=policies, title=title, run=run)
         self._can_use_tool = options.can_use_tool
         self._approvals = dict(approvals or {})
         self._stops: set[str] = set()
@@ -252,9 +258,11 @@ class _Agent:
             ours: Any = {"type": "sdk", "name": SERVER, "instance": self._server()}
             servers = {**servers, SERVER: ours}
         hooks: dict[Any, list[HookMatcher]] = {**(options.hooks or {})}
-        theirs = hooks.get("PreToolUse", [])
         hooks["PreToolUse"] = [
-            replace(each, hooks=[self._noting(hook) for hook in each.hooks]) for each in theirs
+            replace(
+                each, hooks=[self._noting(hook, each.timeout) for hook in each.hooks], timeout=LONG
+            )
+            for each in hooks.get("PreToolUse", [])
         ]
         for event, hook in (
             ("PreToolUse", self._before),
@@ -395,11 +403,13 @@ class _Agent:
 
     # Decisions of others
 
-    def _noting(self, hook: Any) -> Any:
+    def _noting(self, hook: Any, timeout: float | None) -> Any:
         """Return a PreToolUse hook of the user whose decision counts for the call, too."""
 
         async def noted(hook_input: Any, use_id: str | None, context: Any) -> Any:
-            output = await hook(hook_input, use_id, context)
+            # Their time limit is for their hook, not for the calls that ours waits for.
+            work = hook(hook_input, use_id, context)
+            output = await asyncio.wait_for(work, timeout or _HOOK_SECONDS)
             said: Any = output.get("hookSpecificOutput") or {}
             name, edited = hook_input["tool_name"], said.get("updatedInput")
             denies = said.get("permissionDecision") == "deny" or output.get("decision") == "block"
