@@ -42,7 +42,6 @@ from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool
 from weakincentives.runtime.hosted import OpenCall
-from weakincentives.runtime.window import read_result_tool
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -225,10 +224,7 @@ class _Agent:
                 "changes there could not be rolled back"
             )
         run = run or options.session_id or options.resume
-        offered = [*tools]
-        if offered:  # their long answers are cut
-            offered.append(read_result_tool())
-        self._bridge = Bridge(self._root, tools=offered, policies=policies, title=title, run=run)
+        self._bridge = Bridge(self._root, tools=tools, policies=policies, title=title, run=run)
         self._can_use_tool = options.can_use_tool
         self._approvals = dict(approvals or {})
         self._stops: set[str] = set()
