@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from agents import Noted, Plan, Step, World, changing_everything, make_tool, raising
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import Noted, Plan, Step, World, changing_everything, make_tool, raising
 
 from weakincentives.errors import PromptEvaluationError
 from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult

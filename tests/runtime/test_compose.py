@@ -6,7 +6,9 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal
 
 import pytest
-from agents import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_world import (
     AddStep,
     Plan,
     Step,
@@ -16,8 +18,6 @@ from agents import (
     make_tool,
     raising,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from agents import AddStep, Counter, Plan, Step, World, make_tool, raising
+from small_world import AddStep, Counter, Plan, Step, World, make_tool, raising
 
 from weakincentives.errors import ToolDefinitionError
 from weakincentives.filesystem import Filesystem, MemoryFilesystem

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from agents import Noted, Plan, Step, World, make_tool, raising
+from small_world import Noted, Plan, Step, World, make_tool, raising
 
 import weakincentives
 from weakincentives.filesystem import HostFilesystem

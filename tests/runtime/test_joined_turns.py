@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import Counter
 from test_turn_properties import (
     CHANGING,
     LOOKING,

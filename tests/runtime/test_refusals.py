@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agents import AddStep, Noted, Plan, Step, World, make_tool
+from small_world import AddStep, Noted, Plan, Step, World, make_tool
 
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import PolicyDecision, ToolContext

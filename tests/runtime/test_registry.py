@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import AddStep, Counter, Plan, add_step, make_tool, raising
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_world import AddStep, Counter, Plan, add_step, make_tool, raising
 
 import weakincentives as wink
 from weakincentives.errors import InvalidPattern, ToolDefinitionError, WinkError, WorkspaceLocked

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from agents import AddStep, Noted, Plan, Step, World, changing_everything, make_tool, raising
 from hypothesis import given
 from hypothesis import strategies as st
+from small_world import AddStep, Noted, Plan, Step, World, changing_everything, make_tool, raising
 
 from weakincentives.deadlines import Deadline
 from weakincentives.errors import ToolDefinitionError, ViewClosed

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from agents import Plan, Step, World, make_tool, raising
+from small_world import Plan, Step, World, make_tool, raising
 
 import weakincentives as wink
 from weakincentives.adapters import ScriptedAdapter, calls

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import (
+from hypothesis import given
+from hypothesis import strategies as st
+from small_world import (
     AddStep,
     Counter,
     Noted,
@@ -25,8 +27,6 @@ from agents import (
     make_tool,
     raising,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from weakincentives.budget import Budget, BudgetTracker, TokenUsage
 from weakincentives.deadlines import Deadline, Heartbeat

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from agents import AddStep, Counter, Noted, Plan, Step, World, changing_everything
+from small_world import AddStep, Counter, Noted, Plan, Step, World, changing_everything
 
 import weakincentives as wink
 from weakincentives.errors import SnapshotExpired
@@ -130,7 +130,7 @@ def test_resources_come_in_any_form(form: str):
 
 
 def test_inside_a_handler_a_transaction_covers_the_calls_views():
-    from agents import make_tool
+    from small_world import make_tool
 
     def body(params: Step, context: ToolContext) -> None:
         with pytest.raises(ValueError, match="inner"):  # noqa: SIM117
