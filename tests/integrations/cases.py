@@ -1106,7 +1106,8 @@ def wink_log_and_undo_work_afterwards(stage: Stage) -> None:
 
     stage.play(
         [Ask("c1", "save", {"path": "data.bin", "text": "overwritten"})],
-        [Ask("c2", "damage"), Ask("c3", "save", {"path": "new/file.txt", "text": "new"})],
+        [Ask("c2", "damage")],
+        [Ask("c3", "save", {"path": "new/file.txt", "text": "new"})],
         tools=[save, damage],
     )
 
