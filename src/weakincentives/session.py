@@ -389,19 +389,19 @@ def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type
     """Return the slice of frozen values, with its type: theirs, or one they derive from."""
     from weakincentives.serde.exact import current_name, thaw
 
-    def thawed(item: Any) -> Any:
+    def thawed(items: list[Any]) -> tuple[Any, ...]:
         try:
-            return thaw(item, types=known)
+            return tuple(thaw(items, types=known))
         except SnapshotError:
-            if found is not ToolInvoked:
+            if name != type_name(ToolInvoked):
                 raise
             # A tool that has changed since: its records must not keep a session from opening.
-            return thaw(_with_plain_values(item), types=known)
+            if len(items) == 1:
+                return (thaw(_with_plain_values(items[0]), types=known),)
+            return tuple(value for item in items for value in thawed([item]))
 
     name, found = current_name(name), None
-    if name == type_name(ToolInvoked):
-        found = ToolInvoked
-    newest = thawed(items[-1])
+    (newest,) = thawed(items[-1:])
     for cls in (*known, *type(newest).__mro__):
         if type_name(cls) == name:
             found = cls
@@ -410,7 +410,7 @@ def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type
         raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
 
     def decode(items: list[Any]) -> tuple[Any, ...]:
-        values = tuple(map(thawed, items))
+        values = thawed(items)
         for value in values:
             if not isinstance(value, found):
                 raise SnapshotError(f"the slice of {found.__name__} holds a {type(value).__name__}")

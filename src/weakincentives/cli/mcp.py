@@ -138,11 +138,9 @@ def _last_session(settings: Settings) -> SavedSession | None:
 
 def _new_session(settings: Settings) -> SavedSession:
     from weakincentives.filesystem.store import location_of
-    from weakincentives.runtime import SavedSession, Session
-    from weakincentives.runtime.calls import new_run
+    from weakincentives.runtime.calls import begin_run
 
-    run = new_run(location_of(settings.workspace))
-    return SavedSession.create(run.path, Session(session_id=run.id), about=_about(settings))
+    return begin_run(location_of(settings.workspace), _about(settings))
 
 
 def _about(settings: Settings) -> dict[str, object]:

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weakincentives.call import transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from weakincentives.runtime.hosted import Admission, OpenCall
     from weakincentives.runtime.saved import SavedSession
 
+T = TypeVar("T", "HostFilesystem", "SavedSession")
 AnyTool = Tool[Any, Any]
 AnyResult = ToolResult[Any]
 Workspace = str | os.PathLike[str] | Callable[[Any], "str | os.PathLike[str]"]
@@ -382,16 +382,28 @@ class Bridge:
 
     def _opening(self, root: Path, key: str) -> _Opened:
         with ExitStack() as closing:
-            files = closing.enter_context(_SharedWorkspace(root)).files
-            kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
-            types = [kind for kind in kinds if isinstance(kind, type)]
-            run = closing.enter_context(_SharedRun(files, self._title, key, types)).run
+            files = closing.enter_context(_shared_by(root, lambda: HostFilesystem(root)))
+            # A run without a name is nobody else's.
+            named = (files.store, key or object())
+            run = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))
             registry = closing.enter_context(
                 ToolRegistry(
                     self.tools, workspace=files, session=run.session, policies=self.policies
                 )
             )
             return _Opened(registry, run.mark, closing.pop_all())
+
+    def _run_on(self, files: HostFilesystem, key: str) -> SavedSession:
+        """Begin a run, or continue the one of that name."""
+        kinds = (kind for tool in self.tools for kind in (tool.params_type, tool.result_type))
+        types = [kind for kind in kinds if isinstance(kind, type)]
+        with ExitStack() as closing:
+            run = closing.enter_context(open_run(files, self._title, key=key, types=types))
+            if len(run.session[ToolInvoked]):
+                run.mark_resumed()
+            run.undo_unrecorded(files)
+            closing.pop_all()
+            return run
 
     def close(self) -> None:
         """Release the workspace and end the run; calls are refused from now on."""
@@ -414,63 +426,23 @@ class Bridge:
         self.close()
 
 
-class _SharedWorkspace:
-    """A directory that several agents of one process have open: the last one closes it."""
+_shared: dict[object, tuple[Any, int]] = {}
+"""What several agents of this process have open, and how many."""
+_sharing = threading.Lock()
 
-    _open: dict[Path, tuple[HostFilesystem, int]] = {}  # noqa: RUF012
-    _lock = threading.Lock()
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __enter__(self) -> Self:
-        with self._lock:
-            files, users = self._open.get(self._root) or (HostFilesystem(self._root), 0)
-            self._open[self._root] = files, users + 1
-        self.files = files
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            files, users = self._open.pop(self._root)
+@contextmanager
+def _shared_by(key: object, begin: Callable[[], T]) -> Generator[T]:
+    """Yield what is open under a key; the last one that uses it closes it."""
+    with _sharing:
+        opened, users = _shared.get(key) or (begin(), 0)
+        _shared[key] = opened, users + 1
+    try:
+        yield opened
+    finally:
+        with _sharing:
+            _, users = _shared.pop(key)
             if users > 1:
-                self._open[self._root] = files, users - 1
+                _shared[key] = opened, users - 1
             else:
-                files.close()
-
-
-class _SharedRun:
-    """A run that several agents of one process continue: the last one closes it."""
-
-    _open: dict[tuple[Path, str], tuple[SavedSession, int]] = {}  # noqa: RUF012
-    _lock = threading.Lock()
-
-    def __init__(self, files: HostFilesystem, title: str, key: str, types: list[type]) -> None:
-        self._place = (files.store, key)
-        self._files = files
-        self._begin = partial(open_run, files, title, key=key, types=types)
-
-    def __enter__(self) -> Self:
-        with self._lock:
-            known = self._open.get(self._place)
-            self.run = self._begun() if known is None else known[0]
-            if self._place[1]:  # one without a name is nobody else's
-                self._open[self._place] = self.run, 1 if known is None else known[1] + 1
-        return self
-
-    def _begun(self) -> SavedSession:
-        with ExitStack() as closing:
-            run = closing.enter_context(self._begin())
-            if len(run.session[ToolInvoked]):
-                run.mark_resumed()
-            run.undo_unrecorded(self._files)
-            closing.pop_all()
-            return run
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            users = self._open.pop(self._place, (self.run, 1))[1]
-            if users > 1:
-                self._open[self._place] = self.run, users - 1
-            else:
-                self.run.close()
+                opened.close()

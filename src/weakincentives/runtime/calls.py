@@ -176,8 +176,12 @@ def open_run(
     for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
         if Run(path).data.about.get("key") == key:
             return SavedSession.open(path, types=types)
+    return begin_run(store, {"kind": "hosted", "title": title, "key": key}, mark)
+
+
+def begin_run(store: Path, about: Mapping[str, object], mark: str = "") -> SavedSession:
+    """Begin a run whose session is saved from now on; ``store`` is ``HostFilesystem.store``."""
     run = new_run(store, mark)
-    about = {"kind": "hosted", "title": title, "key": key}
     return SavedSession.create(run.path, Session(session_id=run.id), about=about)
 
 
