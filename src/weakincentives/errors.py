@@ -27,6 +27,7 @@ WinkError
 ├── ViewClosed                       a write through the view of a call that has ended
 ├── ReadOnlyView                     a write from a tool whose reach is "read"
 ├── MergeConflict                    a view's read or write set was changed by another call
+├── NoSuchBranch                     a workspace has no branch of this name
 ├── WorkspaceLocked                  another process has the directory open
 ├── StateUnavailable                 the operator must act: no private directory for state
 ├── StoreRefused                     a store of another user, or a damaged one
@@ -256,6 +257,10 @@ class MergeConflict(WinkError):
     def __init__(self, message: str, paths: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.paths = tuple(paths)
+
+
+class NoSuchBranch(WinkError, LookupError):
+    """A workspace has no branch of this name."""
 
 
 class SandboxUnavailable(WinkError):

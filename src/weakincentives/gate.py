@@ -1,21 +1,31 @@
-"""A gate for one call at a time: first come, first served, across threads and event loops."""
+"""A gate for one call at a time: first come, first served, across threads and event loops.
+
+The gate of something that several processes share also takes a lock between processes.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from weakincentives import locks
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.deadlines import Deadline
+from weakincentives.errors import ViewClosed, WorkspaceLocked
 from weakincentives.logs import get_logger
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
-__all__ = ["Gate", "TooLate"]
+__all__ = ["Gate", "ProcessLock", "TooLate"]
 
 _logger = get_logger(__name__)
 
@@ -34,17 +44,39 @@ class Gate:
     lock in a ``with`` block, so that no interrupt can come between taking it and the block.
     """
 
-    __slots__ = ("_line_lock", "joined", "line", "lock", "loop")
+    __slots__ = ("_catch_up", "_line_lock", "between", "holder", "joined", "line", "lock", "loop")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         """Held by the call inside."""
         self.loop: AbstractEventLoop | None = None
         """The event loop that the call inside runs on."""
+        self.holder = 0
+        """The thread inside a ``with`` block; 0 if there is none."""
         self.joined: Any = None
         """The turn inside, if other calls can join it: see ``runtime.turn.JoinedTurn``."""
         self.line: deque[Ticket] = deque()
         self._line_lock = threading.Lock()
+        self.between: ProcessLock | None = None
+        """Held, too, by the call inside, if several processes share what it works on."""
+        self._catch_up: Callable[[], object] = bool
+
+    def share(self, lock: ProcessLock, catch_up: Callable[[], object]) -> None:
+        """Take a lock between processes, too, from now on.
+
+        ``catch_up`` is called inside, before anything else, when another process has held it since.
+        """
+        self.between, self._catch_up = lock, catch_up
+
+    @property
+    def name(self) -> str:
+        """The same in all processes, if several share what it is for."""
+        return "" if self.between is None else str(self.between.root)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a call waits to enter, here or in another process."""
+        return bool(self.line) or (self.between is not None and self.between.is_awaited)
 
     def locked(self) -> bool:
         return self.lock.locked()
@@ -88,27 +120,52 @@ class Gate:
                 raise
             self.leave(ticket)
         self.loop = loop
+        if self.between is not None:
+            try:
+                await self.between.take_on_loop(deadline)
+                self.catch_up(self.between)
+            except BaseException:
+                self.release()
+                raise
         return True
 
     def release(self) -> None:
         """Leave, and wake the next in line."""
         self.loop = self.joined = None
+        if self.between is not None:
+            self.between.is_held = False
+            self.between.release()
         self.lock.release()
         if self.line:
             self.wake_next()
 
     def acquire(self, timeout: float | None = None) -> bool:
         """Enter, blocking the thread; False when that takes longer than ``timeout`` seconds."""
-        if not self.line and self.lock.acquire(False):
-            return True
+        deadline = None if timeout is None else Deadline.after(timeout)
         try:
-            with self.turn(None if timeout is None else Deadline.after(timeout)):
-                return self.lock.acquire()
+            if self.line or not self.lock.acquire(False):
+                with self.turn(deadline):
+                    self.lock.acquire()
+            if self.between is not None:
+                try:
+                    self.between.take(deadline)
+                    self.catch_up(self.between)
+                except BaseException:
+                    self.release()
+                    raise
         except TooLate:
             return False
+        return True
+
+    def catch_up(self, between: ProcessLock) -> None:
+        """Take note of what other processes have done since we were inside, if any were there."""
+        if between.is_stale:
+            self._catch_up()
+            between.is_stale = False
 
     def __enter__(self) -> Gate:
         self.acquire()
+        self.holder = threading.get_ident()
         return self
 
     def __exit__(
@@ -117,6 +174,7 @@ class Gate:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.holder = 0
         self.release()
 
     # The line
@@ -230,3 +288,181 @@ class Ticket:
 def _running_loop() -> AbstractEventLoop | None:
     asyncio: Any = sys.modules.get("asyncio")  # not imported: then there is no loop
     return None if asyncio is None else asyncio._get_running_loop()
+
+
+# Between processes
+
+_FIRST_PAUSE = 0.0005
+_LONGEST_PAUSE = 0.005
+"""Seconds between two looks at a lock that another process holds."""
+_FOR_CALLS = 600.0
+"""Seconds to wait for a call in another process."""
+_FOR_CHILDREN = 10.0
+"""Seconds to wait for children of a killed owner, which close the lock once they run."""
+_FOR_PASSING = 0.05
+"""Seconds to wait in any case: another process may be about to leave."""
+_NOTE_SIZE = 256
+"""Fixed, so that a full disk does not prevent the next owner from writing its note."""
+_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class ProcessLock:
+    """A lock that processes take in turn; one that waits goes before one that was just inside.
+
+    ``with`` a call at a time: ``take`` in a ``try`` block, and in its ``finally`` first set
+    ``is_held`` to False, then call ``release``, a C function.
+
+    Args:
+        folder: The descriptor of the directory with the lock's files.
+        root: What it locks, for messages.
+        wait: Seconds to wait for another process. By default not at all for one that holds it for
+            as long as it runs, and ten minutes for one that holds it for a call.
+        alone: Whether this process holds it for as long as it runs; then it does not wait by
+            default.
+
+    Raises:
+        WorkspaceLocked: Another process holds it.
+    """
+
+    def __init__(self, folder: int, root: Path, *, wait: float | None, alone: bool) -> None:
+        self.root = root
+        self.alone = alone
+        self.is_held = False
+        self.is_stale = True
+        """Whether another process has held it since we last did."""
+        self._wait = wait
+        self._pid = os.getpid()
+        self._fd = self._turn = -1
+        note = {"pid": self._pid, "since": SYSTEM_CLOCK.time(), "alone": alone}
+        token = os.urandom(8).hex()
+        self._note = json.dumps({**note, "token": token}).ljust(_NOTE_SIZE).encode()
+        try:
+            self._fd = os.open("lock", _FLAGS, 0o600, dir_fd=folder)
+            self._turn = os.open("turn", _FLAGS, 0o600, dir_fd=folder)
+            for fd in (self._fd, self._turn):
+                locks.keep_from_forks(fd)
+            self.release: Callable[[], object] = locks.releaser(self._fd)
+            self._leave_line = locks.releaser(self._turn)
+            # Made once: every call takes and releases both.
+            self._take = locks.taker(self._fd)
+            self._take_turn = locks.taker(self._turn)
+            self.take()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another process waits for it."""
+        return locks.is_taken(self._turn)
+
+    def take(self, deadline: Deadline | None = None) -> None:
+        """Take it, blocking the thread; raises TooLate after the deadline."""
+        self.check_process()
+        try:
+            if not self._attempt():
+                pause = threading.Event()
+                for seconds in self._pauses(deadline):
+                    pause.wait(seconds)
+                    if self._attempt():
+                        break
+        finally:
+            self._leave_line()
+
+    async def take_on_loop(self, deadline: Deadline | None = None) -> None:
+        """Take it without blocking the running event loop."""
+        import asyncio
+
+        self.check_process()
+        try:
+            if not self._attempt():
+                for seconds in self._pauses(deadline):
+                    await asyncio.sleep(seconds)
+                    if self._attempt():
+                        break
+        finally:
+            self._leave_line()
+
+    def check_process(self) -> None:
+        """Raise ViewClosed in a forked child, or if it is closed."""
+        if self._pid != os.getpid():
+            self._let_go()
+            raise ViewClosed("this filesystem belongs to the process that opened it")
+        if self._fd < 0:
+            raise ViewClosed("this filesystem was closed")
+
+    def close(self) -> None:
+        """Release it for good."""
+        fds, self._fd, self._turn = (self._fd, self._turn), -1, -1
+        self._let_go()
+        for fd in fds:
+            if fd >= 0 and self._pid == os.getpid():
+                locks.close(fd)
+
+    def _let_go(self) -> None:
+        """Touch the descriptors no more: other files may have them by now."""
+        self.is_held = False
+        self.release = self._leave_line = bool
+
+    def _attempt(self) -> bool:
+        """Take it if it is free and nobody else is first in line."""
+        try:
+            self._take_turn()
+            self._take()
+        except locks.TAKEN:
+            return False
+        self.is_held = True
+        if os.pread(self._fd, _NOTE_SIZE, 0) != self._note:
+            self.is_stale = True
+            os.pwrite(self._fd, self._note, 0)
+        return True
+
+    def _pauses(self, deadline: Deadline | None) -> Iterator[float]:
+        """Yield how long to wait before each further attempt, until it has been too long."""
+        begun = SYSTEM_CLOCK.monotonic()
+        pause = _FIRST_PAUSE
+        while True:
+            if deadline is not None and deadline.remaining() <= 0:
+                raise TooLate
+            if SYSTEM_CLOCK.monotonic() >= begun + self._patience():
+                raise self._locked()
+            yield pause
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _patience(self) -> float:
+        pid, alone = _owner_of(self._fd)
+        if pid is not None and _is_gone(pid):
+            return max(self._wait or 0, _FOR_CHILDREN)
+        if self._wait is None:
+            return _FOR_PASSING if alone or self.alone else _FOR_CALLS
+        return max(self._wait, _FOR_PASSING)
+
+    def _locked(self) -> WorkspaceLocked:
+        pid, alone = _owner_of(self._fd)
+        who = f"this process ({pid})" if pid == os.getpid() else f"process {pid}"
+        if alone:
+            text = f"{self.root} is open in {who}. Close it there, or pass wait= to wait for it"
+        else:
+            text = f"A call of {who} is working on {self.root}. Wait until it has ended, or stop it"
+        return WorkspaceLocked(text, pid)
+
+
+def _owner_of(fd: int) -> tuple[int | None, bool]:
+    """Return the process that took a lock last, or None, and if it holds the lock while it runs."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(os.pread(fd, _NOTE_SIZE, 0))
+        return int(note["pid"]), bool(note.get("alone", True))
+    return None, True
+
+
+def _is_gone(pid: int) -> bool:
+    """Tell whether an owner has ended: then only a child it was starting holds the lock."""
+    try:
+        os.kill(pid, 0)
+        with locks.undisturbed():  # Ctrl-C must not leave the file open
+            status = Path(f"/proc/{pid}/stat").read_bytes()
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process, or no /proc
+        return False
+    return status.rpartition(b") ")[2][:1] in b"ZX"  # a zombie

@@ -7,11 +7,12 @@ to one open file: open-file-description locks on Linux, ``flock`` elsewhere.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib import import_module
 from typing import Any
 
@@ -20,39 +21,56 @@ try:
 except ImportError:  # Windows: there are no locks between processes
     fcntl = None
 
+TAKEN = (BlockingIOError, PermissionError)
 _FORM = "hhqqi4x"
 # The module under `signal`, without its enums, which make each call slower.
 _signal: Any = import_module("_signal")
 _SIGINT: int = _signal.SIGINT
 
 
-def take(fd: int, *, byte: int | None = None, wait: bool = False) -> bool:
-    """Lock an open file, or one byte of it, exclusively; False if another holds the lock."""
-    if fcntl is None:
-        return True
+def take(fd: int, *, byte: int | None = None, wait: bool = False, shared: bool = False) -> bool:
+    """Lock an open file, or one byte of it; False if another holds the lock.
+
+    A ``shared`` lock excludes only the others.
+    """
     try:
-        if sys.platform == "linux":
-            command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-            fcntl.fcntl(fd, command, _question(fcntl.F_WRLCK, byte))
-        elif byte is None:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        else:
-            fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-    except (BlockingIOError, PermissionError):
+        taker(fd, byte=byte, wait=wait, shared=shared)()
+    except TAKEN:
         return False
     return True
 
 
+def taker(
+    fd: int, *, byte: int | None = None, wait: bool = False, shared: bool = False
+) -> Callable[[], object]:
+    """Return a C function that locks an open file, or raises one of ``TAKEN``."""
+    if fcntl is None:
+        return bool
+    if sys.platform == "linux":
+        command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+        question = _question(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte)
+        return functools.partial(fcntl.fcntl, fd, command, question)
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    if byte is None:
+        return functools.partial(fcntl.flock, fd, kind)
+    return functools.partial(fcntl.lockf, fd, kind, 1, byte)
+
+
 def release(fd: int, *, byte: int | None = None) -> None:
     """Release the lock at once, even if a child between fork and exec has the file open."""
+    releaser(fd, byte=byte)()
+
+
+def releaser(fd: int, *, byte: int | None = None) -> Callable[[], object]:
+    """Return a C function that releases the lock: in ``finally``, no interrupt comes before it."""
     if fcntl is None:
-        return
+        return bool
     if sys.platform == "linux":
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _question(fcntl.F_UNLCK, byte))
-    elif byte is None:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    else:
-        fcntl.lockf(fd, fcntl.LOCK_UN, 1, byte)
+        unlocked = _question(fcntl.F_UNLCK, byte)
+        return functools.partial(fcntl.fcntl, fd, fcntl.F_OFD_SETLK, unlocked)
+    if byte is None:
+        return functools.partial(fcntl.flock, fd, fcntl.LOCK_UN)
+    return functools.partial(fcntl.lockf, fd, fcntl.LOCK_UN, 1, byte)
 
 
 def is_taken(fd: int, *, byte: int | None = None) -> bool:

@@ -475,7 +475,8 @@ class ResourceContext(_Lifetime):
         self.in_place = tuple(each for each in participants if each[1].in_place)
         gates = (participant.gate for _, participant in participants)
         # In one order everywhere, so that no two calls wait for each other.
-        self.gates = tuple(sorted((gate for gate in gates if gate is not None), key=id))
+        found = (gate for gate in gates if gate is not None)
+        self.gates = tuple(sorted(found, key=lambda gate: (gate.name, id(gate))))
 
     def built(self, kind: type[T]) -> T | None:
         """Return the singleton for ``kind`` if it exists, without building anything."""

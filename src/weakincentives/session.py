@@ -48,6 +48,9 @@ _Slices = Mapping[type, Slice[Any]]
 # The changes and reads of a view, newest first. None outside views.
 _Events = tuple[Any, object] | None
 
+# The states before and after each recorded call, newest first. None where nobody follows them.
+_Passed = tuple[Any, ...] | None
+
 # Orders the snapshots of a session and of all its views.
 _serials = itertools.count(1)
 
@@ -541,6 +544,7 @@ class Session(Participant):
     _restorable: _Restorable | None = None
     tracks_reads = False
     """Whether this is a view with a read set."""
+    _passed: _Passed = None
 
     def __init__(
         self,
@@ -825,6 +829,21 @@ class Session(Participant):
             self._restorable.taken.add(snapshot)
         return snapshot
 
+    def states_passed(self, *, follow: bool = True) -> list[Snapshot]:
+        """Return the states before and after each call since this was last called, and the present.
+
+        The first time, only the present. Without ``follow``, no further states are kept.
+        """
+        with self._lock:
+            roots: list[_Root] = []
+            here, self._passed = self._passed, () if follow else None
+            while here:
+                here, before, after = here
+                roots += (after, before)
+            present = self.snapshot_here()
+            at = present.taken_at
+            return [*(Snapshot(r.state, r.log, taken_at=at) for r in reversed(roots)), present]
+
     def restore(self, snapshot: Snapshot) -> None:
         """Set every STATE slice to what the snapshot holds; LOG slices stay as they are.
 
@@ -1013,9 +1032,14 @@ class Session(Participant):
                 root = self._forgotten(root, view._events_since(None))
             if record is not None:
                 root = self._applied(root, record) if keep else self._forgotten(root, [record])
+            passed = self._passed
+            if passed is not None and record is not None:
+                passed = (passed, self._root, root)
             # The commit point: one statement, so that an interrupt finds all of it done or none.
             if transaction is not None:
-                self._root, self._restorable, transaction.settled = root, restorable, True
+                self._root, self._restorable, self._passed, transaction.settled = (
+                    root, restorable, passed, True
+                )  # fmt: skip
             elif view is not None:
                 self._root, self._restorable, view._root, view._forked_from, view._restorable = (
                     root, restorable, _Root(root.state, root.log), root, None

@@ -111,3 +111,11 @@ def counted_repeats(pattern: str) -> int:
         numbers = (re.sub(r"\D", "", part) for part in counts.split(","))
         repeats *= max(1, *(int(number[:20] or 0) for number in numbers))
     return repeats
+
+
+def letters(data: bytes) -> str:
+    """Return a letter or digit for each byte, none that looks like another: a name to type."""
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in data)
+
+
+_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import HostFilesystem, Limits
 
 # The model: what a tree holds, by path. The root is "".
 
@@ -698,3 +698,11 @@ def work(orders: Orders, reports: Connection, life: Connection) -> None:
         reports.send(("done", death.names))
     except Exception:
         reports.send(("failed", traceback.format_exc()))
+
+
+def prune(root: Path, limits: Limits, death: Death) -> None:
+    """Open the workspace and prune its store; exits with the number of steps, if that is small."""
+    death.arm()
+    with HostFilesystem(root) as fs:
+        fs.prune(limits)
+    os._exit(min(len(death.names), 255))

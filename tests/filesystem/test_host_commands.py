@@ -670,7 +670,7 @@ def test_nothing_is_left_of_a_command_once_the_filesystem_is_closed(over: HostFi
         over.run("printf x > fresh; mkdir -p a/b")
     over.close()
 
-    assert list((over.store / "commands").iterdir()) == []
+    assert list((over.store / "open").iterdir()) == []
 
 
 def test_a_command_that_is_killed_while_it_starts_is_killed_nonetheless(tmp_path: Path):
@@ -736,7 +736,7 @@ def test_a_filesystem_can_be_closed_while_a_command_that_was_given_up_ends(
     over.close()
     thread.join()
 
-    assert not list((over.store / "commands").glob("*"))
+    assert not list((over.store / "open").glob("*/commands/*"))
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="root mounts")

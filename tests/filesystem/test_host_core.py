@@ -346,11 +346,11 @@ def test_private_view_is_merged_as_one_call(fs: HostFilesystem, root: Path):
 def test_large_content_of_a_private_view_is_gone_with_it(fs: HostFilesystem, root: Path):
     view = fs.fork()
     view.write_bytes("big", bytes(1 << 20))
-    views = store_of(root) / "views"
-    assert any(path.is_file() for path in views.rglob("*"))
+    views = store_of(root) / "open"
+    assert [path.stat().st_size for path in views.glob("*/views/*/*")] == [1 << 20]
     fs.discard(view)
 
-    assert not any(path.is_file() for path in views.rglob("*"))
+    assert not list(views.glob("*/views/*"))
 
 
 # Killed processes

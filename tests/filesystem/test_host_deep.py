@@ -90,9 +90,9 @@ def test_a_failing_command_that_nests_directories_leaves_nothing_behind(root: Pa
         for _ in range(2):
             with pytest.raises(CommandFailed, match="ended with 3"):
                 fs.run([*NEST, "3"], check=True)
-        commands = fs.store / "commands"
+        left = fs.store / "open"
 
-    assert os.listdir(commands) == []
+    assert os.listdir(left) == []
     assert sorted(os.listdir(root)) == ["a"]
 
 
@@ -100,7 +100,7 @@ def test_what_a_killed_process_left_nested_does_not_keep_a_directory_from_being_
     root: Path,
 ) -> None:
     with HostFilesystem(root) as fs:
-        left = fs.store / "commands" / "0123"
+        left = fs.store / "open" / "0123"
     left.mkdir(parents=True)
     nest(left)
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_removed_does_not_keep_commands_from_running(
 ) -> None:
     """A mount in the way is never emptied; it is only said that it is there."""
     with HostFilesystem(root) as fs:
-        left = fs.store / "commands" / "0123"
+        left = fs.store / "open" / "0123"
     left.mkdir(parents=True)
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -148,9 +148,9 @@ def test_what_cannot_be_swept_is_told_and_the_rest_is_swept(
         monkeypatch.setattr(overlay.Overlay, "discard", fail_twice)
         for _ in range(3):
             fs.run("true")
-        commands = fs.store / "commands"
+        left = fs.store / "open"
 
-    assert len(os.listdir(commands)) == 2
+    assert len(list(left.glob("*/commands/*"))) == 2
     assert caplog.text.count("could not be removed: too deep") == 2
 
 

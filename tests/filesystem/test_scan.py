@@ -23,6 +23,7 @@ from trees import ON_DISK, elsewhere, has_xattrs, look, put
 
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem import HostFilesystem, overlay
+from weakincentives.filesystem.scan import Noted
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
 
@@ -568,3 +569,70 @@ def test_reverting_leaves_what_a_person_put_into_a_directory_that_a_program_made
     assert (root / "out/mine").read_text() == "a person's"
     assert not (root / "out/x").exists()
     assert any("out/mine" in sentence for sentence in told)
+
+
+# What was noted before
+
+
+def adopted(fs: HostFilesystem, noted: Noted) -> tuple[str, ...]:
+    """Commit what has changed since the files were noted; returns the paths."""
+    with fs.gate:
+        view = fs.fork_in_place()
+        view.expect_external(noted)
+        changed = view.changed_here()
+        fs.merge(view)
+    return changed
+
+
+def test_changes_since_files_were_noted_belong_to_a_call_of_a_later_process(root: Path):
+    with HostFilesystem(root) as fs:
+        fs.note_files()
+    before = look(root)
+    shell(root, "echo new > a.txt; rm -r dir; mkdir more; echo m > more/m; rm link")
+
+    with HostFilesystem(root) as fs:
+        adopted(fs, Noted())
+        fs.undo(fs.history()[-1].call_id)
+
+    assert look(root) == before
+
+
+def test_of_one_path_only_its_change_belongs_to_the_call(root: Path):
+    with HostFilesystem(root) as fs:
+        fs.note_files()
+    shell(root, "mkdir -p new/er; echo n > new/er/n.txt; echo by someone else > dir/b.txt")
+
+    with HostFilesystem(root) as fs:
+        assert adopted(fs, Noted(("new", "er", "n.txt"))) == ("new", "new/er", "new/er/n.txt")
+        fs.undo(fs.history()[-1].call_id)
+
+    assert not (root / "new").exists()
+    assert (root / "dir/b.txt").read_text() == "by someone else\n"
+
+
+def test_where_nothing_was_noted_no_file_is_taken_for_new(root: Path):
+    with HostFilesystem(root) as fs:
+        assert adopted(fs, Noted()) == ()
+        assert fs.history() == ()
+
+
+def test_a_killed_call_that_adopts_changes_is_rolled_back_to_what_was_noted(root: Path):
+    with HostFilesystem(root) as fs:
+        fs.note_files()
+    before = look(root)
+    shell(root, "echo new > a.txt; rm dir/b.txt")
+    script = (
+        "import os, sys\n"
+        "from weakincentives.filesystem import HostFilesystem\n"
+        "from weakincentives.filesystem.scan import Noted\n"
+        "fs = HostFilesystem(sys.argv[1])\n"
+        "fs.gate.__enter__()\n"
+        "fs.fork_in_place().expect_external(Noted())\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(root)], check=True)
+
+    with HostFilesystem(root) as fs:
+        assert fs.recovered == ()
+
+    assert look(root) == before

@@ -24,7 +24,7 @@ from weakincentives.errors import (
     StoreRefused,
     WinkError,
 )
-from weakincentives.filesystem import HostFilesystem, WorkspaceHistory, adopt_store
+from weakincentives.filesystem import HostFilesystem, Limits, WorkspaceHistory, adopt_store
 from weakincentives.filesystem import history as history_module
 from weakincentives.runtime import OutcomeLedger, SavedSession, Session
 
@@ -494,13 +494,26 @@ def test_one_damaged_file_changes_nothing_in_the_workspace_and_later_calls_work(
 def test_leftovers_of_killed_processes_are_removed_when_the_workspace_is_opened(root: Path):
     store = used(root)
     (store / "objects" / "new-0123456789abcdef").write_text("half")
-    (store / "probe-0123456789abcdef" / "upper").mkdir(parents=True)
+    probe = store / "probe-0123456789abcdef"
+    (probe / "upper").mkdir(parents=True)
+    os.utime(probe, (0, 0))
+    left = store / "open" / "0123456789abcdef" / "commands" / "one"
+    left.mkdir(parents=True)
     (store / "root.new").write_text("half")
     (store / "rooms.new").write_text("half")
     HostFilesystem(root).close()
 
-    left = {path.name for path in store.rglob("*")}
-    assert not {name for name in left if name.startswith(("new-", "probe-")) or ".new" in name}
+    names = {path.name for path in store.rglob("*")}
+    assert not {name for name in names if name.startswith(("new-", "probe-")) or ".new" in name}
+    assert list((store / "open").iterdir()) == []
+
+
+def test_a_trial_of_an_overlay_by_another_process_stays(root: Path):
+    store = used(root)
+    (store / "probe-0123456789abcdef").mkdir()
+    HostFilesystem(root).close()
+
+    assert (store / "probe-0123456789abcdef").exists()
 
 
 def test_an_error_while_trimming_costs_no_call_anything(
@@ -528,7 +541,6 @@ def test_trimming_reads_and_forgets_no_more_than_a_few_entries_a_call(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """However many there are; and in the end there are no more than allowed, nor their contents."""
-    monkeypatch.setattr(history_module, "MAX_ENTRIES", 100)
     monkeypatch.setattr(history_module, "TRIMMED_AT_ONCE", 8)
     read = history_module.read_journal
     reads = 0
@@ -540,7 +552,7 @@ def test_trimming_reads_and_forgets_no_more_than_a_few_entries_a_call(
 
     monkeypatch.setattr(history_module, "read_journal", counted)
     most = 0
-    with HostFilesystem(root) as fs:
+    with HostFilesystem(root, history_limit=Limits(count=100)) as fs:
         for number in range(200):
             reads = 0
             fs.write("a.txt", f"{number}\n")

@@ -8,6 +8,11 @@ load_lazily(__name__)
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.base import Filesystem as Filesystem
+    from weakincentives.filesystem.branch_history import BranchHistory as BranchHistory
+    from weakincentives.filesystem.branches import Branch as Branch
+    from weakincentives.filesystem.branches import BranchInfo as BranchInfo
+    from weakincentives.filesystem.branches import branches_of as branches_of
+    from weakincentives.filesystem.branches import drop_branch as drop_branch
     from weakincentives.filesystem.commands import CommandResult as CommandResult
     from weakincentives.filesystem.diffs import FileChange as FileChange
     from weakincentives.filesystem.disk import HostFilesystem as HostFilesystem
@@ -15,7 +20,11 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.history import Committed as Committed
     from weakincentives.filesystem.history import adopt_store as adopt_store
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
+    from weakincentives.filesystem.past import FilesAt as FilesAt
     from weakincentives.filesystem.paths import FileStat as FileStat
     from weakincentives.filesystem.paths import GrepMatch as GrepMatch
+    from weakincentives.filesystem.prune import Pruned as Pruned
+    from weakincentives.filesystem.store import Limits as Limits
+    from weakincentives.filesystem.store import present_in as present_in
     from weakincentives.filesystem.undo import CallChanges as CallChanges
     from weakincentives.filesystem.undo import WorkspaceHistory as WorkspaceHistory

@@ -65,6 +65,10 @@ READ_FOR_MARKS = 32 << 20
 """Bytes to read at commit so that undo can compare contents. Beyond this limit a file counts as
 changed as soon as its change time differs."""
 
+KEPT_FILE, KEPT, KEPT_FILES = 1 << 20, 16 << 20, 500
+"""Bytes of one file, and bytes and number of all files, whose content a commit keeps as it left
+them: so later edits by someone else do not hide what the call wrote."""
+
 COPIED_WHEN_MOVED = 8 << 20
 """Moved files up to this size are copied, so that rollback also undoes later edits."""
 
@@ -93,6 +97,9 @@ class Changes:
         """The mount of each directory, cached until the next savepoint."""
         self._written: dict[int, Entry] = {}
         """Files written in this transaction, by inode."""
+        self._contents: dict[str, bytes] = {}
+        """Their contents by digest, as far as they are small."""
+        self._kept = 0
         self._has_programs = False
         """Whether other programs change files in this transaction."""
         self._safe_until = 0
@@ -118,6 +125,14 @@ class Changes:
             after = self.records[-1].after
             if after is not None:
                 self._written[after.ino] = after._replace(xattrs=xattrs)
+                self._keep(digest, data)
+
+    def _keep(self, digest: str, data: bytes) -> None:
+        """Remember a content until the commit."""
+        fits = len(data) <= KEPT_FILE and self._kept + len(data) <= KEPT
+        if fits and len(self._contents) < KEPT_FILES and digest not in self._contents:
+            self._contents[digest] = data
+            self._kept += len(data)
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Move the file at ``source`` to the path, with all its attributes."""
@@ -343,8 +358,13 @@ class Changes:
             self._write_through(self.records)
         if self.scratches.made and self._copy_saved() and self.store.safe:
             sync_all(self.store.tx_fd)
-        serial = self.history.add(self.records, call, self._left_now(), self.tree, undoes)
+        left = self._left_now()
+        needed = {each.digest for each in left.values() if each is not None}
+        kept = {digest: data for digest, data in self._contents.items() if digest in needed}
+        serial = self.history.add(self.records, call, left, self.tree, undoes, kept)
         self.records = []
+        self._contents.clear()
+        self._kept = 0
         self._sweep()
         self.scratches.leave()
         self._forget()
@@ -430,9 +450,21 @@ class Changes:
                 continue
             cost = entry.size + 4096
             with contextlib.suppress(OSError):
-                left[parts] = capture(self.tree, parts, read=budget > cost)
+                left[parts] = self._captured(parts, read=budget > cost)
             budget -= cost if budget > cost else 0
         return left
+
+    def _captured(self, parts: Parts, *, read: bool) -> Entry | None:
+        """Return the entry at a path; of a file that is read, keep the content."""
+        entry = capture(self.tree, parts)
+        if entry is None or not read:
+            return entry
+        if entry.kind != "file" or entry.size > KEPT_FILE or len(self._contents) >= KEPT_FILES:
+            return capture(self.tree, parts, read=True)
+        data = self.tree.read(parts)[0]
+        digest = hashlib.sha256(data).hexdigest()
+        self._keep(digest, data)
+        return entry._replace(digest=digest)
 
     # Making one change
 

@@ -13,16 +13,21 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import CommandFailed, FilesystemError
-from weakincentives.filesystem.overlay import Overlay, Process, Started, Way, find_way
+from weakincentives.filesystem.overlay import (
+    LIFELINE,
+    Overlay,
+    Process,
+    Started,
+    Way,
+    find_way,
+)
 from weakincentives.filesystem.paths import shown
 from weakincentives.filesystem.store import Store
-from weakincentives.filesystem.tree import remove_tree
 from weakincentives.locks import undisturbed
 
 logger = logging.getLogger("weakincentives.filesystem")
@@ -48,6 +53,15 @@ exec 3>&2 4<&0 5<"$1" 2>/dev/null
 shift
 { read -r _ <&4; kill -KILL 0; } >/dev/null 3>&- 5<&- &
 (exec "$@") <&5 2>&3 3>&- 4<&- 5<&-
+"""
+
+# The same for a program that has our input and output, and so is in our process group: only the
+# program itself can be killed. Who watches over it is not its child.
+ATTACHED = """
+exec 4<"$1"
+shift
+( { read -r _ <&4 || kill -KILL $$; } >/dev/null 2>&1 & )
+exec "$@" 4<&-
 """
 
 KILLED = 128 + signal.SIGKILL
@@ -129,7 +143,7 @@ def _collect(
     with selectors.DefaultSelector() as selector, process.exited() as exited:
         if exited is not None:
             selector.register(exited, selectors.EVENT_READ)
-        for stream, output in zip(process.streams, outputs, strict=True):
+        for stream, output in zip(process.streams, outputs, strict=False):
             selector.register(stream, selectors.EVENT_READ, output)
         ending: Ending | None = None
         while ending is None:
@@ -194,6 +208,7 @@ class Command:
     check: bool = False
     watch: Watch | None = None
     start: Start | None = None
+    attached: bool = False
 
     @classmethod
     def of(
@@ -225,15 +240,12 @@ class Commands:
     """The running commands of a workspace."""
 
     def __init__(self, store: Store) -> None:
-        self._folder = store.path / "commands"
+        self._folder = store.own / "commands"
         self._store = store.path
         self._running: dict[Engine, int] = {"overlay": 0, "scan": 0}
         self._ended = threading.Condition()
         self._logged = False
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="wink-sweeper")
-        for folder in (self._folder, store.path / "views"):
-            # Left by a process that was killed: nothing of it has reached the workspace.
-            _discard(folder, partial(remove_tree, folder))
 
     def way(self, workspace: Path) -> Way | str:
         """Return how to run a command over an overlay, or why that is not possible."""
@@ -245,7 +257,7 @@ class Commands:
 
     def begin(self, way: Way, workspace: Path) -> Overlay:
         """Return the overlay for one more command; the workspace must not change until its end."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._count("overlay", 1)
         return Overlay(self._folder / os.urandom(8).hex(), workspace, way)
 
@@ -257,6 +269,33 @@ class Commands:
                 self._sweeper.submit(_discard, overlay.place, overlay.discard)
             except RuntimeError:  # an abandoned call ends its command after everything is closed
                 _discard(overlay.place, overlay.discard)
+
+    @contextlib.contextmanager
+    def attached(self, command: Command, store: Store, workspace: Path) -> Generator[Started]:
+        """Run a program on the workspace itself, with our input and output, during the block.
+
+        Where there are namespaces, everything that it starts is killed with it.
+        """
+        way = find_way(workspace, self._store)
+        with contextlib.ExitStack() as at_end, store.running() as lock:
+            with undisturbed():
+                if isinstance(way, str):
+                    process = _start_attached(command, lock)
+                else:
+                    self._folder.mkdir(mode=0o700, exist_ok=True)
+                    place = Overlay(self._folder / os.urandom(8).hex(), workspace, way)
+                    at_end.callback(_discard, place.place, place.discard)
+                    place.prepare()
+                    process = place.start(
+                        command.words,
+                        directory=command.directory,
+                        env=command.env,
+                        attached=True,
+                        inherited=[lock],
+                        in_place=True,
+                    )
+                at_end.callback(process.end)
+            yield process
 
     @contextlib.contextmanager
     def in_place(self) -> Generator[None]:
@@ -302,7 +341,12 @@ def run_over(overlay: Overlay, command: Command, stopped: Callable[[], bool]) ->
     def start() -> Started:
         if command.start is not None:
             return command.start(overlay, command.stdin, ())
-        return overlay.start(command.words, directory=command.directory, env=command.env)
+        return overlay.start(
+            command.words,
+            directory=command.directory,
+            env=command.env,
+            attached=command.attached,
+        )
 
     result = _run(command, start, overlay.upper, stopped, None)
     if command.start is None and result.returncode != KILLED and not overlay.started:
@@ -322,9 +366,16 @@ def run_plainly(
         def start() -> Started:
             if command.start is not None:
                 return command.start(None, command.stdin, [lock])
+            if command.attached:
+                return _start_attached(command, lock)
             return Process(argv, cwd=command.directory, env=command.env, inherited=[lock])
 
         return _checked(_run(command, start, None, stopped, reason), command)
+
+
+def _start_attached(command: Command, lock: int) -> Process:
+    argv = ["/bin/sh", "-c", ATTACHED, "wink", LIFELINE, *command.words]
+    return Process(argv, cwd=command.directory, env=command.env, inherited=[lock], attached=True)
 
 
 def run_alone(command: Command) -> CommandResult:

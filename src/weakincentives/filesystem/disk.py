@@ -6,12 +6,12 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from weakincentives.call import ToolCall, call_under_way, current_view
 from weakincentives.clock import SYSTEM_CLOCK, Clock
@@ -24,7 +24,7 @@ from weakincentives.errors import (
     ViewClosed,
     WinkError,
 )
-from weakincentives.filesystem.base import Filesystem, Reads, kind_at, reading, worded
+from weakincentives.filesystem.base import Reads, kind_at, worded
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.commands import (
     DEFAULT_OUTPUT_LIMIT,
@@ -36,39 +36,42 @@ from weakincentives.filesystem.commands import (
     run_plainly,
 )
 from weakincentives.filesystem.diffs import Detail, FileChange, all_changed, file_changes
-from weakincentives.filesystem.history import DEFAULT_LIMIT, Committed
+from weakincentives.filesystem.history import Committed
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.layers import (
     Changed,
     Layer,
     Look,
     Node,
+    OnDisk,
     Present,
     names_of,
     walk,
 )
-from weakincentives.filesystem.overlay import Overlay, Step, find_way
+from weakincentives.filesystem.overlay import Overlay, Started, Step, find_way
 from weakincentives.filesystem.paths import (
     BARRED,
     DEFAULT_ROOT,
-    FileStat,
     Parts,
     join_path,
     shown,
     split_root,
 )
 from weakincentives.filesystem.patterns import PathPatterns
-from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.prune import Pruned, prune
+from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
-from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
+from weakincentives.filesystem.undo import WorkspaceHistory, diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
 
+if TYPE_CHECKING:
+    from weakincentives.filesystem.branches import Branch
+
 R = TypeVar("R")
-T = TypeVar("T")
 
 # Errors of a replayed change whose path has changed.
 _NOT_AS_IT_WAS = BARRED | {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR}
@@ -78,20 +81,27 @@ _TICK_NS = 20_000_000
 """How far the times of files may be behind the clock."""
 
 
-class HostFilesystem(Filesystem):
+class HostFilesystem(OnDisk):
     """A :class:`~weakincentives.filesystem.Filesystem` over a real directory.
 
     Every change of a call is journalled beside the directory first, so it can be undone exactly:
-    also after the process was killed, when the directory is opened again. One process at a time
-    can have a directory open.
+    also after the process was killed, when the directory is opened again.
+
+    One process at a time can have a directory open, or any number with ``shared=True``: then calls
+    of all of them run one after the other, and between its calls each sees what the others have
+    committed. A process holds the directory for the time of a call, or of the concurrent calls of a
+    turn, and others wait.
 
     Args:
         root: The directory.
         prefix: The virtual prefix of absolute paths.
         store: Where to keep journal and history; beside the directory by default.
         durability: ``"fast"`` survives a killed process, ``"safe"`` also a loss of power.
-        wait: Seconds to wait for another process that has the directory open.
-        history_limit: Maximum size of the history, in bytes.
+        wait: Seconds to wait for another process. By default there is no wait, except with
+            ``shared`` for the calls of others that share the directory: ten minutes for each.
+        shared: Whether other processes may have the directory open, too, and work on it between the
+            calls of this one.
+        history_limit: Maximum size of the history, in bytes; or its size, count and age.
         unprotected: Globs of paths that may be changed although their names protect them, such as
             ``".git/config"``: see :doc:`security`. One without a slash is a name at any depth.
     """
@@ -108,8 +118,9 @@ class HostFilesystem(Filesystem):
         prefix: str = DEFAULT_ROOT,
         store: str | os.PathLike[str] | None = None,
         durability: Literal["fast", "safe"] = "fast",
-        wait: float = 0.0,
-        history_limit: int = DEFAULT_LIMIT,
+        wait: float | None = None,
+        shared: bool = False,
+        history_limit: int | Limits = HISTORY_LIMITS,
         clock: Clock = SYSTEM_CLOCK,
         unprotected: Sequence[str] = (),
     ) -> None:
@@ -122,6 +133,15 @@ class HostFilesystem(Filesystem):
             raise ValueError(f'durability must be "fast" or "safe", got {durability!r}')
         if not os.path.isdir(root):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", os.fspath(root))
+        path = None if store is None else Path(store)
+        opened = Store(Path(root), path=path, wait=wait, safe=durability == "safe", shared=shared)
+        limits = Limits(size=history_limit) if isinstance(history_limit, int) else history_limit
+        workspace = Workspace(
+            Path(root), opened, limits=limits, clock=clock, unprotected=unprotected
+        )
+        self._set_up(workspace, prefix)
+
+    def _set_up(self, workspace: Workspace, prefix: str) -> None:
         self._prefix = split_root(prefix)
         self.read_only: str | None = None
         self.call: ToolCall | None = None
@@ -132,11 +152,7 @@ class HostFilesystem(Filesystem):
         self._parent: HostFilesystem | None = None
         self._ended = False
         """Whether a view was merged or discarded."""
-        path = None if store is None else Path(store)
-        opened = Store(Path(root), path=path, wait=wait, safe=durability == "safe")
-        self._workspace = workspace = Workspace(
-            Path(root), opened, limit=history_limit, clock=clock, unprotected=unprotected
-        )
+        self._workspace = workspace
         self._real = workspace.tree.spellings
         self._read_lock = workspace.lock
         self._look = workspace.disk
@@ -154,18 +170,26 @@ class HostFilesystem(Filesystem):
         """Held by the call that works in place; others wait."""
         return self._workspace.gate
 
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The ids of other processes that have the directory open now."""
+        return self._workspace.store.others()
+
     def close(self) -> None:
         """Undo the open transaction, and release the directory. May be called again."""
         workspace = self._workspace
         if not workspace.closing.alive:
             return
         with workspace.lock:
-            if workspace.in_place is not None and workspace.store.pid == os.getpid():
+            store = workspace.store
+            if workspace.in_place is not None and store.pid == os.getpid() and store.lock.is_held:
                 workspace.roll_back(workspace.in_place)
             workspace.history.journal.close()
+            if workspace.store.pid == os.getpid():
+                workspace.history.compress_new()
             workspace.closing()
 
-    def __enter__(self) -> HostFilesystem:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,13 +208,6 @@ class HostFilesystem(Filesystem):
         A private view shows the directory as it was, and the view's own changes.
         """
         return current_view(self)._reads is None
-
-    @reading
-    def unnamed(self, path: str = ".") -> tuple[str, ...]:
-        """Return the names in a directory that are not UTF-8, escaped: no path can name them."""
-        where = self._directory(self._parts(path))
-        names = (os.fsencode(name) for name, _ in self._look.nodes(where) if not _is_text(name))
-        return tuple(sorted(ascii(name.decode("latin-1"))[1:-1] for name in names))
 
     def behind_links(self, patterns: Sequence[str]) -> frozenset[Parts]:
         """Return the targets, below the root, of links at paths that match some patterns.
@@ -227,20 +244,8 @@ class HostFilesystem(Filesystem):
             found |= links
         return frozenset(found)
 
-    def _stat(self, path: str, node: Node) -> FileStat:
-        return FileStat(
-            path=path,
-            kind=node.kind,
-            size=node.size if node.kind == "file" else 0,
-            modified=node.mtime_ns / 1e9,
-            readonly=node.readonly,
-        )
-
     def _below_root(self, target: str) -> list[str] | None:
         return self._workspace.tree.below_root(target)
-
-    def _shown(self, entries: Sequence[tuple[str, T]]) -> Sequence[tuple[str, T]]:
-        return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
 
     def _holds_readonly(self, where: Parts) -> bool:
         return any(node.readonly for _, node in walk(self._look, [where]))
@@ -269,6 +274,7 @@ class HostFilesystem(Filesystem):
             raise ViewClosed("this filesystem belongs to the process that opened it")
         if not self._workspace.closing.alive:
             raise ViewClosed("this filesystem was closed")
+        self._workspace.check_held()
 
     # Changing
 
@@ -338,17 +344,23 @@ class HostFilesystem(Filesystem):
         """Return when no command changes the directory itself any more."""
 
     def snapshot_here(self) -> object:
-        with self._lock:
+        with self._workspace.lock, self._lock:
             return self._workspace.place()
 
     def restore_here(self, token: object) -> None:
-        with self._workspace.lock, self._lock:
+        with self._workspace.alone(), self._workspace.lock, self._lock:
             self._restore(token)
 
     def _restore(self, token: object) -> None:
         place = self._own_place(token)
         if place.expired:
             raise SnapshotExpired("an older snapshot was restored since this one was taken")
+        history = self._workspace.history
+        if not history.own.issuperset(range(place.serial + 1, history.last + 1)):
+            raise SnapshotExpired(
+                "other processes have changed the directory since this snapshot was taken, and"
+                " restoring it would undo that, too: undo your own calls with `undo`"
+            )
         for other in self._workspace.places:
             other.expired = other.expired or other.serial > place.serial
         self._go_back(place.serial)
@@ -367,7 +379,7 @@ class HostFilesystem(Filesystem):
         """
         workspace = self._workspace
         with workspace.lock, self._lock:
-            return _PrivateView(self, workspace.forked(), workspace.place())
+            return PrivateView(self, workspace.forked(), workspace.place())
 
     def fork_in_place(self) -> HostFilesystem:
         """Return a view that changes the directory itself, journalled; within one, a savepoint.
@@ -402,7 +414,7 @@ class HostFilesystem(Filesystem):
         self._check_own(view)
         view.seal("this view was discarded")
         view._await_programs()
-        with self._workspace.lock, view._lock:
+        with self._workspace.alone(), self._workspace.lock, view._lock:
             if view._ended:
                 return ()
             left = view._undo_all()
@@ -468,6 +480,7 @@ class HostFilesystem(Filesystem):
         check: bool = False,
         watch: Watch | None = None,
         start: Start | None = None,
+        attached: bool = False,
     ) -> CommandResult:
         """Run a command in the directory; its changes are committed or undone with the call.
 
@@ -491,6 +504,9 @@ class HostFilesystem(Filesystem):
             watch: Called repeatedly while the command runs; it returns why to kill the command,
                 or None.
             start: Starts the command, in place of this process: sandboxes use it.
+            attached: Give it this process's own input and output, and so the terminal; ``stdin``
+                and ``output_limit`` then mean nothing. Without an overlay, processes that it leaves
+                behind are not killed.
         """
         command = Command.of(
             argv,
@@ -501,8 +517,22 @@ class HostFilesystem(Filesystem):
             check=check,
             watch=watch,
             start=start,
+            attached=attached,
         )
         return current_view(self)._run(command, cwd)
+
+    def program(
+        self, argv: Sequence[str], *, cwd: str = ".", env: Mapping[str, str] | None = None
+    ) -> contextlib.AbstractContextManager[Started]:
+        """Run a program on the directory itself, with our input and output, during the block.
+
+        It works across calls: what it changes belongs to the call that expects it, see
+        ``expect_external``. If it still runs at the end of the block, it is killed.
+        """
+        directory = self.root.joinpath(*self._directory(self._parts(cwd)))
+        command = Command.of(argv, directory=directory, env=env)
+        workspace = self._workspace
+        return workspace.commands.attached(command, workspace.store, self.root)
 
     def _run(self, command: Command, cwd: str) -> CommandResult:
         with self._workspace.turn():
@@ -515,12 +545,28 @@ class HostFilesystem(Filesystem):
             self.merge(view)
             return result
 
-    def expect_external(self) -> None:
+    def expect_external(self, noted: Noted | None = None) -> None:
         """Expect other programs to change the directory until this view is merged or discarded.
 
-        Their changes are then found, and committed or undone with the call.
+        Their changes are then found, and committed or undone with the call. With ``noted``, so is
+        what they have changed since ``note_files``, as far as it says.
         """
         raise ValueError("only a call that works in place can start programs of its own")
+
+    def note_files(self) -> None:
+        """Note how all files are, also for a later process: see ``expect_external``."""
+        workspace = self._workspace
+        with workspace.turn(), workspace.lock:
+            self.check_writable("note_files")
+            workspace.external.manifest.refresh(workspace.tree)
+
+    def external_changes(self) -> object:
+        """Return what other programs have changed in this call, as a value that equals another
+        one if nothing has changed in between; it is false if nothing was changed.
+        """
+        workspace = self._workspace
+        with workspace.lock, self._lock:
+            return workspace.external.manifest.state_of_changes(workspace.tree)
 
     # History
 
@@ -528,8 +574,12 @@ class HostFilesystem(Filesystem):
         """Return the calls that changed files and can be undone, oldest first."""
         workspace = self._workspace
         with workspace.lock:
-            history = workspace.history
+            history = workspace.seen_anew()
             return tuple(delta.committed for delta in history.readable(history.serials()))
+
+    def newest_first(self) -> Iterator[Committed]:
+        """Yield the calls of ``history``, newest first; costs those consumed."""
+        return WorkspaceHistory(self.root, store=self.store).newest_first()
 
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a patch for ``git apply``.
@@ -538,15 +588,17 @@ class HostFilesystem(Filesystem):
         """
         workspace = self._workspace
         with workspace.lock:
-            return diff_of(workspace.history, [self._serial_of(call_id)], workspace.disk)
+            history = workspace.seen_anew()
+            return diff_of(history, [self._serial_of(call_id)], workspace.disk)
 
     def changed_since(self, token: object) -> tuple[str, ...]:
         """Return the paths that calls have changed since a snapshot, sorted.
 
         A directory that was moved stands for everything in it.
         """
-        serial, history = self._own_place(token).serial, self._workspace.history
+        serial = self._own_place(token).serial
         with self._workspace.lock:
+            history = self._workspace.seen_anew()
             deltas = history.readable(history.after(serial))
             return tuple(sorted({path for delta in deltas for path in delta.committed.paths}))
 
@@ -557,32 +609,82 @@ class HostFilesystem(Filesystem):
         into the store. Returns a sentence for each such path.
         """
         self._check_has_history()
-        with self._workspace.lock, self._lock:
+        with self._turn(), self._workspace.lock, self._lock:
             self.check_writable("revert_to")
             return self._go_back(self._serial_of(call_id))
 
-    def undo(self, *call_ids: str, force: bool = False) -> tuple[str, ...]:
+    def undo(
+        self,
+        *calls: str | Committed,
+        force: bool = False,
+        leave_edits: bool = False,
+        call: ToolCall | None = None,
+    ) -> tuple[str, ...]:
         """Undo some calls and nothing else, all of them or none; that is itself in the history.
 
         Returns a sentence for each thing that is not as it was before the calls, such as a
         directory that now holds other files, too.
 
+        Args:
+            calls: Their ids, or entries of the history: an id stands for its newest entry.
+            force: Replace what has changed since; what it was is then in the history.
+            leave_edits: Leave files alone that someone other than a call has changed since; what
+                would have replaced them is put into the store.
+            call: The call that undoes them, for the history.
+
         Raises:
-            UndoRefused: Something has changed since these calls. ``force`` replaces it; what it
-                was is then in the history.
+            UndoRefused: Something has changed since these calls.
         """
         self._check_has_history()
         workspace = self._workspace
-        with workspace.lock, self._lock, workspace.history.keeping():
+        with self._turn(), workspace.lock, self._lock, workspace.history.keeping():
             self.check_writable("undo")
-            serials = self._serials_of(call_ids)
+            serials = self._serials_of(calls)
             if not serials:
                 return ()
 
             def act() -> tuple[str, ...]:
-                return undo_calls(self._open_changes, workspace.history, serials, force=force)
+                return undo_calls(
+                    self._open_changes,
+                    workspace.history,
+                    serials,
+                    force=force,
+                    leave_edits=leave_edits,
+                )
 
-            return self._atomically(act, call_under_way(), call_ids)
+            undoes = [each if isinstance(each, str) else each.call_id for each in calls]
+            return self._atomically(act, call or call_under_way(), undoes)
+
+    def transact(self, act: Callable[[Changes], R], call: ToolCall) -> R:
+        """Make changes in one transaction: that of the call under way, or one of their own."""
+        self._check_has_history()
+        workspace = self._workspace
+        with self._turn(), workspace.lock, self._lock:
+            self.check_writable(call.name)
+            return self._atomically(lambda: act(self._open_changes), call_under_way() or call)
+
+    def branch(self, name: str = "", **options: Any) -> Branch:
+        """Make a branch of this directory: see :class:`~weakincentives.filesystem.Branch`."""
+        from weakincentives.filesystem.branches import Branch
+
+        options.setdefault("prefix", f"/{join_path(self._prefix)}")
+        options.setdefault("unprotected", self.reserved.unprotected)
+        return Branch.create(self.root, name, store=self.store, **options)
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block that begins when no call works in place; a call's own view is inside."""
+        return self._workspace.turn()
+
+    def prune(self, limits: Limits, *, left_too: bool = False) -> Pruned:
+        """Remove the oldest calls beyond some limits and unused contents; compress the others.
+
+        With ``left_too``, also remove old content that could not be restored once.
+        """
+        self._check_has_history()
+        workspace = self._workspace
+        with workspace.turn(), workspace.lock, self._lock:
+            self.check_writable("prune")
+            return prune(workspace.history, workspace.external, limits, left_too=left_too)
 
     def _check_has_history(self) -> None:
         """Raise ValueError in a private view."""
@@ -590,9 +692,10 @@ class HostFilesystem(Filesystem):
     def _serial_of(self, call_id: str) -> int:
         return self._serials_of([call_id])[0]
 
-    def _serials_of(self, call_ids: Sequence[str]) -> list[int]:
+    def _serials_of(self, calls: Sequence[str | Committed]) -> list[int]:
         """Return the newest serial of each call."""
-        history, missing = self._workspace.history, set(call_ids)
+        history = self._workspace.history
+        missing = {each for each in calls if isinstance(each, str)}
         found: dict[str, int] = {}
         for serial in reversed(history.serials()) if missing else ():
             for delta in history.readable([serial]):
@@ -602,7 +705,7 @@ class HostFilesystem(Filesystem):
                 break
         if missing:
             raise LookupError(f"the history has no call {min(missing)!r}")
-        return [found[call_id] for call_id in call_ids]
+        return [found[each] if isinstance(each, str) else each.serial for each in calls]
 
     def _go_back(self, serial: int) -> tuple[str, ...]:
         history = self._workspace.history
@@ -642,6 +745,9 @@ class _View(HostFilesystem):
     ) -> R:
         return self._step(do)
 
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def _is_sealed(self) -> bool:
         return self._sealed is not None
 
@@ -673,11 +779,12 @@ class _View(HostFilesystem):
     def _run_over(self, command: Command, overlay: Overlay) -> CommandResult:
         """Run a command over an overlay, and make its changes this view's changes."""
         try:
-            overlay.prepare(command.stdin)
-            self._cover(overlay)
-            began_ns = self._workspace.now_ns()
-            result = run_over(overlay, command, self._is_sealed)
-            steps = overlay.steps(self._workspace.tree) if result.kept else []
+            with self._workspace.steady():
+                overlay.prepare(command.stdin)
+                self._cover(overlay)
+                began_ns = self._workspace.now_ns()
+                result = run_over(overlay, command, self._is_sealed)
+                steps = overlay.steps(self._workspace.tree) if result.kept else []
             if steps and self.read_only is not None:
                 raise ReadOnlyView(self.read_only)
             if steps or self._is_sealed():
@@ -884,10 +991,10 @@ class _ViewInPlace(_View):
                     with self._lock, workspace.external.undoing(changes):
                         changes.undo_since(index)
 
-    def expect_external(self) -> None:
+    def expect_external(self, noted: Noted | None = None) -> None:
         with self._workspace.lock, self._lock:
             self.check_writable("expect_external")
-            self._workspace.expect_programs(self._changes)
+            self._workspace.expect_programs(self._changes, noted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -900,7 +1007,7 @@ class _Staged:
     """The snapshot it was forked from; None for a view of a private view."""
 
 
-class _PrivateView(_View):
+class PrivateView(_View):
     """A view whose changes are invisible to others until it is merged."""
 
     def __init__(self, parent: HostFilesystem, base: Look, place: Place | None) -> None:
@@ -910,6 +1017,7 @@ class _PrivateView(_View):
         self._reads = Reads()
         self._place = place
         self._began_ns = workspace.now_ns() if place is not None else 0
+        """When it was forked; 0 for a view of a view, which is checked when that is merged."""
         workspace.private.add(self)
 
     def _step(self, do: Callable[[], R]) -> R:
@@ -943,13 +1051,13 @@ class _PrivateView(_View):
 
     def fork(self) -> HostFilesystem:
         with self._workspace.lock, self._lock:
-            return _PrivateView(self, self._staging.layer, None)
+            return PrivateView(self, self._staging.layer, None)
 
     def fork_in_place(self) -> HostFilesystem:
         raise ValueError("a private view cannot be worked on in place")
 
     def _check_merge(self, parent: HostFilesystem) -> None:
-        onto = parent._staging.layer if isinstance(parent, _PrivateView) else None
+        onto = parent._staging.layer if isinstance(parent, PrivateView) else None
         if self._reads is not None:
             self._staging.check_conflicts(self._reads, onto, parent._look)
 
@@ -962,7 +1070,7 @@ class _PrivateView(_View):
             parent._reads.include(self._reads)
         if not staging.changed:
             return
-        if self._reads is not None and not isinstance(parent, _PrivateView):
+        if self._reads is not None and self._began_ns:
             self._check_people(self._reads.touched)
         if self._sealed is not None:
             # Its call has ended: nobody needs the state before the commit, which costs much.
@@ -981,8 +1089,7 @@ class _PrivateView(_View):
         """Raise MergeConflict if a file that was read or changed here was changed on disk, too."""
         disk, written = self._workspace.disk, self._staging.written
         tops = [each for each in touched if each in written or kind_at(disk, each) != "directory"]
-        base = self._staging.base
-        ours = base.changed() if isinstance(base, Present) else Changed(set(), set())
+        ours = self._changed_by_calls()
 
         def is_ours(parts: Parts, node: Node) -> bool:  # compared with what the view has read
             return node.file in ours.files or any(
@@ -992,6 +1099,11 @@ class _PrivateView(_View):
         names = self._changed_meanwhile(tops, self._began_ns, is_ours)
         if names:
             raise MergeConflict(f"Changed by someone else in the meantime: {_some(names)}", names)
+
+    def _changed_by_calls(self) -> Changed:
+        """Return what other calls have changed since the fork."""
+        base = self._staging.base
+        return base.changed() if isinstance(base, Present) else Changed(set(), set())
 
     def _undo_all(self) -> tuple[str, ...]:
         self._workspace.private.discard(self)
@@ -1024,10 +1136,6 @@ def _have_changed(records: Iterable[Record], parts: Parts) -> bool:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(shown, names[:5])) + more
-
-
-def _is_text(name: str) -> bool:
-    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -17,16 +20,21 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from weakincentives import locks
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK, Clock
-from weakincentives.errors import HistoryDamaged, StoreRefused
+from weakincentives.errors import (
+    ContentDamaged,
+    HistoryDamaged,
+    StoreRefused,
+    WorkspaceLocked,
+)
 from weakincentives.filesystem.entry import (
     Entry,
     apply_entry,
     capture,
+    checked_digest,
     copy_content,
     copy_exactly,
     digest_of,
@@ -36,6 +44,8 @@ from weakincentives.filesystem.journal import JOURNAL, Journal, Record, no_links
 from weakincentives.filesystem.paths import Parts, join_path
 from weakincentives.filesystem.scratch import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
+    HISTORY_LIMITS,
+    Limits,
     Note,
     Objects,
     Source,
@@ -43,18 +53,18 @@ from weakincentives.filesystem.store import (
     checked_parts,
     left_in,
     location_of,
+    may_compress,
     open_store,
-    take_store_lock,
+    present_in,
     write_note,
     write_whole,
 )
-from weakincentives.filesystem.tree import Held, Tree, remove_tree
-from weakincentives.state import Seals
+from weakincentives.filesystem.tree import Held, Tree, remove_tree, write_all
+from weakincentives.gate import ProcessLock
+from weakincentives.state import SEAL_SIZE, Seals
 
 logger = logging.getLogger("weakincentives.filesystem")
 
-DEFAULT_LIMIT = 256 << 20
-MAX_ENTRIES = 10_000
 MAX_KEPT = 100_000
 """Records in memory, of about one kilobyte each, while the history is read."""
 
@@ -86,6 +96,63 @@ class Delta:
     records: tuple[Record, ...]
     after: Mapping[Parts, Entry | None]
     """The entry at each path at commit."""
+    kept: Mapping[str, bytes | None]
+    """Contents that the call left, by digest; None for those among the objects."""
+
+
+class References:
+    """What needs calls or objects of the history, besides the history itself.
+
+    Asked before anything is removed. Whatever else refers to them on disk or in memory adds a
+    function here.
+    """
+
+    def __init__(self) -> None:
+        self.serials: list[Callable[[], int | None]] = []
+        """Each returns the call after which nothing may be removed; None if it needs none."""
+        self.digests: list[Callable[[], Iterable[str]]] = []
+        """Each returns the objects that it needs."""
+
+    def oldest(self) -> int | None:
+        """Return the call after which nothing may be removed; None if none is needed."""
+        found = [serial for each in self.serials if (serial := each()) is not None]
+        return min(found, default=None)
+
+    def objects(self) -> set[str]:
+        """Return the digests of the needed objects."""
+        return {digest for each in self.digests for digest in each()}
+
+
+BRANCHES = "branches"
+"""The folder with the branches of a workspace, each with a file ``log``."""
+
+
+class _Bases:
+    """The call that the oldest branch of a workspace begins at: its base needs all later ones."""
+
+    def __init__(self, store: Path) -> None:
+        self._folder = store / BRANCHES
+        self._known: tuple[int, int | None] = (0, None)
+
+    def __call__(self) -> int | None:
+        try:
+            changed = os.stat(self._folder).st_mtime_ns
+        except FileNotFoundError:
+            return None
+        if changed != self._known[0]:
+            found = (self._base(name) for name in os.listdir(self._folder))
+            bases = [base for base in found if base is not None]
+            self._known = changed, min(bases, default=None)
+        return self._known[1]
+
+    def _base(self, name: str) -> int | None:
+        # The seal is not checked: a planted branch can only keep calls from being removed.
+        with (
+            contextlib.suppress(OSError, ValueError, LookupError, TypeError),
+            open(self._folder / name / "log", "rb", opener=no_links) as file,
+        ):
+            return int(json.loads(file.readline()[SEAL_SIZE + 1 :])["base"])
+        return None
 
 
 class Past:
@@ -96,9 +163,15 @@ class Past:
 
     def __init__(self, store: Path, seals: Seals, *, room: int = 0) -> None:
         self.objects = Objects(store / "objects")
+        self.references = References()
+        self.references.serials.append(_Bases(store))
         self._path = store / "history"
         self._seals = seals
         self._sizes: dict[int, int] | None = None
+        """The size of each entry, oldest first."""
+        self._total: int | None = None
+        self._timed = (0, 0.0)
+        """A serial and its time: each commit asks for that of the oldest."""
         self._last = 0
         self._logged: set[int] = set()
         self._kept: dict[int, Delta] = {}
@@ -199,15 +272,104 @@ class Past:
             size=meta["size"],
             undoes=tuple(meta.get("undoes", ())),
         )
-        return Delta(committed, changes, _after(meta))
+        kept = {
+            checked_digest(digest): None if text is None else base64.b64decode(text)
+            for digest, text in meta.get("kept", {}).items()
+        }
+        return Delta(committed, changes, _after(meta), kept)
+
+    def left(self, delta: Delta, entry: Entry) -> bytes:
+        """Return the content of a file as a call left it.
+
+        Raises:
+            FileNotFoundError: It was not kept.
+        """
+        digest = entry.digest or ""
+        data = delta.kept.get(digest)
+        if data is None:
+            return self.objects.read(digest)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ContentDamaged(errno.EBADMSG, "its saved content is damaged")
+        return data
+
+    def moment(self, serial: int) -> int:
+        """Return when a call was committed, by the clock that files have, in nanoseconds."""
+        return os.stat(self._file(serial)).st_mtime_ns
 
     def trees(self, serial: int) -> Path:
         """Return the folder with the directories that a call removed."""
         return self._path / f"{serial:012d}.trees"
 
+    def refresh(self) -> None:
+        """Read again which calls there are: another process may have committed or trimmed some."""
+        self._sizes = None
+
+    def changed_at(self) -> tuple[int, int]:
+        """Return a value that is another one after every commit and trim."""
+        changed = size = 0
+        with contextlib.suppress(FileNotFoundError):
+            changed = os.stat(self._path).st_mtime_ns
+            # Two commits may have the same time: it advances by milliseconds.
+            size = os.stat(self._path / INDEX).st_size
+        return changed, size
+
+    def index(self) -> Mapping[int, Touched]:
+        """Return the paths that each call changed, without reading what it changed there."""
+        found: dict[int, Touched] = {}
+        for values in self._index_lines():
+            with contextlib.suppress(ValueError, TypeError):
+                serial, paths, moves = values
+                moved = tuple((str(origin), str(path)) for origin, path in moves)
+                found[int(serial)] = Touched(None if paths is None else frozenset(paths), moved)
+        return found
+
+    def beyond(self, limits: Limits, now: float) -> Iterator[int]:
+        """Yield the calls that exceed some limits, oldest first; none that something needs."""
+        sizes = self._known()
+        if self._total is None:
+            self._total = sum(sizes.values())
+        total, count = self._total, len(sizes)
+        needed: float | None = None
+        for serial, size in sizes.items():
+            if not limits.are_exceeded(total, count, functools.partial(self._time, serial), now):
+                return
+            if needed is None:  # asked only then: every commit comes here
+                oldest = self.references.oldest()
+                needed = math.inf if oldest is None else oldest
+            # That call itself stays, too: serials go on from the newest.
+            if serial >= needed:
+                return
+            yield serial
+            total, count = total - size, count - 1
+
+    def uses(self) -> Uses:
+        """Return how many calls refer to each object."""
+        uses = Uses(self, self._known())
+        uses.count(sys.maxsize)
+        return uses
+
+    def _time(self, serial: int) -> float:
+        """Return when a call was committed, without reading its entry; 0 if the entry is gone."""
+        if self._timed[0] != serial:
+            with contextlib.suppress(FileNotFoundError):
+                self._timed = (serial, os.stat(self._file(serial)).st_mtime)
+                return self._timed[1]
+            return 0.0
+        return self._timed[1]
+
+    def _index_lines(self) -> Iterator[Any]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self._path / INDEX).read_bytes().split(b"\n")[:-1]
+            try:
+                yield from json.loads(b"[%b]" % b",".join(lines))  # several times as fast
+            except ValueError:  # a line was cut short by a kill
+                for line in lines:
+                    with contextlib.suppress(ValueError):
+                        yield json.loads(line)
+
     def _known(self) -> dict[int, int]:
         if self._sizes is None:
-            self._sizes = {}
+            sizes: dict[int, int] = {}
             with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
                 for each in found:
                     if each.is_symlink():
@@ -215,7 +377,8 @@ class Past:
                             f"{each.path} is a symbolic link, which wink never creates"
                         )
                     if named := NAMED.fullmatch(each.name):
-                        self._sizes[int(named[1])] = int(named[2])
+                        sizes[int(named[1])] = int(named[2])
+            self._sizes = dict(sorted(sizes.items()))
             self._last = max(self._sizes, default=0)
         return self._sizes
 
@@ -225,6 +388,29 @@ class Past:
 
 NAMED = re.compile("([0-9]{12,})-([0-9]+)")
 """The file name of an entry: its serial and its size."""
+INDEX = "index"
+"""The file with the paths that each call changed. It only saves time, so it has no seals."""
+_MOST_INDEXED = 1000
+_INLINE = 16 << 10
+"""Bytes; contents of up to this size are kept in the record of a call, not as objects."""
+
+
+class Touched(NamedTuple):
+    """The paths that a call changed."""
+
+    paths: frozenset[str] | None
+    """None if there are many."""
+    moves: tuple[tuple[str, str], ...] = ()
+    """What it moved: from where to where."""
+
+
+def _touched(serial: int, records: Sequence[Record]) -> bytes:
+    """Return a call's line in the index."""
+    changes = [record for record in records if record.is_change]
+    paths = {"/".join(parts) for record in changes for parts in record.paths}
+    moves = [("/".join(r.origin), "/".join(r.path)) for r in changes if r.origin is not None]
+    few = len(paths) <= _MOST_INDEXED
+    return json.dumps([serial, sorted(paths) if few else None, moves if few else []]).encode()
 
 
 def _damaged(path: Path, serial: int) -> HistoryDamaged:
@@ -238,19 +424,36 @@ class History(Past):
     """The committed calls of a workspace; the oldest are trimmed to a size limit."""
 
     def __init__(
-        self, store: Store, *, limit: int = DEFAULT_LIMIT, clock: Clock = SYSTEM_CLOCK
+        self, store: Store, *, limits: Limits = HISTORY_LIMITS, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         super().__init__(store.path, store.seals(JOURNAL))
         self.store = store
         self.journal = Journal(store)
-        self.needed: Callable[[], int | None] = lambda: None
-        """Returns the serial after which nothing may be trimmed, whatever the limit."""
         self.unfinished: Callable[[], object] | None = None
         """Finishes an earlier transaction; called before the next one begins."""
-        self._limit = limit
+        self.limits = limits
         self._clock = clock
-        self._total: int | None = None
-        self._uses: _Uses | None = None
+        self._uses: Uses | None = None
+        self._new: list[tuple[int, str]] = []
+        """Size and digest of objects that are new since the workspace was opened."""
+        self.own: set[int] = set()
+        """The serials of what this process has committed."""
+
+    def look_again(self) -> None:
+        """Read the names of the entries again: other processes may have added and trimmed some."""
+        before, self._sizes, self._total = self._sizes, None, None
+        if before is not None and self._uses is not None:
+            now = self._known()
+            for serial in before.keys() - now.keys():
+                self._uses.forget(serial)
+            for serial in now.keys() - before.keys():
+                self._uses.expect(serial)
+
+    def catch_up(self) -> None:
+        """Drop what other processes may have changed; one of them has finished what we had not."""
+        self.journal.close()
+        self.unfinished = None
+        self.look_again()
 
     def copy_tree(self, delta: Delta, saved: str, tree: Tree, name: str) -> None:
         """Copy a directory that a call removed."""
@@ -269,20 +472,23 @@ class History(Past):
         after: Mapping[Parts, Entry | None],
         tree: Tree,
         undoes: Sequence[str] = (),
+        contents: Mapping[str, bytes] | None = None,
     ) -> int | None:
         """Commit. Returns the serial, or None if nothing is stored.
 
         ``after`` has the present entries at the changed paths. ``tree`` is the workspace, which may
-        have scratch directories. ``undoes`` are the ids of the undone calls.
+        have scratch directories. ``undoes`` are the ids of the undone calls. ``contents`` are to be
+        kept, by digest.
         """
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
             return None
-        if self._limit <= 0 and self.needed() is None:
+        if self.limits.size <= 0 and self.references.oldest() is None:
             self._trim()
             self.journal.cut(0)  # no history: dropping the journal is the commit
             return None
         serial = self.last + 1
+        self.own.add(serial)
         entries, size = self._entries(records, tree)
         meta = {
             "serial": serial,
@@ -291,8 +497,9 @@ class History(Past):
             "time": self._clock.time(),
             "entries": [(index, entries[index].encode()) for index in sorted(entries)],
             "left": [["/".join(parts), each and each.encode()] for parts, each in after.items()],
-            "size": size,
+            "size": size + sum(map(len, (contents or {}).values())),
             "undoes": list(undoes),
+            "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
         }
         commit = Record(op="commit", data=meta)
         self.journal.append(commit)
@@ -307,6 +514,13 @@ class History(Past):
             return None
         self._trim()
         return serial
+
+    def _content(self, data: bytes) -> str | None:
+        """Return a small content as text; others become objects."""
+        if len(data) <= _INLINE:
+            return base64.b64encode(data).decode()
+        self.objects.add(data, safe=self.store.safe)
+        return None
 
     def finish_earlier(self) -> None:
         """Finish an earlier transaction, or raise if that still fails."""
@@ -331,6 +545,8 @@ class History(Past):
             else:
                 self._settle_file(record.source or Source(record.saved or ""), entry)
         self.journal.move(f"{self._path}/{serial:012d}-{size}")
+        with contextlib.suppress(OSError):  # whoever needs the line then reads the entry
+            append_line(self._path / INDEX, _touched(serial, records))
         if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size
             self._total = None if self._total is None else self._total + size
@@ -342,7 +558,7 @@ class History(Past):
         """Return the names that a finished transaction may have left in its directory."""
         if self.journal.path.exists():
             # Without a history, an empty journal is a commit.
-            return set(self.store.tree.names(())) if self._limit <= 0 else set()
+            return set(self.store.tree.names(())) if self.limits.size <= 0 else set()
         records = [delta.records for delta in self.readable([self.last] if self.last else [])]
         return {name for each in records for record in each for name in record.names}
 
@@ -350,7 +566,7 @@ class History(Past):
         """Return the full entries that the records replaced, and the bytes to be added."""
         entries: dict[int, Entry] = {}
         total = 0
-        limit = self._limit if self.needed() is None else sys.maxsize
+        limit = self.limits.size if self.references.oldest() is None else sys.maxsize
         found = list(replaced(records, self.store.tree, tree, limit))
         for index, record in enumerate(records):
             if record.source is not None and record.after is None and record.before is not None:
@@ -377,6 +593,8 @@ class History(Past):
         objects, own = self.store.objects, source.path(self.store.path)
         if entry.digest is None:
             return
+        if may_compress(entry.size) and len(self._new) < COMPRESSED_AT_ONCE:
+            self._new.append((entry.size, entry.digest))
         if own is None:
             objects.add(source.read(self.store.path, entry.size), safe=self.store.safe)
             return
@@ -439,56 +657,117 @@ class History(Past):
     # Trimming
 
     def _trim(self) -> None:
-        """Remove the oldest entries above the limit, a bounded number at each commit.
+        """Remove the oldest entries beyond the limits, a bounded number at each commit.
 
         The call is already committed, so an error here does not fail it.
         """
         try:
-            if self._is_full():
-                self._trim_some()
+            self._remove_beyond(self.limits, TRIMMED_AT_ONCE)
         except OSError as error:
-            self._uses = None  # count again: an entry may still be there
             logger.warning("The history could not be trimmed; this will be retried: %s", error)
 
-    def _is_full(self) -> bool:
-        sizes = self._known()
-        if self._total is None:
-            self._total = sum(sizes.values())
-        most = MAX_ENTRIES if self._limit > 0 else 0
-        return self._total > self._limit or len(sizes) > most
+    def prune(self, limits: Limits) -> int:
+        """Remove all entries beyond some limits at once; returns how many."""
+        return self._remove_beyond(limits, sys.maxsize)
 
-    def _trim_some(self) -> None:
-        sizes = self._known()
-        if self._uses is None:
-            self._uses = _Uses(self, sizes)
-        if not self._uses.count(TRIMMED_AT_ONCE):
-            return
-        floor = self.needed()
-        for serial in sorted(sizes)[:TRIMMED_AT_ONCE]:
-            if not self._is_full() or (floor is not None and serial > floor):
-                break
+    def uses(self) -> Uses:
+        uses = self._uses = self._uses or Uses(self, self._known())
+        uses.count(sys.maxsize)
+        return uses
+
+    def remove_stray_trees(self) -> None:
+        """Remove directories whose entry was trimmed just before a kill."""
+        known = {self.trees(serial).name for serial in self._known()}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._path):
+                if name.endswith(".trees") and name not in known:
+                    remove_tree(self._path / name)
+
+    def _remove_beyond(self, limits: Limits, most: int) -> int:
+        """Remove up to ``most`` entries, after counting up to ``most`` for their references."""
+        beyond = list(itertools.islice(self.beyond(limits, self._clock.time()), most))
+        if not beyond:
+            return 0
+        uses = self._uses = self._uses or Uses(self, self._known())
+        if not uses.count(most):
+            return 0
+        try:
+            self._remove(beyond, uses)
+        except BaseException:
+            self._uses = None  # count again: an entry may still be there
+            raise
+        return len(beyond)
+
+    def _remove(self, serials: Iterable[int], uses: Uses) -> None:
+        needed = self.references.objects()
+        for serial in serials:
             # The entry last: after a kill, the next trim finds it again.
-            for digest in self._uses.forget(serial):
+            for digest in uses.forget(serial) - needed:
                 self.store.objects.remove(digest)
             self._file(serial).unlink(missing_ok=True)
             remove_tree(self.trees(serial))
-            size = sizes.pop(serial)
+            size = self._known().pop(serial)
+            self.own.discard(serial)
             self._total = None if self._total is None else self._total - size
+        self._shorten_index()
+
+    def _shorten_index(self) -> None:
+        """Drop the trimmed calls from the index, once they are most of it."""
+        index = self._path / INDEX
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.getsize(index) < _SHORT:
+                return
+            lines = index.read_bytes().split(b"\n")[:-1]
+            first = min(self._known(), default=0)
+            kept = [each for each in lines if int(each[1:].partition(b",")[0] or 0) >= first]
+            if len(kept) * 2 < len(lines):
+                write_whole(index, b"".join(each + b"\n" for each in kept), safe=False)
+
+    # Compressing
+
+    def compress_new(self) -> None:
+        """Compress objects that are new since the workspace was opened, a bounded number.
+
+        Not at commit: there an object is only a renamed file. Not for a store that syncs: that
+        would take too long. `wink gc` compresses the others.
+        """
+        room = 0 if self.store.safe else COMPRESSED_BYTES
+        try:
+            for size, digest in self._new:
+                room -= size
+                if room < 0:
+                    break
+                self.store.objects.compress(digest)
+        except OSError as error:
+            logger.debug("Contents were not compressed: %s", error)
+        self._new.clear()
 
 
+COMPRESSED_AT_ONCE = 256
+COMPRESSED_BYTES = 4 << 20
+"""How many objects, and bytes of them, are compressed when a workspace is closed."""
+
+_SHORT = 64 << 10
+"""Bytes; a shorter index is left as it is."""
 TRIMMED_AT_ONCE = 64
 """How many entries one commit may read, and how many it may remove."""
 
 
-class _Uses:
+class Uses:
     """Reference counts of objects, built a few entries at a time."""
 
     def __init__(self, history: Past, serials: Iterable[int]) -> None:
         self._history = history
         self._uncounted = sorted(serials)
         self._counts: Counter[str] = Counter()
-        self._damaged: set[int] = set()
+        self._counted: dict[int, set[str]] = {}
+        """The objects of each counted entry: another process may trim it."""
+        self.damaged: set[int] = set()
         """Unreadable entries: while one is left, no object is known to be unused."""
+
+    def __getitem__(self, digest: str) -> int:
+        """Return how many counted entries refer to an object."""
+        return self._counts[digest]
 
     def expect(self, serial: int) -> None:
         """Add an entry to be counted later."""
@@ -499,26 +778,39 @@ class _Uses:
         for _ in range(min(most, len(self._uncounted))):
             serial = self._uncounted.pop()
             try:
-                self._counts.update(self._digests(serial))
+                digests = self._counted[serial] = self._digests(serial)
+                self._counts.update(digests)
             except HistoryDamaged:
-                self._damaged.add(serial)
+                self.damaged.add(serial)
             except FileNotFoundError:
                 continue
         return not self._uncounted
 
     def forget(self, serial: int) -> set[str]:
         """Remove an entry from the counts; returns the objects that are now unused."""
-        self._damaged.discard(serial)
-        try:
-            digests = self._digests(serial)
-        except (HistoryDamaged, FileNotFoundError):
-            return set()
+        self.damaged.discard(serial)
+        if serial in self._uncounted:
+            self._uncounted.remove(serial)
+        digests = self._counted.pop(serial, set())
         self._counts.subtract(digests)
-        return set() if self._damaged else {each for each in digests if self._counts[each] <= 0}
+        return set() if self.damaged else {each for each in digests if self._counts[each] <= 0}
 
     def _digests(self, serial: int) -> set[str]:
-        befores = [record.before for record in self._history.read(serial).records]
-        return {each.digest for each in befores if each is not None and each.digest is not None}
+        delta = self._history.read(serial)
+        befores = [record.before for record in delta.records]
+        found = {each.digest for each in befores if each is not None and each.digest is not None}
+        return found.union(digest for digest, data in delta.kept.items() if data is None)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file, completely or not at all."""
+    with Held(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as fd:
+        size = os.fstat(fd).st_size
+        try:
+            write_all(fd, line + b"\n")
+        except BaseException:
+            os.ftruncate(fd, size)
+            raise
 
 
 def saved_at(record: Record, own: Tree, workspace: Tree) -> tuple[Tree, Parts]:
@@ -556,10 +848,10 @@ def replaced(
 
 
 def _in_full(before: Entry | None, entry: Entry | None) -> Entry | None:
-    """Return the entry of the saved file, which may be a copy, with the original inode."""
+    """Return the entry of the saved file, which may be a copy, with the original's identity."""
     if before is None or entry is None:
         return entry or before
-    return entry._replace(ino=before.ino)
+    return entry._replace(ino=before.ino, ctime_ns=before.ctime_ns)
 
 
 def _firsts(records: Sequence[Record]) -> dict[str | None, int]:
@@ -626,11 +918,14 @@ def adopt_store(
     root = Path(os.path.realpath(root))
     path = location_of(root) if store is None else Path(os.path.realpath(store))
     with Held(open_store(path)) as fd:
-        lock = take_store_lock(fd, root, 0.0)
+        lock = ProcessLock(fd, root, wait=None, alone=True)
     try:
+        if pids := present_in(root, store=path):
+            # They would go on with the old seals.
+            raise WorkspaceLocked(f"{root} is open in process {pids[0]}. Close it there", pids[0])
         return tuple(_adopt(root, path))
     finally:
-        locks.close(lock)
+        lock.close()
 
 
 def _adopt(root: Path, path: Path) -> Iterator[str]:

@@ -244,6 +244,8 @@ class Journal:
     def append(self, record: Record) -> None:
         """Append a record, or raise and append nothing."""
         self._open(os.O_CREAT)
+        if not self._size:
+            self.store.directory.begin_change()
         line = self.seals.sealed(record.encode(), self._size) + b"\n"
         record.offset = self._size
         try:
@@ -254,7 +256,7 @@ class Journal:
             if self.store.safe:
                 os.fsync(self._fd)
         except BaseException:
-            os.ftruncate(self._fd, self._size)
+            self.cut(self._size)
             raise
         self._size += len(line)
         record.end = self._size
@@ -266,6 +268,8 @@ class Journal:
         if self.store.safe:
             os.fsync(self._fd)
         self._size = offset
+        if not offset:
+            self.store.directory.end_change()
 
     def move(self, place: str) -> None:
         """Move the journal file; the next record starts a new one."""
@@ -275,6 +279,7 @@ class Journal:
         except FileNotFoundError:
             os.makedirs(os.path.dirname(place), 0o700, exist_ok=True)
             os.rename(self.path, place)
+        self.store.directory.end_change()
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

@@ -9,18 +9,21 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
-from weakincentives.filesystem.entry import Entry, File, kind_of
+from weakincentives.filesystem.entry import Entry, File, Xattrs, capture, kind_of
 from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
-from weakincentives.filesystem.paths import BARRED, NodeKind, Parts, join_path
+from weakincentives.filesystem.paths import BARRED, FileStat, NodeKind, Parts, join_path
+from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Objects
 from weakincentives.filesystem.tree import Tree
+
+T = TypeVar("T")
 
 Node = Entry
 """An entry from a stat call only, without extended attributes."""
@@ -55,6 +58,33 @@ class Disk:
     def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
         """Return names and kinds in a directory."""
         return [(name, kind_of(kind)) for name, kind in self.tree.kinds(parts)]
+
+
+class OnDisk(base.Filesystem):
+    """What all filesystems over a directory have in common."""
+
+    @base.reading
+    def unnamed(self, path: str = ".") -> tuple[str, ...]:
+        """Return the names in a directory that are not UTF-8, escaped: no path can name them."""
+        where = self._directory(self._parts(path))
+        names = (os.fsencode(name) for name, _ in self._look.nodes(where) if not _is_text(name))
+        return tuple(sorted(ascii(name.decode("latin-1"))[1:-1] for name in names))
+
+    def _stat(self, path: str, node: Node) -> FileStat:
+        return FileStat(
+            path=path,
+            kind=node.kind,
+            size=node.size if node.kind == "file" else 0,
+            modified=node.mtime_ns / 1e9,
+            readonly=node.readonly,
+        )
+
+    def _shown(self, entries: Sequence[tuple[str, T]]) -> Sequence[tuple[str, T]]:
+        return [each for each in entries if not each[0].startswith(TEMPORARY) and _is_text(each[0])]
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 Where = tuple[Look, Parts]
@@ -175,8 +205,12 @@ class Layer:
         return where, self._covers.get(parts) or _NO_COVERS
 
     def _as_changed(self, node: Node) -> Node:
-        cover = None if node.file is None else self.files.get(node.file)
+        cover = self._changed_file(node)
         return node if cover is None or cover.node is None else cover.node
+
+    def _changed_file(self, node: Node) -> Cover | None:
+        # With one name only, it is a later file that has the inode of one that is gone.
+        return None if node.file is None or node.links < 2 else self.files.get(node.file)
 
     def _look_up(self, parts: Parts) -> tuple[Cover | None, Where | None]:
         """Like ``_find``, but a changed hard-linked file is found under all its names."""
@@ -184,7 +218,7 @@ class Layer:
         if not self.files:
             return cover, where
         node = cover.node if cover else where[0].node(where[1]) if where else None
-        changed = None if node is None or node.file is None else self.files.get(node.file)
+        changed = None if node is None else self._changed_file(node)
         return (cover, where) if changed is None else (changed, None)
 
     def _find(self, parts: Parts) -> tuple[Cover | None, Where | None]:
@@ -238,7 +272,7 @@ class Layer:
         for places in self._links_below(origin):
             ino = next(fresh)
             for place in places:
-                node, source = self._cover_of(place)
+                node, source = self.cover_of(place)
                 if node is not None:
                     node = node._replace(ino=ino, device=0, links=len(places))
                     layer = layer._put((*target, *place[len(origin) :]), Cover(node, source))
@@ -246,19 +280,26 @@ class Layer:
 
     def add_name(self, origin: Parts, target: Parts) -> Layer:
         """Return a layer with another hard link to a file."""
-        node, source = self._cover_of(origin)
+        node, source = self.cover_of(origin)
         if node is None:
             return self
         cover = Cover(node._replace(links=node.links + 1), source)
         return self._put(target, cover)._with_file(cover)
 
-    def set_mode(self, parts: Parts, mode: int) -> Layer:
-        """Return a layer with these permission bits."""
-        cover = self._cover_of(parts)
-        if cover.node is None or cover.node.mode == mode or not parts:
+    def set_attributes(self, parts: Parts, **given: Any) -> Layer:
+        """Return a layer with other attributes of an entry: fields of its node."""
+        cover = self.cover_of(parts)
+        if cover.node is None or not parts:
             return self
-        changed = Cover(cover.node._replace(mode=mode), cover.source)
+        changed = Cover(cover.node._replace(**given), cover.source)
+        if changed.node == cover.node:
+            return self
         return self._insert(self._covers, parts, changed)._with_file(changed)
+
+    def take(self, parts: Parts, look: Look) -> Layer:
+        """Return a layer with what another look has at a path."""
+        node = look.node(parts)
+        return self.remove(parts) if node is None else self._put(parts, Cover(node, (look, parts)))
 
     def differing(self, other: Layer) -> Changed:
         """Return where two layers over the same look differ."""
@@ -299,7 +340,7 @@ class Layer:
         return Layer(self.below, self._covers, self.changed, files, self._inner)
 
     def _transfer(self, origin: Parts, target: Parts) -> Layer:
-        layer = self._put(target, self._cover_of(origin))
+        layer = self._put(target, self.cover_of(origin))
         covers, inner = layer._covers, layer._inner
         for known in self._covered(origin):
             place = (*target, *known[len(origin) :])
@@ -324,7 +365,8 @@ class Layer:
                 files.setdefault(node.file, []).append(place)
         return files.values()
 
-    def _cover_of(self, parts: Parts) -> Cover:
+    def cover_of(self, parts: Parts) -> Cover:
+        """Return what is at a path, and where its content is."""
         cover, where = self._look_up(parts)
         if cover is not None or where is None:
             return cover or _GONE
@@ -349,6 +391,10 @@ class Forward:
     """Forwards to another look."""
 
     look: Look
+
+    def at(self, parts: Parts) -> Look:
+        """Return the look that is right for a path."""
+        return self.look
 
     def node(self, parts: Parts) -> Node | None:
         return self.look.node(parts)
@@ -443,6 +489,22 @@ def walk(look: Look, tops: Iterable[Parts]) -> Iterator[tuple[Parts, Node]]:
                 pending += [((*parts, name), inner) for name, inner in look.nodes(parts)]
 
 
+def xattrs_at(look: Look, parts: Parts) -> Xattrs:
+    """Return the extended attributes of a file or directory, wherever its content is from."""
+    while not isinstance(look, Disk):
+        if isinstance(look, Layer):
+            node, source = look.cover_of(parts)
+            if not isinstance(source, tuple) or (node is not None and node.xattrs):
+                return () if node is None else node.xattrs
+            look, parts = source
+        elif isinstance(look, Forward):
+            look = look.at(parts)
+        else:
+            return ()
+    entry = capture(look.tree, parts)
+    return () if entry is None else entry.xattrs
+
+
 def content_of(cover: Cover, parts: Parts) -> bytes:
     """Return the content of a regular file."""
     if cover.node is not None:
@@ -513,7 +575,7 @@ def _undone(layer: Layer, record: Record, taken: Replaced) -> Layer:
     if before is None:
         return layer.remove(record.path)
     if record.saved is None and before.is_directory and _is_directory(layer, record.path):
-        return layer.set_mode(record.path, before.mode)
+        return layer.set_attributes(record.path, mode=before.mode)
     above = layer.node(record.path[:-1])
     device = 0 if above is None else above.device
     source: Origin = None

@@ -27,7 +27,7 @@ from typing import IO, Literal, Protocol
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.entry import Entry, capture
-from weakincentives.filesystem.layers import Look, Node
+from weakincentives.filesystem.layers import Look, Node, xattrs_at
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
@@ -36,6 +36,7 @@ from weakincentives.filesystem.tree import (
     Tree,
     mounted_below,
     remove_tree,
+    set_xattrs,
     xattrs_of,
 )
 
@@ -46,8 +47,20 @@ SEARCH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # written to: it ends when the caller closes it or dies, and then everything in here is killed, more
 # than once, since the command may be starting just then. The shell's own messages (`Killed`) are
 # not the command's output.
-SCRIPT = """
+#
+# The shell's descriptors, for a program whose input is a file and whose output we read.
+PIPED = """
 exec 3>&2 4<&0 5<stdin
+"""
+
+# And for one that has our own input and output: what Ctrl-C does is up to the program.
+ATTACHED = """
+trap : INT QUIT
+exec 3>&2 4<"$1" 5<&0
+shift
+"""
+
+SCRIPT = """
 cd -- "$1" || exit 125
 : >"$2"/started
 unset OLDPWD
@@ -88,8 +101,8 @@ class Started(Protocol):
     def pid(self) -> int: ...
 
     @property
-    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
-        """Its stdout and stderr."""
+    def streams(self) -> tuple[IO[bytes], ...]:
+        """Its stdout and stderr; none if they are ours."""
         ...
 
     @property
@@ -110,15 +123,21 @@ class Started(Protocol):
         """Kill it, and wait until nothing of it is left."""
 
 
+LIFELINE = "\0lifeline"
+"""In the words of an attached program: the path of the pipe that ends when we do."""
+
+
 class Process(Started):
     """A program and everything that it starts. All of it is killed when we say so, or die.
 
-    Its input is a pipe that is never written to: it ends when we close it or die, and a shell that
-    leads the program's process group then kills the others.
+    A pipe ends when we close it or die, and a shell that waits for that then kills the others. It
+    is the standard input of what is started; an attached program has ours.
 
     Args:
         before: Called first, in the thread that starts the program.
         namespace: Whether it has a pid namespace of its own, so that nothing outlives its leader.
+        attached: Whether it has our input and output, and stays in our process group: a program
+            that uses the terminal needs that. Ctrl-C and Ctrl-Z then reach both.
     """
 
     def __init__(
@@ -130,23 +149,26 @@ class Process(Started):
         inherited: Sequence[int] = (),
         before: Callable[[], None] | None = None,
         namespace: bool = False,
+        attached: bool = False,
     ) -> None:
         reading, writing = os.pipe()
         self._namespace = namespace
+        self._attached = attached
         self._lifeline: int | None = writing
+        output = None if attached else subprocess.PIPE
 
         def start() -> subprocess.Popen[bytes]:
             if before is not None:
                 before()
             return subprocess.Popen(
-                argv,
+                [f"/dev/fd/{reading}" if word == LIFELINE else word for word in argv],
                 cwd=cwd,
                 env=env,
-                stdin=reading,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=inherited,
+                stdin=None if attached else reading,
+                stdout=output,
+                stderr=output,
+                start_new_session=not attached,
+                pass_fds=(*inherited, reading) if attached else inherited,
             )
 
         try:
@@ -164,10 +186,9 @@ class Process(Started):
         return self.popen.pid
 
     @property
-    def streams(self) -> tuple[IO[bytes], IO[bytes]]:
-        assert self.popen.stdout is not None
-        assert self.popen.stderr is not None
-        return self.popen.stdout, self.popen.stderr
+    def streams(self) -> tuple[IO[bytes], ...]:
+        both = self.popen.stdout, self.popen.stderr
+        return tuple(each for each in both if each is not None)
 
     @property
     def returncode(self) -> int | None:
@@ -192,24 +213,33 @@ class Process(Started):
         """Kill the program and everything that it started."""
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
+            if self._attached and not self._namespace:
+                with contextlib.suppress(OSError):
+                    os.write(lifeline, b"\n")  # we kill it ourselves, while its number is its own
             os.close(lifeline)
         if not self._namespace:
-            kill_group(self.popen)
+            self._kill_now()
 
     def end(self) -> None:
         """Kill it, and wait until nothing of it is left."""
         self.kill()
         for stream in self.streams:
             stream.close()
-        if not self._namespace:
+        if not self._namespace and not self._attached:
             # What it was just writing would come after the scan.
             wait_for_group(self.popen)
         try:
             self.popen.wait(timeout=10)
         except subprocess.TimeoutExpired:
             # The command killed the process that would have killed it.
-            kill_group(self.popen)
+            self._kill_now()
             self.popen.wait()
+
+    def _kill_now(self) -> None:
+        if self._attached:
+            self.popen.kill()  # its process group is ours, too
+        else:
+            kill_group(self.popen)
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -348,25 +378,48 @@ class Overlay:
             staged.close()
 
     def start(
-        self, argv: Sequence[str], *, directory: Path, env: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        directory: Path,
+        env: Mapping[str, str] | None = None,
+        attached: bool = False,
+        inherited: Sequence[int] = (),
+        in_place: bool = False,
     ) -> Process:
-        """Start the command over the overlay."""
+        """Start the command over the overlay.
+
+        ``in_place`` mounts none: the command changes the workspace itself, but nothing that it
+        starts outlives it.
+        """
         way, (_, options, _, _) = self._way, self.mount
         wrapped = [way.unshare, "--mount", "--mount-proc"]
         inner = [str(directory), str(self.place)]
+        script = (ATTACHED if attached else PIPED) + SCRIPT
         before = None
         if way.owner is None:
-            wrapped += ["--", way.shell, "-c", SCRIPT, "wink", *inner]
-            before = partial(self._enter, options)
+            wrapped += ["--", way.shell, "-c"]
+            before = partial(self._enter, None if in_place else options)
         else:
             # Only the namespace's root can mount; the command runs as the user.
             uid, gid = way.owner
             wrapped += ["--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-            wrapped += ["--", way.shell, "-c", MOUNT + SCRIPT, "wink"]
-            wrapped += [way.mount, options, str(self.workspace), *inner]
-            wrapped += [way.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
-        argv = [*wrapped, *argv]
-        return Process(argv, cwd=self.place, env=env, before=before, namespace=True)
+            wrapped += ["--", way.shell, "-c"]
+            if not in_place:
+                script = script.replace(SCRIPT, MOUNT + SCRIPT)
+                inner = [way.mount, options, str(self.workspace), *inner]
+            inner += [way.unshare, "--user", f"--map-user={uid}", f"--map-group={gid}", "--"]
+        if attached:
+            inner = [LIFELINE, *inner]
+        return Process(
+            [*wrapped, script, "wink", *inner, *argv],
+            cwd=self.place,
+            env=env,
+            inherited=inherited,
+            before=before,
+            namespace=True,
+            attached=attached,
+        )
 
     @property
     def mount(self) -> tuple[str, str, str, bool]:
@@ -377,14 +430,16 @@ class Overlay:
         options = f"lowerdir={lower},{self._way.options}"
         return str(self.place), options, str(self.workspace), self._way.owner is not None
 
-    def _enter(self, options: str) -> None:
-        """Move this thread, and what it starts, into namespaces with the overlay mounted.
+    def _enter(self, options: str | None) -> None:
+        """Move this thread, and what it starts, into namespaces with the overlay mounted, if any.
 
         The rest of the process is not affected. Programs that do the same take much longer.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.unshare(CLONE_NEWNS | CLONE_NEWPID))
         _check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+        if options is None:
+            return
         # The working directory is this thread's alone now. It keeps odd names out of the options.
         os.chdir(self.place)
         target = os.fsencode(self.workspace)
@@ -503,6 +558,8 @@ class _Stage:
             if status is not None and stat.S_ISREG(status.st_mode):
                 with self._tree.reached(parts) as original:
                     _take_after(place, status, original)
+            else:
+                set_xattrs(place, xattrs_at(self._look, parts))
         return True
 
 

@@ -11,11 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 
 from weakincentives.errors import ProtectedPath
-from weakincentives.filesystem.layers import Disk, Look, Node
+from weakincentives.filesystem.layers import Disk, Layer, Look, Node
 from weakincentives.filesystem.paths import NodeKind, Parts, join_path, shown
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.tree import Tree
@@ -65,7 +65,12 @@ class Reserved:
         """Paths that are protected with everything below them, whatever their names."""
         if any(root.is_relative_to(each) for each in our_code()):
             self.trees = ((),)  # the workspace is in our code
+        self.unprotected = tuple(unprotected)
         self._allowed = PathPatterns(unprotected)
+
+    def without_hidden(self, look: Look) -> Look:
+        """Return a look without the hidden paths."""
+        return reduce(Layer.remove, self.hidden, Layer(look)) if self.hidden else look
 
     def check(self, parts: Parts, look: Look, *, directory: bool = False) -> None:
         """Raise ProtectedPath if nothing may be put at a path, or changed or removed there.

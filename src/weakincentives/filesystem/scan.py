@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import logging
+import math
 import os
 import stat
 import threading
@@ -24,7 +25,7 @@ from weakincentives.filesystem.pack import Pack, Place, Row
 from weakincentives.filesystem.paths import BARRED, Parts
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.store import Source, Store
-from weakincentives.filesystem.tree import Tree, xattrs_of
+from weakincentives.filesystem.tree import Tree, remove_tree, xattrs_of
 
 if TYPE_CHECKING:
     from weakincentives.filesystem.changes import Changes
@@ -78,6 +79,16 @@ class Found(NamedTuple):
         return self.before is not None and self.before.is_directory
 
 
+class Noted(NamedTuple):
+    """Which changes since the files were noted belong to a transaction."""
+
+    path: Parts | None = None
+    """Only those of this path and the directories above it; None for all."""
+
+    def covers(self, parts: Parts) -> bool:
+        return self.path is None or parts == self.path[: len(parts)]
+
+
 class _Spot(NamedTuple):
     """A path to compare more closely."""
 
@@ -114,18 +125,24 @@ class Manifest:
             self._stop_watching()
             self.pack.close()
 
-    def refresh(self, tree: Tree) -> None:
-        """Make the manifest agree with the workspace, and save every content."""
+    def refresh(self, tree: Tree, noted: Noted | None = None) -> None:
+        """Make the manifest agree with the workspace, and save every content.
+
+        What ``noted`` covers stays as it was noted.
+        """
         with self._lock, _no_collection():
             if self.pack.is_damaged:
                 self._begin_anew()
+            if () not in self.pack.rows:
+                noted = None  # nothing was noted: all files would be new
             now: dict[Parts, Row | None] = {}
             since = int(SYSTEM_CLOCK.time() * 1e9) - RACY_NS
             saved: dict[int, tuple[Place, int]] = {}
             try:
                 with contextlib.closing(self._differing(tree)) as differing:
                     for spot in differing:
-                        now[spot.parts] = self._row_at(tree, spot, saved, since)
+                        if noted is None or not noted.covers(spot.parts):
+                            now[spot.parts] = self._row_at(tree, spot, saved, since)
                 rows = self.pack.rows
                 was = {parts: rows[parts] for parts in now if parts in rows}
                 self.pack.save(now)
@@ -137,7 +154,7 @@ class Manifest:
             for parts, row in now.items():
                 if row is not None:
                     self._remember(parts, row)
-            if self._watcher is not None:
+            if self._watcher is not None and noted is None:
                 self._watcher.forget()
 
     def changes(self, tree: Tree) -> list[Found]:
@@ -150,6 +167,18 @@ class Manifest:
                     if row is None or _is_changed(row, self._row_at(tree, spot)):
                         found.append(_found(spot.parts, row))
             return sorted(found, key=lambda one: one.parts)
+
+    def state_of_changes(self, tree: Tree) -> frozenset[object]:
+        """Return which paths differ from the manifest, and how: equal if nothing happens."""
+        with self._lock, contextlib.closing(self._differing(tree)) as differing:
+            found: set[object] = set()
+            for spot in differing:
+                row = self.pack.rows.get(spot.parts)
+                if row is None or _is_changed(row, self._row_at(tree, spot)):
+                    status = tree.status_if_reached(spot.parts)
+                    how = status and (status.st_ino, status.st_ctime_ns, status.st_size)
+                    found.add((spot.parts, how))
+            return frozenset(found)
 
     def to_undo(self, tree: Tree, found: Sequence[Found]) -> list[Found]:
         """Return what was found, and what else undoing needs, in the reverse of its order.
@@ -476,8 +505,8 @@ class External:
         records = changes.records
         return len(records) > self._since and records[self._since].op == "external"
 
-    def begin(self, changes: Changes) -> None:
-        """Expect changes by others from here on."""
+    def begin(self, changes: Changes, noted: Noted | None = None) -> None:
+        """Expect changes by others from here on, or since they were noted."""
         if self.expected(changes):
             self.settle(changes)
             return
@@ -488,7 +517,7 @@ class External:
         try:
             drop_names(self._store)
             # The manifest first: recovery must know it when the record is there.
-            manifest.refresh(self._tree)
+            manifest.refresh(self._tree, noted)
             manifest.pack.tidy()
             manifest.hold_names(self._tree)
             changes.copy_to_store()
@@ -552,8 +581,24 @@ class External:
                 _settled(self._store).unlink(missing_ok=True)
             self._is_under_way = False
 
+    def forget(self, before: float) -> bool:
+        """Remove the manifest and its contents if they were last used before some time.
+
+        The next scan reads the whole workspace again.
+        """
+        is_old = self._manifest is None and last_scan(self._store.scan) < before
+        if is_old:
+            remove_tree(self._store.scan)
+        return is_old
+
     def close(self) -> None:
         self._release()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Read the manifest again when it is needed next: other processes may have changed it."""
+        self._since, self._found = 0, None
+        self._is_under_way = self._is_settled = False
         if self._manifest is not None:
             self._manifest.close()
             self._manifest = None
@@ -618,6 +663,15 @@ def find_unfinished(
         manifest.close()
     _settled(store).touch()
     return None
+
+
+def last_scan(folder: Path) -> float:
+    """Return when the manifest in a store's directory was last used; infinity if there is none."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as found:
+        # Not the contents: they may have the times of their files.
+        used = (each for each in found if each.name.startswith(("index-", "reserve")))
+        return max((each.stat(follow_symlinks=False).st_mtime for each in used), default=math.inf)
+    return math.inf
 
 
 def drop_names(store: Store) -> None:

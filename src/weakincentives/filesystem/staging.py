@@ -7,10 +7,11 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.base import Reads
+from weakincentives.filesystem.entry import apply_entry, create
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -19,16 +20,19 @@ from weakincentives.filesystem.layers import (
     Look,
     Node,
     Present,
+    content_of,
     names_of,
     node_of,
 )
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import Store
-from weakincentives.filesystem.tree import without_privileges
+from weakincentives.filesystem.tree import Held, Tree, without_privileges
 
-# Below every inode number on disk, so that no staged file is mistaken for one there.
-_numbers = itertools.count(-1, -1)
+# Below every inode number on disk, so that no staged file is mistaken for one there. They begin
+# anywhere: a branch has numbers of other processes, too.
+_numbers = itertools.count(-int.from_bytes(os.urandom(6)) - 1, -1)
 
 IN_MEMORY = 64 << 10
 """Larger contents get a file of their own until the view is merged."""
@@ -57,7 +61,7 @@ class Edit(Protocol):
     ) -> None: ...
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A change: a method of ``Edit``, or "back", which restores a snapshot."""
 
     method: str
@@ -65,6 +69,10 @@ class _Step(NamedTuple):
     target: Parts | None = None
     content: Any = None
     """A file's bytes or where they are; attributes; or a snapshot."""
+    node: Node | None = None
+    """What is put there."""
+    moment: int = 0
+    """When, in nanoseconds since the epoch."""
 
     @property
     def changed(self) -> set[Parts]:
@@ -73,12 +81,31 @@ class _Step(NamedTuple):
             return {self.parts}
         return {self.parts, self.target} if self.method == "rename" else {self.target}
 
+    def applied(self, layer: Layer) -> Layer:
+        """Return a layer with this change."""
+        parts, target, node = self.parts, self.target, self.node
+        if self.method == "make_directory":
+            return layer.make_directories(parts, self.moment)
+        if self.method == "remove":
+            return layer.remove(parts)
+        if self.method == "set_attributes":
+            given = {name: value for name, value in self.content.items() if value is not None}
+            return layer.set_attributes(parts, **given)
+        layer = layer.make_directories((target or parts)[:-1], self.moment)
+        if target is None:
+            link = None if node is None else node.target
+            source = self.content if link is None else os.fsencode(link)
+            return layer.put(parts, Cover(node, source))
+        if self.method == "copy":
+            return layer.copy(parts, target, _numbers)
+        return getattr(layer, self.method)(parts, target)
+
 
 class State(NamedTuple):
     """A private view's changes: the layer that shows them, and the steps that lead there."""
 
     layer: Layer
-    steps: tuple[_Step, ...] = ()
+    steps: tuple[Step, ...] = ()
 
 
 class Staging(Forward):
@@ -121,7 +148,7 @@ class Staging(Forward):
             paths.update(look.changed)
             files.update(look.files)
             look = look.below
-        if isinstance(look, Present):
+        if isinstance(look, (Present, DirectoryAt)):
             changed = look.changed()
             paths |= changed.paths
             files |= changed.files
@@ -130,47 +157,38 @@ class Staging(Forward):
     # Changing
 
     def write(self, parts: Parts, data: bytes) -> None:
-        now = _now()
-        layer = self.layer.make_directories(parts[:-1], now)
-        old = layer.node(parts)
+        now, old = _now(), self.layer.node(parts)
         content = data if len(data) <= IN_MEMORY else self._spill(data)
         mode = 0o644 if old is None else without_privileges(old.mode)
         if old is not None and old.links > 1:  # the same file, for all the names it has
             node = old._replace(mode=mode, size=len(data), mtime_ns=now)
         else:
             node = Node("file", mode, len(data), now, next(_numbers))
-        steps = self.state.steps
+        layer, steps = self.state
         if steps and steps[-1].method == "write" and steps[-1].parts == parts:
-            steps = steps[:-1]
-        self.state = State(
-            layer.put(parts, Cover(node, content)),
-            (*steps, _Step("write", parts, content=content)),
-        )
+            self.state = State(layer, steps[:-1])
+        self._add(Step("write", parts, None, content, node, now))
 
     def make_directory(self, parts: Parts) -> None:
-        layer = self.layer.make_directories(parts, _now())
-        self._add(layer, _Step("make_directory", parts))
+        self._add(Step("make_directory", parts, moment=_now()))
 
     def remove(self, parts: Parts) -> None:
-        self._add(self.layer.remove(parts), _Step("remove", parts))
+        self._add(Step("remove", parts))
 
     def rename(self, origin: Parts, target: Parts) -> None:
-        layer = self.layer.make_directories(target[:-1], _now()).rename(origin, target)
-        self._add(layer, _Step("rename", origin, target))
+        self._add(Step("rename", origin, target, moment=_now()))
 
     def copy(self, origin: Parts, target: Parts) -> None:
-        layer = self.layer.make_directories(target[:-1], _now())
-        layer = layer.copy(origin, target, _numbers)
-        self._add(layer, _Step("copy", origin, target))
+        self._add(Step("copy", origin, target, moment=_now()))
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Move the file, link or pipe at ``source`` to the path."""
         place = self._place()
         os.rename(source, place)
         node = node_of(os.lstat(place))
-        content = os.fsencode(os.readlink(place)) if node.kind == "link" else place
-        layer = self.layer.make_directories(parts[:-1], _now()).put(parts, Cover(node, content))
-        self._add(layer, _Step("put_file", parts, content=place))
+        if node.kind == "link":
+            node = node._replace(target=os.readlink(place))
+        self._add(Step("put_file", parts, None, place, node, _now()))
 
     def link(self, opened: Path, parts: Parts) -> None:
         """Make the path one more name of a file; ``opened`` is the path of a descriptor of it."""
@@ -186,34 +204,49 @@ class Staging(Forward):
 
     def add_name(self, origin: Parts, parts: Parts) -> None:
         """Make the path one more name of the file at another."""
-        layer = self.layer.make_directories(parts[:-1], _now()).add_name(origin, parts)
-        self._add(layer, _Step("add_name", origin, parts))
+        self._add(Step("add_name", origin, parts, moment=_now()))
 
-    def set_attributes(self, parts: Parts, *, mode: int | None = None, **others: Any) -> None:
+    def set_attributes(self, parts: Parts, **given: Any) -> None:
         """Change the given attributes of a file or directory."""
-        layer = self.layer if mode is None or not parts else self.layer.set_mode(parts, mode)
-        self._add(layer, _Step("set_attributes", parts, content={"mode": mode, **others}))
+        self._add(Step("set_attributes", parts, content=given))
 
     def go_to(self, place: object, state: State) -> None:
         """Restore a snapshot, then redo what ``state`` did from there."""
-        self.state = State(state.layer, (_Step("back", (), content=place), *state.steps))
+        self.state = State(state.layer, (Step("back", (), content=place), *state.steps))
 
     def replay(self, edit: Edit, go_back: Callable[[Any], None]) -> None:
         """Make all these changes elsewhere, in the same order; ``go_back`` restores a snapshot."""
         copies: dict[int, Path] = {}
-        for method, parts, target, content in self.state.steps:
+        for method, parts, target, content, node, _ in self.state.steps:
             match method:
                 case "write":
-                    data = content.read_bytes() if isinstance(content, Path) else content
-                    edit.write(parts, data)
+                    edit.write(parts, content_of(Cover(node, content), parts))
+                case "put_file" if not isinstance(content, Path):
+                    edit.put_file(parts, self._made(parts, node, content))
                 case "put_file":
                     self._put_file(edit, parts, content, copies)
                 case "set_attributes":
-                    edit.set_attributes(parts, **content)
+                    edit.set_attributes(parts, **cast("dict[str, Any]", content))
                 case "back":
                     go_back(content)
                 case _:
                     getattr(edit, method)(parts, *(() if target is None else (target,)))
+
+    def _made(self, parts: Parts, node: Node | None, content: Any) -> Path:
+        """Make a file, link or pipe whose content is stored elsewhere."""
+        assert node is not None
+        place = self._place()
+        if node.kind == "file":
+            place.write_bytes(content_of(Cover(node, content), parts))
+        else:
+            with Held(os.open(place.parent, os.O_RDONLY)) as above:
+                create(above, place.name, node)
+        tree = Tree(place.parent)
+        try:
+            apply_entry(tree, (place.name,), node)
+        finally:
+            tree.close()
+        return place
 
     def _put_file(self, edit: Edit, parts: Parts, place: Path, copies: dict[int, Path]) -> None:
         """Put a staged file elsewhere, and keep a copy: the merge may be repeated."""
@@ -250,7 +283,7 @@ class Staging(Forward):
         changed = changes.paths
         if changes.files:
             changed = changed | names_of(base, changes.files, reads.touched)
-        changed = {parts for parts in changed if not _is_same(base, current, parts)}
+        changed = {parts for parts in changed if not is_same(base, current, parts)}
         if not changed:
             return
         within = {parts[:depth] for parts in changed for depth in range(len(parts) + 1)}
@@ -259,7 +292,7 @@ class Staging(Forward):
             if parts in within:
                 return True
             inside = any(parts[:depth] in changed for depth in range(len(parts)))
-            return inside and not _is_same(base, current, parts)
+            return inside and not is_same(base, current, parts)
 
         reads.check(differs, base, current)
 
@@ -270,8 +303,9 @@ class Staging(Forward):
     def __del__(self) -> None:
         self.drop()
 
-    def _add(self, layer: Layer, step: _Step) -> None:
-        self.state = State(layer, (*self.state.steps, step))
+    def _add(self, step: Step) -> None:
+        layer, steps = self.state
+        self.state = State(step.applied(layer), (*steps, step))
 
     def _spill(self, data: bytes) -> Path:
         place = self._place()
@@ -281,7 +315,7 @@ class Staging(Forward):
     def _place(self) -> Path:
         """Return a free path for a file of this view."""
         if self._folder is None:
-            self._folder = self._store.path / "views" / os.urandom(8).hex()
+            self._folder = self._store.own / "views" / os.urandom(8).hex()
             self._folder.mkdir(mode=0o700, parents=True)
         self._count += 1
         return self._folder / str(self._count)
@@ -291,7 +325,7 @@ def _now() -> int:
     return int(SYSTEM_CLOCK.time() * 1e9)
 
 
-def _is_same(base: Look, current: Look, parts: Parts) -> bool:
+def is_same(base: Look, current: Look, parts: Parts) -> bool:
     """Tell whether a path, and everything below it, is unchanged."""
     pending = [parts]
     while pending:

@@ -12,14 +12,14 @@ import re
 import stat
 import threading
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from weakincentives import locks
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import ContentDamaged, StoreRefused, WorkspaceLocked
+from weakincentives.errors import ContentDamaged, FilesystemError, StoreRefused
 from weakincentives.filesystem.entry import checked_digest, copy_content, digest_of, new_file
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.tree import (
@@ -29,9 +29,11 @@ from weakincentives.filesystem.tree import (
     Tree,
     mount_of,
     read_all,
+    remove_tree,
     without_default_acl,
     write_all,
 )
+from weakincentives.gate import ProcessLock
 from weakincentives.state import Seals, state_path
 
 logger = logging.getLogger("weakincentives.filesystem")
@@ -139,37 +141,93 @@ def _content_damaged(path: str) -> ContentDamaged:
     return ContentDamaged(DAMAGED, "its saved content is damaged", path)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much is kept: the oldest that exceed one of these limits are removed."""
+
+    size: int = 256 << 20
+    """Bytes, before compression."""
+    count: int = 10_000
+    days: float = 90.0
+    newest: int = 100
+    """How many of the newest stay, whatever their age."""
+
+    def oldest(self, now: float) -> float:
+        """Return the time before which something is too old."""
+        return now - self.days * 86_400
+
+    def are_exceeded(self, size: int, count: int, oldest: Callable[[], float], now: float) -> bool:
+        """Tell whether the oldest of so many must go; ``oldest`` returns its time."""
+        if size > self.size or count > (self.count if self.size > 0 else 0):
+            return True
+        return count > self.newest and oldest() < self.oldest(now)
+
+
+HISTORY_LIMITS = Limits()
+
+
 class Objects:
     """Content-addressed files: the same bytes are stored once.
 
-    Content is verified against its digest before it is returned.
+    An object is a file with just its content, or a compressed one, which has a suffix. Both forms
+    may exist for a moment. Content is verified against its digest before it is returned.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def _place(self, digest: str) -> str:
-        return f"{self._path}/{digest[:2]}/{digest[2:]}"
+        return f"{self.path}/{digest[:2]}/{digest[2:]}"
 
     def __contains__(self, digest: str) -> bool:
-        return os.path.exists(self._place(digest))
+        place = self._place(digest)
+        return _is_there(place) or _is_there(place + _COMPRESSED)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the digests of all objects, in no order; one with both forms may come twice."""
+        with contextlib.suppress(FileNotFoundError):
+            for folder in os.listdir(self.path):
+                if re.fullmatch("[0-9a-f]{2}", folder):
+                    for name in os.listdir(self.path / folder):
+                        if named := _OBJECT.fullmatch(name):
+                            yield folder + named[1]
 
     def open(self, digest: str) -> int:
         """Return a descriptor for reading; raises ContentDamaged if the digest does not match."""
-        fd = os.open(self._place(checked_digest(digest)), os.O_RDONLY | _NOFOLLOW)
+        try:
+            return self._open_plain(checked_digest(digest))
+        except FileNotFoundError:
+            # Compressed before this content was removed, so one of the two forms is there.
+            return _nameless_file(self._decompressed(digest))
+
+    def read(self, digest: str) -> bytes:
+        """Return the content; raises ContentDamaged if the digest does not match."""
+        try:
+            with Held(self._open_plain(checked_digest(digest))) as fd:
+                return read_all(fd, os.fstat(fd).st_size)
+        except FileNotFoundError:
+            return self._decompressed(digest)
+
+    def _open_plain(self, digest: str) -> int:
+        fd = os.open(self._place(digest), os.O_RDONLY | _NOFOLLOW)
         try:
             if digest_of(fd) != digest:
-                raise ContentDamaged(DAMAGED, "its saved content is damaged", self._place(digest))
+                raise _content_damaged(self._place(digest))
             os.lseek(fd, 0, os.SEEK_SET)
         except BaseException:
             os.close(fd)
             raise
         return fd
 
-    def read(self, digest: str) -> bytes:
-        """Return the content; raises ContentDamaged if the digest does not match."""
-        with Held(self.open(digest)) as fd:
-            return read_all(fd, os.fstat(fd).st_size)
+    def _decompressed(self, digest: str) -> bytes:
+        place = self._place(digest) + _COMPRESSED
+        with Held(os.open(place, os.O_RDONLY | _NOFOLLOW)) as fd:
+            data = read_exactly(fd, MAX_COMPRESSED)
+        with contextlib.suppress(zlib.error):  # then the digest does not match
+            data = zlib.decompressobj().decompress(data, MAX_COMPRESSED)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise _content_damaged(place)
+        return data
 
     def add(self, content: bytes | int, *, safe: bool = False) -> str:
         """Store bytes or the remaining content of a descriptor; returns the digest."""
@@ -177,22 +235,26 @@ class Objects:
             digest = hashlib.sha256(content).hexdigest()
             if digest in self:
                 return digest
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        staged = self._path / f"new-{os.urandom(8).hex()}"
         hashed = hashlib.sha256()
         chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
+        staged = self._stage(_hashing(chunks, hashed.update), safe=safe)
+        self.take(staged, hashed.hexdigest())
+        return hashed.hexdigest()
+
+    def _stage(self, chunks: Iterable[bytes], *, safe: bool) -> Path:
+        """Write a new file, which :meth:`tidy` removes after a kill."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        staged = self.path / f"new-{os.urandom(8).hex()}"
         try:
             with new_file(None, staged) as fd:
                 for data in chunks:
-                    hashed.update(data)
                     write_all(fd, data)
                 if safe:
                     os.fsync(fd)
         except BaseException:
             staged.unlink(missing_ok=True)
             raise
-        self.take(staged, hashed.hexdigest())
-        return hashed.hexdigest()
+        return staged
 
     def take(self, source: str | Path, digest: str) -> None:
         """Move a file without other hard links to the object with this digest."""
@@ -203,19 +265,88 @@ class Objects:
             Path(place).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.rename(source, place)
 
+    def compress(self, digest: str, *, safe: bool = False) -> bool:
+        """Compress an object if that frees at least a fifth of its blocks; tell whether it did.
+
+        The compressed file is complete before the other one is removed. A damaged or missing
+        object stays as it is.
+        """
+        place = self._place(digest)
+        try:
+            status = os.lstat(place)
+            size = status.st_size
+            # A file that takes less than its size has holes, or its filesystem compresses.
+            if not may_compress(size) or status.st_blocks * 512 < size:
+                return False
+            with Held(self._open_plain(digest)) as fd:
+                data = zlib.compress(read_exactly(fd, size), 1)
+        except (FileNotFoundError, ContentDamaged):
+            return False
+        if _blocks(len(data)) > 0.8 * _blocks(size):
+            return False
+        staged = self._stage([data], safe=safe)
+        os.rename(staged, place + _COMPRESSED)
+        if safe:
+            with Held(os.open(os.path.dirname(place), os.O_RDONLY)) as above:
+                os.fsync(above)
+        os.unlink(place)
+        return True
+
     def remove(self, digest: str) -> None:
         """Remove an object; a missing one is fine."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._place(digest))
+        for place in (self._place(digest), self._place(digest) + _COMPRESSED):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(place)
 
     def tidy(self) -> None:
         """Remove leftovers of killed processes; refuse symbolic links."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as found:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as found:
             for each in found:
                 if each.is_symlink():
-                    raise _refused(self._path / each.name, "is a symbolic link")
+                    raise _refused(self.path / each.name, "is a symbolic link")
                 if each.name.startswith("new-"):
                     os.unlink(each)
+
+
+_COMPRESSED = ".z"
+_OBJECT = re.compile(r"([0-9a-f]{62})(?:\.z)?")
+MAX_COMPRESSED = 4 << 20
+"""Bytes; larger objects stay as they are, so that filesystems with shared blocks can clone them."""
+_BLOCK = 4096
+
+
+def _blocks(size: int) -> int:
+    """Return how many blocks of a disk so many bytes take, on most filesystems."""
+    return -(-size // _BLOCK)
+
+
+def may_compress(size: int) -> bool:
+    """Tell whether content of this size is worth an attempt: one block cannot become less."""
+    return _BLOCK < size <= MAX_COMPRESSED
+
+
+def _nameless_file(data: bytes) -> int:
+    """Return a descriptor of a temporary file with these bytes, at its start."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("wink")
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        write_all(fd, data)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iterator[bytes]:
+    for data in chunks:
+        update(data)
+        yield data
 
 
 def _read_chunks(reading: int) -> Iterator[bytes]:
@@ -231,8 +362,9 @@ class Note:
     """Unique to each store: seals of one store are invalid in another."""
     path: str
     ino: int
-    version: int = 3
-    """The store format. Version 1 had no seals; records of version 2 can still be read."""
+    version: int = 4
+    """The store format. Version 1 had no seals; records of version 2 can still be read. Since
+    version 4, objects may be compressed."""
 
     def seals(self, kind: str) -> Seals:
         """Return the seals for one kind of record."""
@@ -274,9 +406,11 @@ class Note:
         return cls(**values)
 
 
-_READABLE = (2, 3)
+_READABLE = (2, 3, 4)
 _NOTE = "store"
-_BEFORE_THE_NOTE = frozenset({"lock", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"})
+_BEFORE_THE_NOTE = frozenset(
+    {"lock", "turn", "root.new", "runs", "outcomes.jsonl", "outcomes.jsonl.lock"}
+)
 """Files that may exist without a note: leftovers of a kill, or files with their own seals."""
 _NOFOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC if os.name == "posix" else 0
 
@@ -330,21 +464,134 @@ def _unsealed(path: Path) -> StoreRefused:
     )
 
 
+_READERS, _CHANGE = 0, 1
+_FOR_READERS, FOR_CHANGES = 30.0, 600.0
+"""Seconds to wait for commands on branches to end, and for calls that change the directory."""
+
+
+class DirectoryLock:
+    """Keeps the changes of one process and the reads of others apart, for one workspace.
+
+    Both sides say that they are there, and then look for the other: a change while the directory
+    holds uncommitted changes, a reader while a branch reads it or a command runs over it. A reader
+    that finds a change goes back and waits, so a change has its turn.
+    """
+
+    _changing: ClassVar[dict[Path, int]] = {}
+    """The threads of this process that are changing a workspace, by its lock."""
+
+    def __init__(self, store: Path) -> None:
+        self.path = store / "directory.lock"
+        self._fd = -1
+        self._is_changing = False
+        self._readers = 0
+        self._counting = threading.Lock()
+
+    def begin_change(self) -> None:
+        """Wait until nobody reads the directory, and keep readers out.
+
+        Raises:
+            FilesystemError: A command of a branch still runs.
+        """
+        fd = self.open()
+        # Shared: the lock of the workspace keeps changes apart, and one may be left over.
+        locks.take(fd, byte=_CHANGE, shared=True)
+        try:
+            self._wait(lambda: not locks.is_taken(fd, byte=_READERS), _FOR_READERS)
+        except BaseException:
+            locks.release(fd, byte=_CHANGE)
+            raise
+        self._is_changing = True
+        self._changing[self.path] = threading.get_ident()
+
+    def end_change(self) -> None:
+        """Let others read. May be called again."""
+        if self._is_changing:
+            self._is_changing = False
+            self._changing.pop(self.path, None)
+            locks.release(self._fd, byte=_CHANGE)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this thread is changing the directory."""
+        return self._changing.get(self.path) == threading.get_ident()
+
+    @contextlib.contextmanager
+    def reading(self, patience: float = FOR_CHANGES) -> Generator[None]:
+        """Read the directory in the block; another process does not change it meanwhile.
+
+        Raises:
+            FilesystemError: A call is changing it, and has not ended after so many seconds.
+        """
+        with self._counting:
+            if not self._readers:
+                fd = self.open()
+                self._wait(lambda: self._enter(fd), patience)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._readers -= 1
+                if not self._readers:
+                    locks.release(self._fd, byte=_READERS)
+
+    def close(self) -> None:
+        self.end_change()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            locks.close(fd)
+
+    def open(self) -> int:
+        """Return the descriptor of the lock."""
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600)
+            locks.keep_from_forks(self._fd)
+        return self._fd
+
+    def _enter(self, fd: int) -> bool:
+        locks.take(fd, byte=_READERS, shared=True)
+        if not locks.is_taken(fd, byte=_CHANGE):
+            return True
+        locks.release(fd, byte=_READERS)
+        return False
+
+    def _wait(self, take: Callable[[], bool], seconds: float) -> None:
+        until = SYSTEM_CLOCK.monotonic() + seconds
+        pause = threading.Event()
+        while not take():
+            if SYSTEM_CLOCK.monotonic() >= until:
+                raise FilesystemError(
+                    "Another agent is using this directory: a command runs on a branch, or a call"
+                    " changes files. Try again when it has ended"
+                )
+            pause.wait(0.002)
+
+
 class Store:
-    """The store of a workspace, for the one process that holds its lock.
+    """The store of a workspace, for a process that has the workspace open.
+
+    It begins with the lock held: nobody else changes anything then.
 
     Args:
         root: The workspace.
         path: The location; beside the workspace by default.
-        wait: Seconds to wait for another process that has the workspace open.
+        wait: Seconds to wait for another process: see ``ProcessLock``.
         safe: Sync to disk, to survive a power loss.
+        shared: Whether other processes may take the lock while this one has the store open.
 
     Raises:
         StoreRefused: The store is not provably written by this user.
     """
 
     def __init__(
-        self, root: Path, *, path: Path | None = None, wait: float = 0.0, safe: bool = False
+        self,
+        root: Path,
+        *,
+        path: Path | None = None,
+        wait: float | None = None,
+        safe: bool = False,
+        shared: bool = False,
     ) -> None:
         self.root = Path(os.path.realpath(root))
         self.safe = safe
@@ -354,28 +601,34 @@ class Store:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with Held(open_store(self.path)) as fd:
             Note.read_from(fd, self.path)  # before anything is written
-            self._lock_fd = take_store_lock(fd, self.root, wait)
+            self.lock = ProcessLock(fd, self.root, wait=wait, alone=not shared)
         self.pid = os.getpid()
+        self.own = self.path / _OPEN / os.urandom(8).hex()
+        """A directory for what only this process uses; it has a lock while the store is open."""
+        self._own_lock = -1
         try:
-            self._note = self._claim()
+            self.note = self._claim()
             self.tx = self.path / "tx"
             self.scan = self.path / "scan"
             without_default_acl(self.path)
             self.tx.mkdir(mode=0o700, exist_ok=True)
             without_default_acl(self.tx)
             self.objects = Objects(self.path / "objects")
+            self.directory = DirectoryLock(self.path)
+            self.directory.open()
             self._tidy()
+            self._make_own()
             self.tree = Tree(self.tx)
             self.tx_fd = self.tree.fd
         except BaseException:
-            self._unlock()
+            self._leave()
             raise
         self._count = 0
         self.avoid(self.tree.names(()))
 
     def seals(self, kind: str) -> Seals:
         """Return the seals for one kind of record."""
-        return self._note.seals(kind)
+        return self.note.seals(kind)
 
     def fresh(self, mark: str = "n") -> str:
         """Return an unused name for the scratch directories."""
@@ -421,13 +674,38 @@ class Store:
     def close(self) -> None:
         """Release the workspace."""
         if self.pid == os.getpid():
-            self._unlock()
+            self.directory.close()
+            self._leave()
         self.tree.close()
 
-    def _unlock(self) -> None:
-        fd, self._lock_fd = self._lock_fd, -1
+    def _leave(self) -> None:
+        self.lock.close()
+        # What an abandoned call still uses stays, for the next process that opens the store.
+        with contextlib.suppress(OSError):
+            for folder in (self.own / "commands", self.own / "views"):
+                with contextlib.suppress(FileNotFoundError):
+                    folder.rmdir()
+            os.unlink(self.own / _LOCK)
+            self.own.rmdir()
+        fd, self._own_lock = self._own_lock, -1
         if fd >= 0:
             locks.close(fd)
+
+    def _make_own(self) -> None:
+        """Make this process's directory and lock it; remove those of dead processes."""
+        for folder, pid in _opened(self.path):
+            if pid is None:
+                _discard(folder)
+        self.own.mkdir(mode=0o700, parents=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW
+        fd = self._own_lock = os.open(self.own / _LOCK, flags, 0o600)
+        locks.keep_from_forks(fd)
+        locks.take(fd)
+        os.pwrite(fd, b"%d" % self.pid, 0)
+
+    def others(self) -> tuple[int, ...]:
+        """Return the ids of the other processes that have the workspace open."""
+        return tuple(pid for folder, pid in _opened(self.path) if pid and folder != self.own)
 
     def _claim(self) -> Note:
         """Note which workspace this is for; refuse the store of another."""
@@ -448,11 +726,56 @@ class Store:
         self.objects.tidy()
         own = Tree(self.path)
         try:
-            for name in own.names(()):
-                if name.startswith("probe-") or name.endswith(".new"):
+            for name, status in own.scan(()):
+                # Another process may be trying whether an overlay works.
+                is_old = SYSTEM_CLOCK.time() - status.st_mtime > _PROBED
+                if (name.startswith("probe-") and is_old) or name.endswith(".new"):
                     own.remove_all((name,))
         finally:
             own.close()
+
+
+_PROBED = 60.0
+"""Seconds after which a trial of an overlay has ended."""
+_OPEN = "open"
+"""The directory with one directory for each process that has the store open."""
+_LOCK = "lock"
+
+
+def present_in(
+    root: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None
+) -> tuple[int, ...]:
+    """Return the ids of the processes that have a workspace open; takes no lock."""
+    path = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
+    return tuple(pid for _, pid in _opened(path) if pid)
+
+
+def _opened(store: Path) -> Iterator[tuple[Path, int | None]]:
+    """Yield the directories of processes, each with the process, or None if it is gone."""
+    try:
+        names = os.listdir(store / _OPEN)
+    except OSError:
+        return
+    for name in names:
+        yield store / _OPEN / name, _owner_of(store / _OPEN / name)
+
+
+def _owner_of(folder: Path) -> int | None:
+    flags = os.O_RDWR | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
+    with contextlib.suppress(OSError, ValueError), Held(os.open(folder / _LOCK, flags)) as fd:
+        if locks.is_taken(fd):
+            return int(os.pread(fd, 20, 0))
+    return None
+
+
+def _discard(folder: Path) -> None:
+    """Remove what a killed process has left: nothing of it has reached the workspace."""
+    try:
+        if _mount_at(folder) != _mount_at(folder.parent):
+            raise OSError(errno.EBUSY, "something is mounted there")
+        remove_tree(folder)
+    except Exception as error:
+        logger.warning("%s could not be removed: %s", folder, error)
 
 
 def write_note(store: Path, note: Note) -> None:
@@ -507,59 +830,13 @@ def _mount_at(directory: Path) -> Mount:
         return mount_of(fd)
 
 
+_EFFECTIVE = os.access in os.supports_effective_ids
+
+
 def _may_write(directory: Path) -> bool:
-    effective = os.access in os.supports_effective_ids
-    return os.access(directory, os.W_OK | os.X_OK, effective_ids=effective)
+    return os.access(directory, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)
 
 
-def take_store_lock(store: int, root: Path, wait: float) -> int:
-    """Take the lock, or raise with the process that holds it."""
-    begun = SYSTEM_CLOCK.monotonic()
-    pause = threading.Event()
-    fd = os.open("lock", os.O_RDWR | os.O_CREAT | _NOFOLLOW, 0o600, dir_fd=store)
-    try:
-        while not locks.take(fd):
-            patience = max(wait, _FOR_CHILDREN) if _is_gone(lock_owner(fd)) else wait
-            if SYSTEM_CLOCK.monotonic() >= begun + patience:
-                raise _locked(fd, root)
-            pause.wait(0.02)
-        locks.keep_from_forks(fd)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": SYSTEM_CLOCK.time()}).encode(), 0)
-    except BaseException:
-        locks.close(fd)
-        raise
-    return fd
-
-
-_FOR_CHILDREN = 10.0
-"""Seconds to wait for children of a killed owner, which close the lock once they run."""
-
-
-def _is_gone(pid: int | None) -> bool:
-    """Tell whether an owner has ended: then only a child it was starting holds the lock."""
-    if pid is None:
-        return False
-    try:
-        os.kill(pid, 0)
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except ProcessLookupError:
-        return True
-    except OSError:  # another user's process, or no /proc
-        return False
-    return status.rpartition(b") ")[2][:1] in b"ZX"  # a zombie
-
-
-def _locked(fd: int, root: Path) -> WorkspaceLocked:
-    owner = lock_owner(fd)
-    who = f"this process ({owner})" if owner == os.getpid() else f"process {owner}"
-    return WorkspaceLocked(
-        f"{root} is open in {who}. Close it there, or pass wait= to wait for it", owner
-    )
-
-
-def lock_owner(fd: int) -> int | None:
-    """Return the process id in a lock file; None if unreadable."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(os.pread(fd, 1000, 0))["pid"])
-    return None
+def _is_there(path: str) -> bool:
+    """Tell whether a file exists; half the time of ``os.path.exists`` if it does not."""
+    return os.access(path, os.F_OK, effective_ids=_EFFECTIVE)

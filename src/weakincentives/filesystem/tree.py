@@ -360,6 +360,14 @@ def remove_tree(place: Path) -> None:
                 raise
 
 
+def remove_path(path: Path) -> None:
+    """Remove a file, a link, or a directory with everything in it; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 _CHANGING = (errno.ENOENT, errno.ENOTEMPTY)
 """Errors of removing a directory that is in use."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from weakincentives.errors import UndoRefused
+from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import (
     Detail,
@@ -27,12 +27,19 @@ from weakincentives.filesystem.entry import Entry, apply_entry, capture, create,
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
 from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
+from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.paths import Parts, join_path, shown
-from weakincentives.filesystem.store import Note, location_of
+from weakincentives.filesystem.prune import Pruned, to_prune
+from weakincentives.filesystem.reserved import Reserved
+from weakincentives.filesystem.states import DirectoryAt
+from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 
 # Looking
+
+_PATIENCE = 5.0
+"""Seconds that somebody who only looks waits for a call that is changing files."""
 
 
 class CallChanges(NamedTuple):
@@ -54,18 +61,28 @@ class WorkspaceHistory:
     ) -> None:
         self.store = location_of(Path(root)) if store is None else Path(os.path.realpath(store))
         note = Note.read(self.store)
-        seals = Seals("nothing") if note is None else note.seals(JOURNAL)
-        self._past = Past(self.store, seals, room=MAX_KEPT)
-        self._disk = Disk(Tree(Path(root)))
+        self._seals = Seals("nothing") if note is None else note.seals(JOURNAL)
+        self._past = Past(self.store, self._seals, room=MAX_KEPT)
+        self._root = Path(root)
+        self._disk = Disk(Tree(self._root))
 
     def calls(self) -> tuple[Committed, ...]:
         """Return the calls, oldest first."""
         past = self._past
         return tuple(delta.committed for delta in past.readable(past.serials()))
 
+    def newest_first(self) -> Iterator[Committed]:
+        """Yield the calls that are in the history now, newest first; costs those consumed."""
+        past = Past(self.store, self._seals)
+        return (delta.committed for delta in past.readable(past.after(0)))
+
     def damaged(self) -> tuple[str, ...]:
         """Return a sentence for each damaged call; the other methods skip these."""
         return tuple(str(error) for error in self._past.damaged().values())
+
+    def to_prune(self, limits: Limits, *, left_too: bool = False) -> Pruned:
+        """Return what ``HostFilesystem.prune`` would remove now; compression is not tried."""
+        return to_prune(self._past, limits, left_too=left_too)
 
     def changes(self, detail: Detail | None = None) -> Iterator[CallChanges]:
         """Yield what each call changed, newest first.
@@ -107,6 +124,36 @@ class WorkspaceHistory:
         serials = {call.serial for call in calls}
         conflicts = _conflicts(self._past, serials, self._disk) if serials else {}
         return _named(conflicts.values())
+
+    def files_at(self, serial: int) -> FilesAt:
+        """Return the files as they were after a commit; serial 0 is before the first.
+
+        Raises:
+            LookupError: The history no longer goes back that far, or is damaged since.
+        """
+        return FilesAt(self, serial, self._look_at(serial), self._disk.tree)
+
+    def diff_between(
+        self, one: int, other: int, *, detail: Detail | None = None
+    ) -> tuple[FileChange, ...]:
+        """Return what differs after one commit from after another, ordered by path."""
+        first, last = sorted((one, other))
+        past = Past(self.store, self._seals)
+        deltas = past.readable(each for each in past.serials() if first < each <= last)
+        records = [record for delta in deltas for record in delta.records]
+        before, after = self._look_at(one), self._look_at(other)
+        paths = changed_paths(records, before, after)
+        return tuple(file_changes(paths, before, after, detail=detail))
+
+    def _look_at(self, serial: int) -> Look:
+        root = self._disk.tree.path
+        past = Past(self.store, self._seals)  # commits may have been added since
+        try:
+            disk = Disk(Tree(root))
+            look = DirectoryAt(self.store, past, disk, serial, patience=_PATIENCE)
+        except FilesystemError as error:
+            raise LookupError(str(error)) from error
+        return Reserved(root, store=self.store).without_hidden(look)
 
 
 def diff_of(past: Past, serials: Iterable[int], disk: Look) -> str:
@@ -376,29 +423,36 @@ def go_back(changes: Changes, history: History, serial: int) -> tuple[str, ...]:
     for delta in history.readable(later):
         undo.call(delta, conflicts.get(delta.committed.serial, ()))
     undo.set_times()
-    return tuple(undo.sentences)
+    return undo.report()
 
 
 def undo_calls(
-    changes: Changes, history: History, serials: Sequence[int], *, force: bool
+    changes: Changes,
+    history: History,
+    serials: Sequence[int],
+    *,
+    force: bool,
+    leave_edits: bool = False,
 ) -> tuple[str, ...]:
     """Undo just these committed calls, within an open transaction.
 
     Raises UndoRefused on a conflict, unless forced: then later changes are replaced, and saved in
-    the history. Returns a sentence for each path that could not be restored.
+    the history. With ``leave_edits``, a path that no other call has changed since is no conflict:
+    it is left alone. Returns a sentence for each path that could not be restored.
     """
-    conflicts = (
-        {} if force else _named(_conflicts(history, set(serials), Disk(changes.tree)).values())
-    )
-    if conflicts:
-        raise UndoRefused(conflicts)
+    conflicts = {} if force else _conflicts(history, set(serials), Disk(changes.tree))
+    refused = _named(conflicts.values())
+    if leave_edits:
+        refused = {path: calls for path, calls in refused.items() if calls}
+    if refused:
+        raise UndoRefused(refused)
     undo = _Undo(changes, history, force=force)
     newest_first = sorted(serials, reverse=True)
     for serial in newest_first:
-        undo.call(history.read(serial))
+        undo.call(history.read(serial), conflicts.get(serial, ()))
     if newest_first == history.after(newest_first[-1] - 1):
         undo.set_times()  # else later calls have changed directories since
-    return tuple(undo.sentences)
+    return undo.report()
 
 
 class _Times:
@@ -448,6 +502,8 @@ class _Undo:
         self.sentences: list[str] = []
         self._left: set[Parts] = set()
         """Paths left alone, with everything below them."""
+        self._edited: dict[Parts, tuple[Record, Delta]] = {}
+        """Those that someone else has changed, with the oldest record of what was there."""
         self._times = _Times()
 
     def call(self, delta: Delta, conflicts: Sequence[_Conflict] = ()) -> None:
@@ -455,6 +511,8 @@ class _Undo:
         self._leave(delta, conflicts)
         for record in reversed(delta.records):
             if any(_is_within(parts, self._left) for parts in record.paths):
+                if record.path in self._edited:
+                    self._edited[record.path] = record, delta
                 continue
             try:
                 self._undo(record, delta)
@@ -474,10 +532,7 @@ class _Undo:
             for parts in record.paths:
                 if parts in changed and not _is_within(parts, self._left):
                     self._left.add(parts)
-                    self.sentences.append(
-                        f"{shown(join_path(parts))} was changed by someone else since and is left"
-                        f" unchanged{self._set_aside(parts, record, delta)}"
-                    )
+                    self._edited[parts] = record, delta
         inside: dict[Parts, list[Parts]] = {}
         for each in conflicts:
             if each.top is not None and not _is_within(each.top, self._left):
@@ -488,6 +543,15 @@ class _Undo:
             self.sentences.append(
                 f"{shown(join_path(top))} is left unchanged: someone else changed {names} in it"
             )
+
+    def report(self) -> tuple[str, ...]:
+        """Return a sentence for each thing that is not as it was, and set aside what edits hide."""
+        edited = [
+            f"{shown(join_path(parts))} was changed by someone else since and is left unchanged"
+            f"{self._set_aside(parts, record, delta)}"
+            for parts, (record, delta) in self._edited.items()
+        ]
+        return (*edited, *self.sentences)
 
     def _set_aside(self, parts: Parts, record: Record, delta: Delta) -> str:
         """Set aside the version that would have been restored; returns where, for the message."""
@@ -536,7 +600,7 @@ class _Undo:
                 self.changes.make_directory(parts)
             self._set_attributes(parts, before)
             self._times.set(parts, before.mtime_ns)
-        elif is_directory and not record.is_whole and self._holds_more(parts):
+        elif is_directory and not self._is_all_ours(record) and self._holds_more(parts):
             return  # its remaining entries are someone else's
         elif before is None:
             if status is not None:
@@ -550,6 +614,11 @@ class _Undo:
             self.sentences.append(
                 f"{shown(join_path(parts))} could not be restored: its content was not saved"
             )
+
+    def _is_all_ours(self, record: Record) -> bool:
+        """Whether a directory arrived as a whole, and nothing in it was left alone."""
+        depth = len(record.path)
+        return record.is_whole and not any(each[:depth] == record.path for each in self._left)
 
     def _looks_like(self, parts: Parts, before: Entry) -> bool:
         now = capture(self.changes.tree, parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weakincentives.call import ToolCall
 from weakincentives.clock import Clock
-from weakincentives.errors import FilesystemError, ProtectedPath
+from weakincentives.errors import FilesystemError, ProtectedPath, ViewClosed
 from weakincentives.filesystem.bypass import Watched
 from weakincentives.filesystem.changes import Changes, recover
 from weakincentives.filesystem.commands import Commands
@@ -33,12 +33,15 @@ from weakincentives.filesystem.layers import (
 )
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.scan import External
-from weakincentives.filesystem.store import Store
+from weakincentives.filesystem.scan import External, Noted
+from weakincentives.filesystem.store import Limits, Store
 from weakincentives.filesystem.tree import Tree
 from weakincentives.gate import Gate
 
 logger = logging.getLogger("weakincentives.filesystem")
+
+
+_OVERTAKEN = "other processes have worked on this directory since this view was forked"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -54,7 +57,14 @@ class Workspace:
     """The state shared by a filesystem and all its views."""
 
     def __init__(
-        self, root: Path, store: Store, *, limit: int, clock: Clock, unprotected: Sequence[str]
+        self,
+        root: Path,
+        store: Store,
+        *,
+        limits: Limits,
+        clock: Clock,
+        unprotected: Sequence[str],
+        disk: Look | None = None,
     ) -> None:
         with contextlib.ExitStack() as opened:
             self.store = store
@@ -71,10 +81,10 @@ class Workspace:
         )
         self.lock = threading.RLock()
         self.gate = Gate()
-        self.history = History(self.store, limit=limit, clock=clock)
+        self.history = History(self.store, limits=limits, clock=clock)
         self.places: weakref.WeakSet[Place] = weakref.WeakSet()
         # Not a bound method: it would keep an unused workspace and its lock alive.
-        self.history.needed = functools.partial(_oldest, self.places)
+        self.history.references.serials.append(functools.partial(_oldest, self.places))
         self.private: weakref.WeakSet[object] = weakref.WeakSet()
         """Open private views."""
         self.in_place: Changes | None = None
@@ -82,21 +92,73 @@ class Workspace:
         self.in_place_thread = 0
         self.expects_programs = False
         """Whether other programs change files in that transaction."""
-        self.disk: Look = Disk(self.tree)
-        if self.reserved.hidden:
-            self.disk = functools.reduce(Layer.remove, self.reserved.hidden, Layer(self.disk))
+        self.disk = self.reserved.without_hidden(Disk(self.tree) if disk is None else disk)
         self.present = Present(self.disk)
         self.links: dict[Sequence[str], frozenset[Parts]] = {}
         """Targets of links at protected paths, by patterns."""
         self._stages: list[tuple[int, Present]] = []
         """The presents of the in-place call, with the number of its records at that time."""
         self.recovered = recover(self.tree, self.history)
+        lock = self.store.lock
+        self.is_shared = not lock.alone
+        lock.is_stale = False
+        if self.is_shared:
+            self.gate.share(lock, self.catch_up)
+            lock.is_held = False
+            lock.release()
+
+    # Other processes
+
+    def catch_up(self) -> None:
+        """Drop what other processes may have changed, and roll back what a killed one has left.
+
+        No view outlives the gate: those that do are closed.
+        """
+        with self.lock:
+            self.present.close(_OVERTAKEN)
+            self.present = Present(self.disk)
+            self.private.clear()
+            self.in_place, self.expects_programs, self._stages = None, False, []
+            self.links.clear()
+            self.external.catch_up()
+            self.history.catch_up()
+            self.store.avoid(self.store.tree.names(()))
+            recover(self.tree, self.history)
+
+    def check_held(self) -> None:
+        """Raise unless the lock between processes is held."""
+        if not self.store.lock.is_held:
+            self.store.lock.check_process()
+            raise ViewClosed(
+                "several processes share this directory, and another may be at work on it: hold"
+                " `fs.gate` in a `with` block from the fork to the merge"
+            )
+
+    @contextlib.contextmanager
+    def alone(self) -> Generator[None]:
+        """Hold the lock between processes in the block; a call that is inside holds it already."""
+        if self.store.lock.is_held or not self.closing.alive:
+            yield
+        else:
+            with self.gate:
+                yield
+
+    def seen_anew(self) -> History:
+        """Return the history, with what other processes have committed so far."""
+        with self.lock:
+            if not self.store.lock.is_held:
+                self.history.look_again()
+            return self.history
+
+    def steady(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other processes from changing the directory, below a command."""
+        return contextlib.nullcontext()
 
     # Commits, and what was before them
 
     def place(self) -> Place:
         """Return the current position in the sequence of commits."""
-        place = Place(self.history.last, self)
+        place = Place(self.seen_anew().last, self)
         self.places.add(place)
         return place
 
@@ -142,7 +204,8 @@ class Workspace:
             raise FilesystemError(
                 "A call is working in place on this directory. Make the change through its view"
             )
-        with self.gate:
+        is_ours = self.gate.holder == threading.get_ident()
+        with contextlib.nullcontext() if is_ours else self.gate:
             if self.in_place is not None:
                 raise FilesystemError(
                     "A call is working in place on this directory. Try again when it has ended"
@@ -153,15 +216,16 @@ class Workspace:
         """Begin the transaction that works in place."""
         if self.in_place is not None:
             raise RuntimeError("another call is working in place on this directory: hold its gate")
+        self.check_held()
         self.commands.wait()
         self.in_place = Changes(self.tree, self.history)
         self.in_place_thread = threading.get_ident()
         self._stages = [(0, self.present)]
         return self.in_place
 
-    def expect_programs(self, changes: Changes) -> None:
+    def expect_programs(self, changes: Changes, noted: Noted | None = None) -> None:
         """Expect other programs to change files until the transaction ends."""
-        self.external.begin(changes)
+        self.external.begin(changes, noted)
         self.expects_programs = True
 
     def settle(self, changes: Changes) -> None:
@@ -183,6 +247,10 @@ class Workspace:
 
     def commit(self, changes: Changes, call: ToolCall | None, undoes: Sequence[str]) -> None:
         """Commit the transaction that works in place, and close it."""
+        if changes.records:
+            self.check_held()
+            if self.in_place is not changes:
+                raise ViewClosed(_OVERTAKEN)
         if self.expects_programs:
             self.external.settle(changes, last=True)
             self.check_found(changes.since(None))
@@ -263,6 +331,7 @@ class Workspace:
 
     def forked(self) -> Present:
         """Return the base for a new private view; it ends with the in-place call, if any."""
+        self.check_held()
         changes = self.in_place
         if changes is not None and self._stages[-1][0] != len(changes.records):
             # No view has seen the states in between.

@@ -1,0 +1,128 @@
+"""What a store takes on the disk, and the removal of what nothing needs any more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.filesystem.history import History, Past, Uses
+from weakincentives.filesystem.scan import External, last_scan
+from weakincentives.filesystem.store import Limits, Objects
+from weakincentives.filesystem.tree import files_below, remove_path
+
+logger = logging.getLogger("weakincentives.filesystem")
+
+KINDS = {
+    "objects": "contents",
+    "history": "history",
+    "runs": "runs",
+    "branches": "branches",
+    "scan": "scan index",
+    "left": "left-over files",
+}
+"""What each directory of a store holds."""
+OTHER = "other"
+
+
+class Pruned(NamedTuple):
+    """What was removed from a store, or would be."""
+
+    calls: int = 0
+    """Calls that can no longer be undone."""
+    contents: int = 0
+    """Replaced contents that nothing referred to, besides those of the calls."""
+    compressed: int = 0
+    left: int = 0
+    """Files and directories that could not be restored once."""
+    scan_index: bool = False
+    damaged: int = 0
+    """Damaged calls: while there are some, no content is known to be unused."""
+
+
+def disk_usage(store: Path) -> dict[str, int]:
+    """Return the bytes on disk by kind of content; what others remove meanwhile is left out."""
+    found = dict.fromkeys((*KINDS.values(), OTHER), 0)
+    with contextlib.suppress(FileNotFoundError), os.scandir(store) as entries:
+        for each in entries:
+            kind = KINDS.get(each.name, OTHER)
+            with contextlib.suppress(FileNotFoundError):
+                found[kind] += _size(each.stat(follow_symlinks=False), Path(each.path))
+    return found
+
+
+def _size(status: os.stat_result, path: Path) -> int:
+    below = files_below(path) if stat.S_ISDIR(status.st_mode) else ()
+    return sum(each.st_blocks * 512 for each in (status, *below))
+
+
+def to_prune(past: Past, limits: Limits, *, left_too: bool = False) -> Pruned:
+    """Return what :func:`prune` would remove; takes no lock. Compression is not tried."""
+    now = SYSTEM_CLOCK.time()
+    store, uses = past.objects.path.parent, past.uses()
+    return Pruned(
+        calls=sum(1 for _ in past.beyond(limits, now)),
+        contents=len(_unused(past, uses)),
+        left=len(_old(store / "left", limits.oldest(now))) if left_too else 0,
+        scan_index=last_scan(store / "scan") < limits.oldest(now),
+        damaged=len(uses.damaged),
+    )
+
+
+def prune(
+    history: History, external: External, limits: Limits, *, left_too: bool = False
+) -> Pruned:
+    """Remove what exceeds the limits and what nothing refers to; compress the rest.
+
+    For the process that holds the store's lock, between transactions. After a kill or an error,
+    calling it again completes it.
+    """
+    history.finish_earlier()
+    before, objects = limits.oldest(SYSTEM_CLOCK.time()), history.store.objects
+    calls, uses = history.prune(limits), history.uses()
+    unused = _unused(history, uses)
+    for digest in unused:
+        objects.remove(digest)
+    history.remove_stray_trees()
+    old = _old(history.store.path / "left", before) if left_too else []
+    for path in old:
+        remove_path(path)
+    return Pruned(
+        calls=calls,
+        contents=len(unused),
+        compressed=_compress(objects),
+        left=len(old),
+        scan_index=external.forget(before),
+        damaged=len(uses.damaged),
+    )
+
+
+def _compress(objects: Objects) -> int:
+    """Compress all objects where that is worthwhile; returns how many."""
+    count = 0
+    try:
+        for digest in objects:
+            count += objects.compress(digest, safe=True)
+    except OSError as error:  # a full disk, for example: the removals must not fail with it
+        logger.warning("The other contents were not compressed: %s", error)
+    return count
+
+
+def _unused(past: Past, uses: Uses) -> set[str]:
+    """Return the objects without references; none while a damaged entry may have some."""
+    if uses.damaged:
+        return set()
+    return {each for each in past.objects if not uses[each]} - past.references.objects()
+
+
+def _old(folder: Path, before: float) -> list[Path]:
+    """Return what was put into a directory before some time."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        # A renamed file keeps its modification time, not its change time.
+        old = (each for each in entries if each.stat(follow_symlinks=False).st_ctime < before)
+        return [Path(each.path) for each in old]
+    return []

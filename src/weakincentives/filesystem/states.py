@@ -1,0 +1,302 @@
+"""The directory as it was after any call in the history, read without changing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from weakincentives.errors import FilesystemError, HistoryDamaged
+from weakincentives.filesystem.entry import matches
+from weakincentives.filesystem.history import Delta, Past, Touched
+from weakincentives.filesystem.layers import (
+    Changed,
+    Disk,
+    Forward,
+    Layer,
+    Look,
+    Node,
+    Present,
+    Replaced,
+    replaced_by,
+    undone,
+)
+from weakincentives.filesystem.paths import NodeKind, Parts, join_path
+from weakincentives.filesystem.store import FOR_CHANGES, DirectoryLock
+
+
+def _at_and_above(parts: Parts) -> set[str]:
+    return {"/".join(parts[:depth]) for depth in range(len(parts) + 1)}
+
+
+_MANY = Touched(None)
+_RETRIES = 3
+_DEEPEST = 50
+"""Calls; each look goes through as many layers as calls were committed since it began."""
+
+
+class DirectoryAt(Forward):
+    """The directory as it was after a call: as it is now, without what later calls did.
+
+    Calls that are committed meanwhile, also by other processes, do not change it. Reading one file
+    costs what the calls did that changed it since; the first look at a directory costs what all
+    later calls did.
+
+    What calls left is shown as they left it, also if someone has changed it since. What no call has
+    ever changed is shown as it is now.
+
+    Args:
+        store: The store of the workspace.
+        disk: The directory; ``close`` closes it.
+        serial: The call's serial in the history; 0 is before the first.
+        recover: Rolls back the call of a killed process.
+        moment: When it was, in nanoseconds, if that is later than the call.
+        patience: Seconds to wait for a call that is changing the directory.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        past: Past,
+        disk: Disk,
+        serial: int,
+        *,
+        recover: Callable[[], None] = lambda: None,
+        moment: int | None = None,
+        patience: float = FOR_CHANGES,
+    ) -> None:
+        self.serial = serial
+        self._recover = recover
+        self._past = past
+        self._steady = DirectoryLock(store)
+        self._is_shared = os.access(store, os.W_OK)  # else nobody changes anything
+        self._patience = patience
+        self._journal = store / "tx" / "journal"
+        self._opened = contextlib.ExitStack()
+        self._opened.callback(disk.tree.close)
+        self._opened.callback(self._steady.close)
+        self.close = weakref.finalize(self, self._opened.close)
+        """Closes what is open; without it, that happens when nobody refers to this any more."""
+        self._disk = disk
+        past.refresh()
+        self._changed_at = past.changed_at()
+        self._begin()
+        if past.last > serial and min(past.serials()) > serial + 1:
+            raise FilesystemError("The history no longer has this state: it was trimmed")
+        if moment is None:
+            moment = past.moment(serial) if serial in past.serials() else 0
+        self._moment = moment
+
+    def _begin(self) -> None:
+        """Begin with the directory as it is now."""
+        self._present = self._current = Present(self._disk)
+        """Shows the directory as it was at that time; later calls are undone in it."""
+        self._newest = self._first = self._past.last
+        self._index: Mapping[int, Touched] | None = None
+        self._whole: Layer | None = None
+        self._parts: dict[tuple[int, ...], Layer] = {}
+        """Looks that are right for some paths only, by the calls undone in them."""
+        self._left: dict[str, int] | None = None
+        """The last call up to this state that changed a path, by path."""
+        self._names: dict[str, set[str]] = {}
+        """The names in each directory that calls changed."""
+
+    @contextlib.contextmanager
+    def steady(self) -> Generator[None]:
+        """Keep the directory from changing in the block."""
+        if not self._is_shared:
+            yield
+            return
+        if self._steady.is_ours:  # a merge reads the state that it is about to change
+            yield
+            return
+        for _ in range(_RETRIES):
+            with self._steady.reading(self._patience):
+                if not self._holds_uncommitted():
+                    self._refresh()
+                    yield
+                    return
+            self._recover()
+        raise FilesystemError(
+            "A killed call has left changes in this directory. The next command that opens it, such"
+            " as `wink undo`, rolls them back; then look again"
+        )
+
+    def _holds_uncommitted(self) -> bool:
+        try:
+            return os.stat(self._journal).st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def changed(self) -> Changed:
+        """Return where the directory may differ from this state."""
+        with self.steady():
+            later, whole = self._present.changed(), self.look
+            assert isinstance(whole, Layer)
+            return Changed(later.paths.union(whole.changed), later.files.union(whole.files))
+
+    # Looking
+
+    @property
+    def look(self) -> Look:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The whole state."""
+        if self._whole is None:
+            later = [serial for serial in self._past.after(self.serial) if serial <= self._first]
+            self._whole = self._without(later)
+        return self._whole
+
+    def node(self, parts: Parts) -> Node | None:
+        with self.steady():
+            node = self.at(parts).node(parts)
+            left = self._as_left(parts, node)
+            return node if left is None else left[1]
+
+    def read(self, parts: Parts) -> bytes:
+        with self.steady():
+            look = self.at(parts)
+            left = self._as_left(parts, look.node(parts))
+            if left is None or (left[1] is not None and left[1].kind != "file"):
+                return look.read(parts)
+            if left[1] is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
+            return self._past.left(left[0], left[1])
+
+    def link_target(self, parts: Parts) -> str:
+        with self.steady():
+            look = self.at(parts)
+            left = self._as_left(parts, look.node(parts))
+            target = None if left is None or left[1] is None else left[1].target
+            return look.link_target(parts) if target is None else target
+
+    def nodes(self, parts: Parts) -> list[tuple[str, Node]]:
+        with self.steady():
+            found: dict[str, Node | None] = dict(self.look.nodes(parts))
+            for name in self._names_left(parts):
+                found.setdefault(name, None)
+            for name, node in list(found.items()):
+                left = self._as_left((*parts, name), node)
+                found[name] = node if left is None else left[1]
+            return [(name, node) for name, node in found.items() if node is not None]
+
+    def kinds(self, parts: Parts) -> list[tuple[str, NodeKind]]:
+        return [(name, node.kind) for name, node in self.nodes(parts)]
+
+    # What someone changed after the last call that did
+
+    def _as_left(self, parts: Parts, node: Node | None) -> tuple[Delta, Node | None] | None:
+        """Return what a call left at a path, with the call, if someone has changed it since."""
+        # Not by the change time, which is new after every rollback.
+        if node is not None and (node.mtime_ns <= self._moment or node.is_directory):
+            return None
+        serial = self._last_calls().get("/".join(parts), 0)
+        if not serial:
+            return None
+        try:
+            delta = self._past.read(serial)
+        except (FileNotFoundError, HistoryDamaged):
+            return None
+        left = delta.after.get(parts)
+        if parts not in delta.after or (left is not None and left.is_directory):
+            return None
+        if left is None:
+            return None if node is None else (delta, None)
+        if node is not None and matches(left, node) and left.mode == node.mode:
+            return None
+        digest = left.digest or ""
+        is_known = left.kind == "link" or digest in delta.kept or digest in self._past.objects
+        return (delta, left) if is_known else None
+
+    def _last_calls(self) -> dict[str, int]:
+        if self._left is None:
+            self._left = {}
+            for serial, touched in sorted(self._touched().items()):
+                if serial <= self.serial:
+                    self._left.update(dict.fromkeys(touched.paths or (), serial))
+            for path in self._left:
+                above, _, name = path.rpartition("/")
+                self._names.setdefault(above, set()).add(name)
+        return self._left
+
+    def _names_left(self, parts: Parts) -> AbstractSet[str]:
+        self._last_calls()
+        return self._names.get("/".join(parts), set())
+
+    def _touched(self) -> Mapping[int, Touched]:
+        if self._index is None:
+            self._index = self._past.index()
+        return self._index
+
+    # Undoing later calls
+
+    def at(self, parts: Parts) -> Look:
+        """Return a look that is right for a path and everything above it."""
+        if self._whole is not None or self._first == self.serial:
+            return self.look
+        serials = tuple(sorted(self._concerning(parts), reverse=True))
+        if serials not in self._parts:
+            self._parts[serials] = self._without(serials)
+        return self._parts[serials]
+
+    def _without(self, serials: Iterable[int]) -> Layer:
+        """Return the state without some calls, newest first."""
+        layer = Layer(self._present)
+        for serial in serials:
+            delta = self._past.read(serial)
+            layer = undone(layer, delta.records, self._replaced_by(delta))
+        return layer
+
+    def _replaced_by(self, delta: Delta) -> Replaced:
+        taken = replaced_by(self._past, delta)
+        if taken.tree is not None:
+            self._opened.callback(taken.tree.close)
+        return taken
+
+    def _concerning(self, parts: Parts) -> set[int]:
+        """Return the later calls that may have changed a path or what is above it."""
+        index = self._touched()
+        later = [n for n in self._past.serials() if self.serial < n <= self._first]
+        if any(index.get(n, _MANY).paths is None for n in later):
+            return set(later)
+        path = "/".join(parts)
+        for serial in later:
+            touched = index[serial]
+            if not (touched.paths or frozenset()).isdisjoint(_at_and_above(parts)):
+                if path in (touched.paths or ()) and not touched.moves:
+                    return {serial}  # the first later call has what was there
+                break
+        found: set[int] = set()
+        pending = [(parts, self.serial)]
+        while pending:
+            parts, after = pending.pop()
+            above = _at_and_above(parts)
+            for serial in later:
+                touched = index[serial]
+                if serial <= after or (touched.paths or frozenset()).isdisjoint(above):
+                    continue
+                found.add(serial)
+                # What a call moved away is now where it moved it to.
+                for origin, path in touched.moves:
+                    here = tuple(origin.split("/"))
+                    if parts[: len(here)] == here:
+                        pending.append(((*path.split("/"), *parts[len(here) :]), serial))
+        return found
+
+    # Keeping up with the workspace
+
+    def _refresh(self) -> None:
+        """Undo, in the present, the calls that have been committed since the last look."""
+        changed_at = self._past.changed_at()
+        if changed_at == self._changed_at:
+            return
+        self._past.refresh()
+        if self._past.last - self._first > _DEEPEST:
+            self._begin()
+        for serial in reversed(self._past.after(self._newest)):
+            delta = self._past.read(serial)
+            self._current = self._current.supersede(delta.records, self._replaced_by(delta))
+            self._newest = serial
+        self._changed_at = changed_at

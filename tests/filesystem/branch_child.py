@@ -1,0 +1,152 @@
+"""Processes that work on branches and are killed over it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from killed_child import Death
+
+from weakincentives.errors import MergeConflict, NoSuchBranch
+from weakincentives.filesystem import Branch, HostFilesystem, drop_branch
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["branch_child", "weakincentives.filesystem.branches"])
+
+# One deed, killed at one of its system calls
+
+
+def _on_branch(deed: Callable[[Branch], object]) -> Callable[[Path], None]:
+    def do(root: Path) -> None:
+        branch = Branch.open(root, "b")
+        deed(branch)
+        branch.close()
+
+    return do
+
+
+def _merge(root: Path) -> None:
+    with HostFilesystem(root) as fs:
+        branch = Branch.open(root, "b")
+        branch.merge_into(fs)
+        branch.close()
+
+
+def _change_all(branch: Branch) -> None:
+    view = branch.fork()
+    view.write("a", "both\n" * 3000)
+    view.move("d", "e")
+    view.delete("moved")
+    branch.merge(view)
+
+
+DEEDS: dict[str, Callable[[Path], None]] = {
+    "create": lambda root: Branch.create(root, "new").close(),
+    "drop": lambda root: drop_branch(root, "b"),
+    "open": _on_branch(lambda branch: None),
+    "write": _on_branch(lambda branch: branch.write("one", "written\n")),
+    "a call": _on_branch(_change_all),
+    "command": _on_branch(lambda branch: branch.run("rm moved; echo made > d/made; ln -s a link")),
+    "undo": _on_branch(lambda branch: branch.undo(branch.history()[-1].call_id)),
+    "rebase": _on_branch(lambda branch: branch.rebase()),
+    "begin anew": _on_branch(lambda branch: branch.begin_anew()),
+    "merge": _merge,
+}
+
+
+def do(deed: str, root: Path, death: Death, reports: Connection) -> None:
+    """Do one thing, and say that it is done."""
+    os.umask(0o022)
+    try:
+        death.arm()
+        DEEDS[deed](root)
+        reports.send("done")
+    except Exception:
+        reports.send(traceback.format_exc())
+
+
+# An agent among others: reads files, writes what follows from them, and merges
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What one of several processes does on a branch of its own."""
+
+    root: Path
+    name: str
+    seed: int
+    tasks: int
+    files: int
+    death: Death | None = None
+
+
+def line(agent: str, task: int, read: dict[str, int]) -> str:
+    """What a task adds to a file: who, which, and how long each file was that it read."""
+    seen = ",".join(f"{path}={length}" for path, length in sorted(read.items()))
+    return f"{agent}:{task}:{seen}\n"
+
+
+def run(agent: Agent, reports: Connection) -> None:
+    """Do the tasks that are not done yet; each is one merge."""
+    try:
+        if agent.death is not None:
+            agent.death.arm()
+        _work(agent)
+        reports.send("done")
+    except Exception:
+        reports.send(traceback.format_exc())
+
+
+def _work(agent: Agent) -> None:
+    try:
+        branch = Branch.open(agent.root, agent.name, wait=30)
+    except NoSuchBranch:
+        branch = Branch.create(agent.root, agent.name, wait=30)
+    for task in range(agent.tasks):
+        while not _is_done(agent, task):
+            dice = random.Random(f"{agent.seed} {agent.name} {task}")
+            branch.begin_anew()
+            paths = [f"f{number}" for number in range(agent.files)]
+            reads = dice.sample(paths, dice.randint(1, 3))
+            view = branch.fork()
+            texts = {path: view.read(path) if view.exists(path) else "" for path in reads}
+            seen = {path: text.count("\n") for path, text in texts.items()}
+            for path in dice.sample(reads, dice.randint(1, len(reads))):
+                view.write(path, texts[path] + line(agent.name, task, seen))
+            with contextlib.suppress(MergeConflict):  # a killed merge was rolled back meanwhile
+                branch.merge(view)
+                _try_to_merge(agent, branch)
+    branch.close()
+
+
+def _try_to_merge(agent: Agent, branch: Branch) -> None:
+    with HostFilesystem(agent.root, wait=60) as fs:
+        try:
+            branch.merge_into(fs, strict=True)
+        except MergeConflict:
+            # Rebased, what it wrote still follows from what it read before: it begins again.
+            return
+
+
+def _is_done(agent: Agent, task: int) -> bool:
+    mark = f"{agent.name}:{task}:"
+    with HostFilesystem(agent.root, wait=60) as fs:
+        return any(mark in fs.read(each.path) for each in fs.list())
+
+
+def merge_or_rebase(root: Path, name: str, deed: str, death: Death) -> None:
+    """Merge or rebase a branch; a conflict is nobody's fault."""
+    death.arm()
+    with (
+        contextlib.suppress(MergeConflict),
+        HostFilesystem(root) as fs,
+        contextlib.closing(Branch.open(root, name)) as branch,
+    ):
+        branch.rebase() if deed == "rebase" else branch.merge_into(fs)

@@ -1,0 +1,122 @@
+"""Several agents on one directory, each on a branch of its own, killed at random.
+
+Each task reads some files and adds to some of them a line that says how long the files were. So
+the files themselves tell which state a task has seen, and the history tells in which order the
+merges came.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import branch_child
+import pytest
+from branch_child import Agent, processes
+from killed_child import Death
+
+from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
+
+THOROUGH = bool(os.environ.get("WINK_THOROUGH"))
+SEED = os.environ.get("WINK_SEED")
+SEEDS = [int(SEED)] if SEED else range(1000 if THOROUGH else 5)
+AGENTS, TASKS, FILES = 8, 2, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        multiprocessing.forkserver.ensure_running()
+
+
+class Running:
+    """A process of an agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._reports, sending = processes.Pipe(duplex=False)
+        self._process = processes.Process(target=branch_child.run, args=(agent, sending))
+        self._process.start()
+        sending.close()
+
+    def wait(self) -> bool:
+        """Return whether it did all its tasks; False if it was killed."""
+        try:
+            told = self._reports.recv()
+        except EOFError:
+            told = None
+        self._process.join()
+        self._process.close()
+        self._reports.close()
+        assert told in (None, "done"), told
+        return told == "done"
+
+
+def let_agents_work(root: Path, seed: int) -> int:
+    """Start the agents, again after each kill; returns how many were killed."""
+    dice = random.Random(seed)
+    names = [f"agent-{number}" for number in range(AGENTS)]
+
+    def start(name: str) -> Running:
+        death = Death(dice.randint(5, 200)) if dice.random() < 0.8 else None
+        return Running(Agent(root, name, seed, TASKS, FILES, death))
+
+    waiting, kills = [start(name) for name in names], 0
+    while waiting:
+        first = waiting.pop(0)
+        if not first.wait():
+            kills += 1
+            waiting.append(start(first.agent.name))
+    return kills
+
+
+def check_order(root: Path) -> None:
+    """Replay the merges in the order of the history: each must have seen the state before it."""
+    files: dict[str, list[str]] = {}
+    done: set[str] = set()
+    with HostFilesystem(root) as fs:
+        merges = fs.history()
+        assert {merge.tool for merge in merges} == {"merge"}
+        final = {each.path: fs.read(each.path).splitlines() for each in fs.list()}
+    for merge in merges:
+        after = at(root, merge.serial)
+        added = {p: text[len(files.get(p, [])) :] for p, text in after.items()}
+        lines = {line for new in added.values() for line in new}
+        assert len(lines) == 1, f"not one task: {lines}"
+        agent, task, seen = lines.pop().split(":")
+        assert f"{agent}:{task}" not in done, "done twice"
+        done.add(f"{agent}:{task}")
+        for each in seen.split(","):
+            path, length = each.split("=")
+            assert len(files.get(path, [])) == int(length), f"{agent}:{task} saw an older {path}"
+        for path, old in files.items():
+            assert after[path][: len(old)] == old, "an update is lost"
+        files = after
+    assert files == final
+    assert done == {f"agent-{a}:{t}" for a in range(AGENTS) for t in range(TASKS)}
+
+
+def at(root: Path, serial: int) -> dict[str, list[str]]:
+    branch = Branch.create(root, "past", at=serial)
+    try:
+        return {each.path: branch.read(each.path).splitlines() for each in branch.list()}
+    finally:
+        branch.close()
+        drop_branch(root, "past")
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seed", SEEDS)
+def test_agents_on_one_directory_come_out_as_one_after_the_other(seed: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="wink-test-") as place:
+        root = Path(place, "work")
+        root.mkdir()
+        HostFilesystem(root).close()
+        let_agents_work(root, seed)
+        check_order(root)
+        assert len(branches_of(root)) == AGENTS
