@@ -1,8 +1,12 @@
-"""Going back in a conversation: to before a message, with the state and the files of that time."""
+"""Going back in a run: to before a message, or to a call, with files and state of that time."""
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +17,19 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_world import Work as CallWork
+from run_world import opened as opened_run
+from run_world import spoken
 
 import weakincentives as wink
 from weakincentives.adapters import Message, ModelRequest, ScriptedAdapter, calls
-from weakincentives.errors import UndoRefused
+from weakincentives.errors import SnapshotError, UndoRefused
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import SavedSession, Session, ToolInvoked
+from weakincentives.runtime.at import NOT_MADE
 from weakincentives.runtime.calls import Run
+from weakincentives.runtime.rewind import REWIND, rewind_run
 
 
 @dataclass(frozen=True)
@@ -227,3 +236,263 @@ def test_ctrl_c_during_a_rewind_waits_until_it_is_complete(
         work.saved.rewind(2, work.files)
 
     assert work.state == before
+
+
+# To a call
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[CallWork]:
+    with opened_run(tmp_path) as work:
+        yield work
+
+
+def test_chat_and_files_are_rewound_together(made: CallWork):
+    made.write("a1", "b1")
+    made.write("a2")
+
+    rewind_run(made.saved, made.files, 1)
+
+    assert (made.disk, made.notes) == ({"a": "a1"}, ("a1",))
+    answers = [("tool", "Wrote a"), ("tool", NOT_MADE)]
+    assert made.talk == [("user", "write"), ("model", ""), *answers]
+
+
+def test_the_model_continues_with_an_answer_to_each_of_its_calls(made: CallWork):
+    made.write("a1", "b1", "c1")
+    rewind_run(made.saved, made.files, 2)
+
+    seen = made.say("and now?", ("write", {"name": "d", "text": "d1"}))
+
+    asked = next(each for each in seen if each.tool_calls)
+    answered = [each.call_id for each in seen if each.role == "tool"]
+    assert answered == [each.id for each in asked.tool_calls]
+    assert spoken(seen)[-2:] == [("tool", NOT_MADE), ("user", "and now?")]
+    assert made.disk == {"a": "a1", "b": "b1", "d": "d1"}
+
+
+def test_an_interrupted_run_goes_on_without_a_message(made: CallWork):
+    made.write("a1", "b1")
+    rewind_run(made.saved, made.files, 1)
+
+    assert not made.run.has_ended
+    assert spoken(made.say(None, resume=True))[-1] == ("tool", NOT_MADE)
+    assert made.run.has_ended
+
+
+def test_before_the_first_call_of_a_turn_the_model_is_asked_again(made: CallWork):
+    made.write("a1", "b1")
+
+    rewind_run(made.saved, made.files, 1, before=True)
+
+    assert (made.disk, made.notes, made.talk) == ({}, (), [("user", "write")])
+
+
+def test_a_rewind_is_undone_by_rewinding_to_before_it(made: CallWork):
+    made.write("a1", "b1")
+    made.say("more", ("move", {"name": "a", "to": "c/d"}), ("note", {"text": "n"}))
+    before = (made.disk, made.notes, made.talk)
+
+    done = rewind_run(made.saved, made.files, 1)
+    rewind_run(made.saved, made.files, done.number, before=True)
+
+    assert (made.disk, made.notes, made.talk) == before
+
+
+def test_a_rewind_to_where_the_run_is_changes_no_files(made: CallWork):
+    made.write("a1", "b1")
+    rewind_run(made.saved, made.files, 1)
+
+    again = rewind_run(made.saved, made.files, 1)
+
+    assert (again.undone, made.disk) == ((), {"a": "a1"})
+
+
+def test_the_rewind_is_a_call_in_the_log(made: CallWork):
+    made.write("a1", "b1")
+
+    done = rewind_run(made.saved, made.files, 1)
+
+    call = made.call(done.number)
+    assert (call.tool, call.arguments) == (REWIND, {"to": f"{made.run.mark}/1"})
+    assert call.committed is not None
+    assert call.committed.call_id == done.call_id
+    assert made.call(2).outcome == "undone"
+
+
+def test_what_a_person_has_edited_stays_and_what_it_hides_is_named(made: CallWork):
+    made.write("a1", "a2", "b1", "a3")
+    (made.files.root / "a").write_text("mine")
+    (made.files.root / "own").write_text("mine, too")
+
+    done = rewind_run(made.saved, made.files, 1)
+
+    assert made.disk == {"a": "mine", "own": "mine, too"}
+    (note,) = done.notes
+    assert note.startswith("a was changed by someone else since and is left unchanged")
+    assert Path(note.rpartition(" ")[2]).read_text() == "a1"
+
+
+def test_changes_of_other_runs_stay_and_are_in_the_way_only_of_the_same_files(tmp_path: Path):
+    with opened_run(tmp_path) as one:
+        one.write("a1", "b1")
+    with opened_run(tmp_path, new=True) as two:
+        two.write("a2", "x1")
+    with opened_run(tmp_path, one.run) as one:
+        rewind_run(one.saved, one.files, 1)
+        assert one.disk == {"a": "a2", "x": "x1"}
+        state = (one.disk, one.notes, one.talk)
+
+        with pytest.raises(UndoRefused) as refused:
+            rewind_run(one.saved, one.files, 1, before=True)
+        assert (one.disk, one.notes, one.talk) == state
+        (theirs,) = refused.value.paths["a"]
+        assert theirs == two.run.calls()[0].call_id
+
+        rewind_run(one.saved, one.files, 1, before=True, force=True)
+        assert (one.disk, one.notes) == ({"x": "x1"}, ())
+
+
+def test_an_undo_of_several_runs_is_not_redone_for_one_of_them(tmp_path: Path):
+    with opened_run(tmp_path) as one:
+        one.write("a1", "b1")
+    with opened_run(tmp_path, new=True) as two:
+        two.write("x1")
+        two.files.undo(*(each.call_id for each in reversed(two.files.history())))
+    with opened_run(tmp_path, one.run) as one:
+        with pytest.raises(UndoRefused):
+            rewind_run(one.saved, one.files, 2)
+
+        assert one.disk == {}
+
+
+def test_what_was_undone_since_is_redone(made: CallWork):
+    """The files are as they were just after the call."""
+    made.write("a1", "b1", "c1")
+    made.files.undo(made.call(1).call_id)
+
+    rewind_run(made.saved, made.files, 2)
+
+    assert made.disk == {"a": "a1", "b": "b1"}
+
+
+def test_only_files_or_only_the_conversation(made: CallWork):
+    made.write("a1")
+    made.write("a2")
+    talk = made.talk
+
+    done = rewind_run(made.saved, made.files, 1, parts="files")
+    assert (made.disk, made.notes, made.talk) == ({"a": "a1"}, ("a1", "a2"), talk)
+
+    rewind_run(made.saved, made.files, done.number, before=True)
+    rewind_run(made.saved, made.files, 1, parts="conversation")
+    assert (made.disk, made.notes) == ({"a": "a2"}, ("a1",))
+    assert made.talk == talk[:3]
+
+
+def test_a_rewind_needs_a_call_of_the_run(made: CallWork):
+    made.write("a1")
+
+    with pytest.raises(IndexError, match="no call 2"):
+        rewind_run(made.saved, made.files, 2)
+
+
+def test_what_the_history_has_forgotten_is_not_rewound(tmp_path: Path):
+    with opened_run(tmp_path, history_limit=3) as work:
+        work.write("a1", "a2", "a3", "a4", "a5")
+        before = (work.disk, work.notes, work.talk)
+
+        with pytest.raises(LookupError, match="no longer"):
+            rewind_run(work.saved, work.files, 1)
+
+        assert (work.disk, work.notes, work.talk) == before
+
+
+def test_a_new_conversation_after_the_call_is_left_for_the_one_of_the_call(made: CallWork):
+    made.write("a1")
+    made.say("something else", ("write", {"name": "b", "text": "b1"}), resume=False)
+
+    rewind_run(made.saved, made.files, 1)
+
+    assert made.talk == [("user", "write"), ("model", ""), ("tool", "Wrote a")]
+    assert made.say("go on")[0].text == "write"
+
+
+def test_a_session_that_cannot_be_read_keeps_the_files_from_being_rewound(tmp_path: Path):
+    """The type of a value that was there at the call is not known any more."""
+    with opened_run(tmp_path) as work:
+
+        @dataclass(frozen=True)
+        class Passing:
+            text: str
+
+        work.saved.session[Passing].append(Passing("x"))
+        work.write("a1")
+        work.saved.session[Passing].clear()
+        work.write("a2")
+    with opened_run(tmp_path) as work:
+        with pytest.raises(SnapshotError):
+            rewind_run(work.saved, work.files, 1)
+
+        assert (work.disk, work.notes) == ({"a": "a2"}, ("a1", "a2"))
+
+
+def test_a_rewind_that_does_not_fit_on_the_disk_has_not_happened(tmp_path: Path):
+    before = prepared(tmp_path / "place")
+    with opened_run(tmp_path / "place") as work:
+        size = work.saved.path.stat().st_size
+
+        def limited() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+
+        assert all(path.stat().st_size < size for path in work.files.root.rglob("*"))
+    done = killed_at(tmp_path / "place", 1, 0, preexec_fn=limited)
+    assert "File too large" in done.stderr or "bytes fit into" in done.stderr
+
+    with opened_run(tmp_path / "place") as work:
+        work.saved.undo_unrecorded(work.files)
+        assert (work.disk, work.notes, work.talk) == before
+
+
+def killed_at(
+    place: Path, call: int, kill_at: int, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    child = Path(__file__).with_name("rewind_child.py")
+    command = [sys.executable, str(child), str(place), str(call), str(kill_at)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def prepared(place: Path) -> tuple[object, ...]:
+    place.mkdir()
+    with opened_run(place) as work:
+        work.write("a1", "b1")
+        work.say(
+            "more", ("move", {"name": "b", "to": "c/d"}), ("write", {"name": "a", "text": "a2"})
+        )
+        return work.disk, work.notes, work.talk
+
+
+def test_a_rewind_that_is_killed_anywhere_has_happened_or_not(tmp_path: Path):
+    old = prepared(tmp_path / "whole")
+    points = int(killed_at(tmp_path / "whole", 1, 0).stdout)
+    with opened_run(tmp_path / "whole") as work:
+        new = work.disk, work.notes, work.talk
+    step = 1 if os.environ.get("WINK_HEAVY") else max(points // 6, 1)
+    seen: list[str] = []
+    for kill_at in [*range(1, points + 1, step), points]:
+        place = tmp_path / f"killed-{kill_at}-{len(seen)}"
+        assert prepared(place) == old
+        done = killed_at(place, 1, kill_at)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with opened_run(place) as work:
+            work.saved.undo_unrecorded(work.files)
+            state = work.disk, work.notes, work.talk
+            assert state in (old, new), kill_at
+            seen.append("old" if state == old else "new")
+
+            rewind_run(work.saved, work.files, 1)
+            assert (work.disk, work.notes, work.talk) == new
+
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == "old"

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from weakincentives.memory import MemoryMatch as MemoryMatch
     from weakincentives.memory import Permissions as Permissions
     from weakincentives.prompt.contracts import MemoryScope as MemoryScope
+    from weakincentives.runtime.at import StateAt as StateAt
+    from weakincentives.runtime.attempts import Attempt as Attempt
+    from weakincentives.runtime.attempts import BestOf as BestOf
+    from weakincentives.runtime.attempts import CommandJudge as CommandJudge
+    from weakincentives.runtime.attempts import Judge as Judge
+    from weakincentives.runtime.attempts import Verdict as Verdict
+    from weakincentives.runtime.attempts import best_of as best_of
+    from weakincentives.runtime.calls import Calls as Calls
+    from weakincentives.runtime.calls import fork_run as fork_run
     from weakincentives.runtime.calls import open_run as open_run
     from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
     from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
@@ -40,6 +49,8 @@ if TYPE_CHECKING:
     from weakincentives.runtime.main_loop import MainLoopConfig as MainLoopConfig
     from weakincentives.runtime.main_loop import RequestFinished as RequestFinished
     from weakincentives.runtime.registry import ToolRegistry as ToolRegistry
+    from weakincentives.runtime.rewind import Rewound as Rewound
+    from weakincentives.runtime.rewind import rewind_run as rewind_run
     from weakincentives.runtime.saved import SavedSession as SavedSession
     from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
     from weakincentives.runtime.saved import UserMessage as UserMessage

@@ -27,6 +27,7 @@ from weakincentives.errors import (
     ToolTimeout,
     ToolValidationError,
     VisibilityExpansionRequired,
+    WorkspaceLocked,
 )
 from weakincentives.events import SUSPENDED, ToolInvoked
 from weakincentives.filesystem.bypass import warn_once
@@ -65,6 +66,12 @@ class Failed(Exception):
 
     def __init__(self, result: ToolResult[Any]) -> None:
         self.result = result
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Return the refusal of a call that could not have its turn."""
+    code = "WORKSPACE_LOCKED" if isinstance(error, WorkspaceLocked) else None
+    return Refusal(f"Nothing was run: {error}", code=code)
 
 
 # The handler and what it returned

@@ -10,31 +10,63 @@ import hashlib
 import json
 import os
 import re
+import stat
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import SnapshotError
-from weakincentives.filesystem import Committed, FileChange, HostFilesystem, WorkspaceHistory
+from weakincentives.filesystem import (
+    BranchHistory,
+    BranchInfo,
+    Committed,
+    FileChange,
+    FilesAt,
+    HostFilesystem,
+    WorkspaceHistory,
+    branches_of,
+)
 from weakincentives.filesystem.diffs import Detail
-from weakincentives.filesystem.store import Note, location_of
+from weakincentives.filesystem.history import BRANCHES
+from weakincentives.filesystem.store import Limits, Note, location_of
+from weakincentives.filesystem.tree import files_below
+from weakincentives.logs import get_logger
+from weakincentives.runtime.at import (
+    StateAt,
+    conversation_at,
+    data_at,
+    messages_of,
+    outermost,
+    serial_at,
+    session_at,
+    talk_at,
+)
+from weakincentives.runtime.conversation import still_seen
 from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
 from weakincentives.serde.exact import plain
 from weakincentives.session import Session
+from weakincentives.text import letters
+
+_logger = get_logger(__name__)
 
 _RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
 _COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
 _ENDS = "weakincentives.events:PromptExecuted"
-_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+_INHERITED = "inherited_calls"
 _SUFFIX = ".jsonl"
+_MANY = 10_000
+"""Runs beyond which the letters in an id are more."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +98,11 @@ class Run:
         return SavedSessionData.read(self.path, partly=True)
 
     @property
+    def branch(self) -> str:
+        """The branch that it works on; empty for the directory itself."""
+        return str(self.data.about.get("branch") or "")
+
+    @property
     def is_dry(self) -> bool:
         return bool(self.data.about.get("dry_run"))
 
@@ -89,9 +126,12 @@ class Run:
     def has_ended(self) -> bool:
         """Whether the model has finished, and got no message since."""
         ends = self._log(_ENDS)
-        messages = [each for each in self._log(_MESSAGES) if each.get("rewound_to") is None]
+        messages = [each for each in self._log(_MESSAGES) if not each.get("depth")]
+        last = messages[-1].get("conversation") if messages else None
+        own = [each for each in messages if each.get("conversation") == last]
+        seen = still_seen((each.get("rewound_to"), each.get("as_of")) for each in own)
         is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
-        return is_over and bool(messages) and messages[-1].get("role") == "model"
+        return is_over and bool(seen) and own[seen[-1]].get("role") == "model"
 
     @property
     def turns(self) -> int:
@@ -105,8 +145,13 @@ class Run:
         """How often the conversation was shortened for the model."""
         return len(self._log(_COMPACTIONS))
 
+    @property
+    def inherited(self) -> int:
+        """How many calls it has from the run that it was forked from, which lists them."""
+        return int(cast("int", self.data.about.get(_INHERITED, 0)))
+
     def calls(self) -> list[Call]:
-        """Return its calls, oldest first."""
+        """Return its own calls, oldest first."""
         calls = [
             Call(
                 call_id=str(record["call_id"]),
@@ -117,7 +162,7 @@ class Run:
                 record=record,
             )
             for number, record in enumerate(self._log(_RECORDS), 1)
-            if "call_id" in record
+            if "call_id" in record and number > self.inherited
         ]
         later: dict[str, Call] = {}
         for call in reversed(calls):  # a call ends after those nested in it
@@ -140,11 +185,17 @@ class Run:
 def new_run(store: Path, mark: str = "") -> Run:
     """Return a run that begins now, with a new id; ``store`` is ``HostFilesystem.store``."""
     moment = datetime.fromtimestamp(SYSTEM_CLOCK.time(), UTC).strftime("%Y%m%d-%H%M%S")
-    return Run(_folder(store) / f"{moment}-{mark or _letters(os.urandom(3))}{_SUFFIX}")
+    return Run(_folder(store) / f"{moment}-{mark or new_mark(store)}{_SUFFIX}")
 
 
-def _letters(data: bytes) -> str:
-    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in data)
+def new_mark(store: Path) -> str:
+    """Return letters for the end of a run's id that no other run of a workspace has."""
+    taken: set[str] = set()
+    with suppress(OSError):
+        taken.update(Run(Path(name)).mark for name in os.listdir(_folder(store)))
+    while (mark := letters(os.urandom(3 if len(taken) < _MANY else 5))) in taken:
+        pass
+    return mark
 
 
 def open_run(
@@ -172,7 +223,7 @@ def open_run(
         store = location_of(Path(workspace).resolve())
         Note.read(store)
     # The letters of a key are found without opening the other runs.
-    mark = _letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
+    mark = letters(hashlib.sha256(key.encode()).digest()[:8]) if key else ""
     for path in sorted(_folder(store).glob(f"*-{mark}{_SUFFIX}")) if key else ():
         if Run(path).data.about.get("key") == key:
             return SavedSession.open(path, types=types)
@@ -181,8 +232,53 @@ def open_run(
 
 def begin_run(store: Path, about: Mapping[str, object], mark: str = "") -> SavedSession:
     """Begin a run whose session is saved from now on; ``store`` is ``HostFilesystem.store``."""
-    run = new_run(store, mark)
-    return SavedSession.create(run.path, Session(session_id=run.id), about=about)
+    tidy_runs(store)
+    while True:
+        run = new_run(store, mark)
+        try:
+            return SavedSession.create(run.path, Session(session_id=run.id), about=about)
+        except FileExistsError:  # another process has begun a run with this id just now
+            if mark:
+                raise
+
+
+def fork_run(
+    run: Run,
+    call: Call,
+    *,
+    before: bool = False,
+    about: Mapping[str, object] | None = None,
+    mark: str = "",
+) -> Run:
+    """Return a new run, to be continued from just after a call of another, or before it.
+
+    It has the session and the conversation of then, and a file of its own. Of the turn that the
+    call belongs to, calls that were not made yet are answered as not made. ``about`` adds to what
+    is known of the run.
+    """
+    data = data_at(call, run, before=before)
+    messages = messages_of(run.data)
+    known = len(data.log.get(_MESSAGES, ()))
+    talk = talk_at(call, messages, known, before=before)
+    own = [each for each in messages if not each.depth and each.conversation == talk.conversation]
+    has = sum(not e.depth and e.conversation == talk.conversation for e in messages[:known])
+    added = [*own[has : talk.as_of], *talk.not_made_answers()]
+    if talk.as_of < has:
+        added.insert(0, talk.mark())
+    forked = new_run(run.path.parent.parent, mark)
+    data.fork(
+        run.path,
+        forked.path,
+        session_id=forked.id,
+        about={
+            **data.about,
+            "forked_from": f"{run.id}/{outermost(call).number}",
+            _INHERITED: len(data.log.get(_RECORDS, ())),
+            **(about or {}),
+        },
+        added=[(_MESSAGES, added)] if added else [],
+    )
+    return forked
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:
@@ -204,6 +300,86 @@ def _folder(store: Path) -> Path:
     return store / "runs"
 
 
+# Removing old runs
+
+RUN_LIMITS = Limits(count=1_000, newest=20)
+UNFINISHED_DAYS = 30.0
+"""How long a run that has not finished stays, whatever the limits."""
+_ID = re.compile("[0-9]{8}-[0-9]{6}-[a-z0-9]+")
+_AT_ONCE = 8
+"""How many old runs are looked at when a new one begins."""
+
+
+def tidy_runs(store: Path) -> None:
+    """Delete a few of the oldest runs beyond the limits: for the beginning of a new run."""
+    delete_runs(islice(old_runs(store, RUN_LIMITS, most=_AT_ONCE), _AT_ONCE))
+
+
+def delete_runs(runs: Iterable[Run]) -> list[Run]:
+    """Delete runs with everything that belongs to them; returns those that were not in use."""
+    deleted: list[Run] = []
+    for run in runs:
+        try:
+            if SavedSession.delete(run.path):
+                deleted.append(run)
+        except OSError as error:
+            _logger.warning("The run %s could not be deleted: %s", run.id, error)
+    return deleted
+
+
+def old_runs(store: Path, limits: Limits, *, most: int | None = None) -> Iterator[Run]:
+    """Yield the runs beyond some limits, oldest first, and remains of deleted ones.
+
+    Never the newest, a run in use, one that has not finished and was saved in the last
+    ``UNFINISHED_DAYS`` days, or one with a branch. At most ``most`` are looked at.
+    """
+    now = SYSTEM_CLOCK.time()
+    saved, remains = _saved(store)
+    yield from remains
+    total, count = sum(size for _, size, _ in saved), len(saved)
+    for at, size, run in saved[:-1][:most]:
+        if not limits.are_exceeded(total, count, lambda at=at: at, now):
+            return
+        if _may_go(run, now - at):
+            yield run
+            total, count = total - size, count - 1
+
+
+def _may_go(run: Run, age: float) -> bool:
+    with suppress(FileNotFoundError):
+        if SavedSession.is_in_use(run.path):
+            return False
+        is_old = age > UNFINISHED_DAYS * 86_400
+        try:
+            branch = run.data.about.get("branch")
+            folder = run.path.parent.parent / BRANCHES
+            return not (branch and (folder / str(branch)).exists()) and (is_old or run.has_ended)
+        except SnapshotError:
+            return is_old
+    return False
+
+
+def _saved(store: Path) -> tuple[list[tuple[float, int, Run]], list[Run]]:
+    """Return time, size and run of all that are saved, oldest first, and those half deleted."""
+    sizes: Counter[str] = Counter()
+    times: dict[str, float] = {}
+    with suppress(FileNotFoundError), os.scandir(_folder(store)) as found:
+        for each in found:
+            status, stem = each.stat(follow_symlinks=False), each.name.partition(".")[0]
+            if stat.S_ISLNK(status.st_mode) or not _ID.fullmatch(stem):
+                continue  # not ours
+            below = files_below(Path(each.path)) if stat.S_ISDIR(status.st_mode) else ()
+            sizes[stem] += status.st_size + sum(file.st_size for file in below)
+            if each.name == f"{stem}{_SUFFIX}":
+                times[stem] = status.st_mtime
+    runs = {stem: Run(_folder(store) / f"{stem}{_SUFFIX}") for stem in sizes}
+    saved = sorted((times[stem], sizes[stem], stem) for stem in times)
+    return (
+        [(at, size, runs[stem]) for at, size, stem in saved],
+        [runs[stem] for stem in sizes.keys() - times.keys()],
+    )
+
+
 @dataclass(kw_only=True, eq=False)
 class Call:
     """One call: in the records of a run, in the history of the directory, or in both."""
@@ -221,6 +397,8 @@ class Call:
     """The call that it is nested in, if any."""
     committed: Committed | None = None
     """Its entry in the history: what can be undone of it."""
+    branch: str = ""
+    """The branch whose history has it; empty for that of the directory."""
     is_undone: bool = False
     files: tuple[FileChange, ...] = ()
     """The files it changed; filled in by ``Calls.with_files``."""
@@ -228,7 +406,9 @@ class Call:
     @property
     def name(self) -> str:
         """Its name for people."""
-        return self.call_id if self.run is None else f"{self.run.mark}/{self.number}"
+        if self.run is not None:
+            return f"{self.run.mark}/{self.number}"
+        return f"{self.branch}/{self.call_id}" if self.branch else self.call_id
 
     @property
     def undoes(self) -> tuple[str, ...]:
@@ -281,6 +461,7 @@ class Calls:
     def __init__(self, workspace: Path, *, detail: Detail | None = None) -> None:
         self.workspace = workspace
         self.history = WorkspaceHistory(workspace)
+        self._histories: dict[str, WorkspaceHistory | BranchHistory] = {"": self.history}
         self._detail = detail
 
     @cached_property
@@ -296,6 +477,55 @@ class Calls:
     def undone(self) -> set[str]:
         """The ids of calls that are undone now."""
         return self.committed.keys() - not_undone(self._history)
+
+    @cached_property
+    def branches(self) -> dict[str, BranchInfo]:
+        """The branches by name, oldest first."""
+        return {each.name: each for each in branches_of(self.workspace)}
+
+    @cached_property
+    def _on_branches(self) -> dict[str, dict[str, Committed]]:
+        """The commits of each branch by call."""
+        return {
+            name: {each.call_id: each for each in info.calls}
+            for name, info in self.branches.items()
+        }
+
+    def history_on(self, branch: str) -> WorkspaceHistory | BranchHistory:
+        """Return the history of a branch, or that of the directory if the name is empty."""
+        if branch not in self._histories:
+            self._histories[branch] = BranchHistory(self.workspace, self.branches[branch])
+        return self._histories[branch]
+
+    def history_of(self, call: Call) -> WorkspaceHistory | BranchHistory:
+        """Return the history that a call is in; raises LookupError as ``place_of`` does."""
+        return self.history_on(self._branch_of(call))
+
+    def place_of(self, call: Call, *, before: bool = False) -> tuple[str, int]:
+        """Return the branch of a call, and the commit whose files it has left or found.
+
+        The name of the branch is empty for the directory itself.
+
+        Raises:
+            LookupError: It was made on a branch that is gone, or the history no longer goes back
+                that far.
+        """
+        branch = self._branch_of(call)
+        own = [] if call.run is None else call.run.calls()
+        newest_first = self.history_on(branch).newest_first()
+        return branch, serial_at(call, own, newest_first, before=before)
+
+    def _branch_of(self, call: Call) -> str:
+        name = call.branch
+        if not name and call.committed is None and call.run is not None:
+            name = call.run.branch
+            info = self.branches.get(name)
+            if name and (info is None or call.time < _beginning(info)):
+                raise LookupError(
+                    f"{call.name} was made on the branch {name}, which is gone; `wink log --run"
+                    f" {call.run.mark}` shows the call that merged it"
+                )
+        return name
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -324,11 +554,12 @@ class Calls:
         found.sort(key=lambda call: (call.time, call.number))
         return self.with_files(found[-count:] if count else found)
 
-    def changed(self) -> list[Call]:
-        """Return the calls in the history, oldest first."""
+    def changed(self, branch: str = "") -> list[Call]:
+        """Return the calls in the history of the directory, or of a branch, oldest first."""
         records = {call.call_id: call for call in _readable_calls(self.runs)}
+        history = self._on_branches[branch] if branch else self.committed
         return self._joined(
-            records.get(call_id) or _unrecorded(each) for call_id, each in self.committed.items()
+            records.get(call_id) or _unrecorded(each, branch) for call_id, each in history.items()
         )
 
     def by_run(self) -> list[list[Call]]:
@@ -351,8 +582,32 @@ class Calls:
         for call in self._joined(_readable_calls(self.newest_runs)):
             if call.call_id == call_id:
                 return call
-        committed = self.committed.get(call_id)
-        return None if committed is None else self._joined([_unrecorded(committed)])[0]
+        branch, _, unrecorded = call_id.rpartition("/")
+        found = self._on_branches.get(branch, {}) if branch else self.committed
+        committed = found.get(unrecorded)
+        return None if committed is None else self._joined([_unrecorded(committed, branch)])[0]
+
+    def at(self, call: Call, *, before: bool = False, types: Iterable[type] = ()) -> StateAt:
+        """Return files, session and conversation just after a call, or before it.
+
+        Nothing is changed and no lock is taken. ``types`` are those in the session that no
+        imported module defines.
+
+        Raises:
+            LookupError: The history no longer goes back that far.
+            SnapshotError: The session has values of unknown types.
+        """
+        run = call.run
+        return StateAt(
+            files=self.files_at(call, before=before),
+            session=Session() if run is None else session_at(call, run, before=before, types=types),
+            conversation=() if run is None else conversation_at(call, run, before=before),
+        )
+
+    def files_at(self, call: Call, *, before: bool = False) -> FilesAt:
+        """Return the files just after a call, or before it; raises LookupError as ``at`` does."""
+        branch, serial = self.place_of(call, before=before)
+        return self.history_on(branch).files_at(serial)
 
     def names(self) -> dict[str, str]:
         """Return the names for people of the calls in the history, by id."""
@@ -370,13 +625,16 @@ class Calls:
 
     def with_files(self, calls: list[Call]) -> list[Call]:
         """Fill in the files that calls changed, reading the history from the newest on."""
-        wanted = {call.call_id: call for call in calls if call.committed is not None}
-        for changes in self.history.changes(self._detail) if wanted else ():
-            call = wanted.pop(changes.call.call_id, None)
-            if call is not None:
-                call.files = changes.files
-            if not wanted:
-                break
+        for branch in {call.branch for call in calls}:
+            wanted = {
+                each.call_id: each for each in calls if each.committed and each.branch == branch
+            }
+            for changes in self.history_on(branch).changes(self._detail) if wanted else ():
+                call = wanted.pop(changes.call.call_id, None)
+                if call is not None:
+                    call.files = changes.files
+                if not wanted:
+                    break
         return calls
 
     def _joined(self, calls: Iterable[Call]) -> list[Call]:
@@ -384,19 +642,36 @@ class Calls:
         for call in calls:
             if call.is_suspended:  # what its id has in the history is from when it was made again
                 continue
-            call.committed = self.committed.get(call.call_id)
-            call.is_undone = call.call_id in self.undone
+            call.committed = None if call.branch else self.committed.get(call.call_id)
+            call.is_undone = call.committed is not None and call.call_id in self.undone
+            branch = call.branch or ("" if call.run is None else call.run.branch)
+            if call.committed is None and branch in (self._on_branches if branch else ()):
+                self._join_branch(call, branch)
         return calls
+
+    def _join_branch(self, call: Call, branch: str) -> None:
+        """Fill in the commit of a call on a branch."""
+        call.committed = self._on_branches[branch].get(call.call_id)
+        if call.committed is not None:
+            call.branch = branch
+            call.is_undone = call.call_id not in not_undone(self.branches[branch].calls)
 
     def _without_a_run(self, calls: list[Call]) -> list[Call]:
         """Return calls without a record in a run: of other programs, or an undo by a person."""
         known = {call.call_id for call in calls}
         oldest = min((call.time for call in calls), default=0.0)
+        histories = {"": self.committed, **self._on_branches}
         return self._joined(
-            _unrecorded(each)
-            for each in self.committed.values()
+            _unrecorded(each, branch)
+            for branch, history in histories.items()
+            for each in history.values()
             if each.call_id not in known and each.time >= oldest
         )
+
+
+def _beginning(branch: BranchInfo) -> float:
+    """Return when a branch began; rebasing begins it again."""
+    return min([branch.began, *(each.time for each in branch.commits[:1])])
 
 
 def in_place(calls: Sequence[Call]) -> list[Call]:
@@ -412,8 +687,8 @@ def in_place(calls: Sequence[Call]) -> list[Call]:
     ]
 
 
-def _unrecorded(committed: Committed) -> Call:
-    return Call(call_id=committed.call_id, tool=committed.tool, time=committed.time)
+def _unrecorded(committed: Committed, branch: str = "") -> Call:
+    return Call(call_id=committed.call_id, tool=committed.tool, time=committed.time, branch=branch)
 
 
 def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.call import ToolCall
@@ -62,12 +62,18 @@ class Message:
     """The id in the inbox of a message that was sent to a run in progress."""
     rewound_to: int | None = None
     """In a mark that is not sent: how many messages of the conversation precede what follows."""
+    as_of: int | None = None
+    """In a mark: those of the conversation as it was when it had this many messages, marks and
+    rewound ones included; by default as it was just before the mark."""
 
 
 def last_conversation(
     session: Session, *, depth: int = 0, prompt: str | None = None
 ) -> list[Message]:
-    """Return the last conversation, or the last one of a prompt, without what was rewound."""
+    """Return the last conversation, or the last one of a prompt, without what was rewound.
+
+    The last one is the one that was continued last: a rewind may have gone back to an older one.
+    """
     by_id: dict[str, list[Message]] = {}
     for message in session[Message].newest_first():
         if message.depth != depth:
@@ -76,21 +82,49 @@ def last_conversation(
             continue
         found = by_id.setdefault(message.conversation, [])
         found.append(message)
+        if not message.is_first:
+            continue
         # An earlier version did not save the prompt.
-        if message.is_first and (prompt is None or message.prompt in (prompt, "")):
-            return [each for _, each in without_rewound(enumerate(reversed(found)))]
+        if prompt is not None and message.prompt not in (prompt, ""):
+            found.clear()
+        for each in by_id.values():
+            if each and not each[-1].is_first:
+                break  # one that was continued later may still be of this prompt
+            if each:
+                return [one for _, one in without_rewound(enumerate(reversed(each)))]
     return []
 
 
 def without_rewound(messages: Iterable[tuple[int, Message]]) -> list[tuple[int, Message]]:
     """Return the messages of a conversation that the model still sees, with their places."""
-    kept: list[tuple[int, Message]] = []
-    for place, message in messages:
-        if message.rewound_to is None:
-            kept.append((place, message))
+    given = list(messages)
+    return [given[n] for n in still_seen((each.rewound_to, each.as_of) for _, each in given)]
+
+
+def still_seen(marks: Iterable[tuple[int | None, int | None]]) -> list[int]:
+    """Return the places of messages that were not rewound: ``rewound_to`` and ``as_of`` of each."""
+    # What was seen after each message, newest first: each has the size, and what came before it.
+    states: list[_Seen | None] = [None]
+    for place, (rewound_to, as_of) in enumerate(marks):
+        seen = states[-1 if as_of is None else min(as_of, place)]
+        if rewound_to is None:
+            seen = _Seen(place, 1 if seen is None else seen.size + 1, seen)
         else:
-            del kept[message.rewound_to :]
-    return kept
+            while seen is not None and seen.size > rewound_to:
+                seen = seen.older
+        states.append(seen)
+    found: list[int] = []
+    seen = states[-1]
+    while seen is not None:
+        found.append(seen.place)
+        seen = seen.older
+    return found[::-1]
+
+
+class _Seen(NamedTuple):
+    place: int
+    size: int
+    older: _Seen | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,8 @@ async def admit(transaction: Transaction) -> Offer:
     """Return the tool as it is offered when the call may run; a refusal is raised."""
     if transaction.around.late:
         _check_limits(transaction)
+    if transaction.around.kept_out is not None:
+        raise answers.refusal_of(transaction.around.kept_out)
     if transaction.in_order:
         transaction.open()  # the read set starts here
     call, context = transaction.call, transaction.context

@@ -60,6 +60,7 @@ _MEDIA = type_name(Media)
 _STORED = "stored"
 """Marks the place of bytes that are in a file of their own."""
 _HAS_STORED = f'"{_STORED}"'.encode()
+_DIGESTS = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
 _LARGE = 1_000
 """Characters of base64; fewer stay in the line."""
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -120,6 +121,8 @@ class SavedSession:
         """The length of the complete lines."""
         self._seals = Seals(_HEAD)
         self._saved: dict[type, Slice[Any]] = {}
+        self._unsaved: list[Snapshot] = []
+        """The states that a failed save has left."""
         self._names: dict[str, type] = {}
         self._stops: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -138,19 +141,12 @@ class SavedSession:
             FileExistsError: The path exists; ``open`` continues a saved session.
         """
         path, about = Path(path), dict(about or {})
-        head = {
-            "wink_session": VERSION,
-            "id": session.session_id,
-            "tags": freeze(dict(session.tags)),
-            "began": session.clock.time(),
-            "about": freeze(about),
-        }
+        head = _head(session.session_id, session.tags, session.clock.time(), about)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL) as fd:
             saved = cls(path, session, about, fd, 0)
-            text = json.dumps(head)
-            saved._append(text)
-            saved._seals = _seals_after(text.encode())
+            saved._append(head.decode())
+            saved._seals = _seals_after(head)
             saved.save()
         saved._listen()
         return saved
@@ -176,7 +172,8 @@ class SavedSession:
             session = Session.from_snapshot(data.snapshot(types), **options)
             saved = cls(path, session, data.about, fd, data.size)
             saved._seals, incomplete = data.seals, data.incomplete
-            for _, slice_type, values in session.snapshot_here().slices():
+            (present,) = session.states_passed()
+            for _, slice_type, values in present.slices():
                 name = type_name(slice_type)
                 saved._names[name] = slice_type
                 # An incomplete slice has other places here than in the file: write it anew.
@@ -192,6 +189,29 @@ class SavedSession:
             return locks.is_taken(fd)
         finally:
             os.close(fd)
+
+    @staticmethod
+    def delete(path: str | Path) -> bool:
+        """Delete a file with everything that belongs to it; False if it is in use.
+
+        That is every file or directory whose name continues its stem, such as its media. What a
+        kill leaves of them, the next call deletes.
+        """
+        from weakincentives.filesystem.tree import remove_path
+
+        path = Path(path)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                with _locked(path, os.O_RDWR) as fd:
+                    # Under the lock: another process finds the session, or that it is gone.
+                    path.unlink()
+            except SessionInUse:
+                return False
+            locks.close(fd)
+        for each in os.listdir(path.parent):
+            if each.startswith(f"{path.stem}."):
+                remove_path(path.parent / each)
+        return True
 
     @staticmethod
     def adopt(path: str | Path) -> int:
@@ -225,31 +245,42 @@ class SavedSession:
         return self.path.stem.rpartition("-")[2]
 
     def save(self) -> None:
-        """Append what has changed since the last save."""
+        """Append what has changed since the last save: each call on a line of its own.
+
+        So the file has the state before and after every call.
+        """
         with self._lock:
             if self._fd < 0 or self._pid != os.getpid():
                 raise SessionError(f"{self.path} was closed, or belongs to another process")
             # Not the view of a call in progress: that has not been committed.
-            snapshot = self.session.snapshot_here()
-            changed = {
-                slice_type: (policy, values)
-                for policy, slice_type, values in snapshot.slices()
-                if values is not self._saved.get(slice_type, EMPTY)
-            }
-            gone = self._saved.keys() - snapshot.state.keys() - snapshot.log.keys()
-            for slice_type in gone:  # a reset removes slices
-                changed[slice_type] = (SlicePolicy.STATE, EMPTY)
-            lines: dict[SlicePolicy, list[str]] = {SlicePolicy.STATE: [], SlicePolicy.LOG: []}
-            for slice_type, (policy, values) in changed.items():
-                if self._has_unique_name(slice_type):
-                    lines[policy].append(self._change(slice_type, values))
-            if any(lines.values()):
-                state, log = (",".join(lines[policy]) for policy in lines)
-                at = json.dumps(snapshot.taken_at)
-                self._append(f'{{"at":{at},"state":{{{state}}},"log":{{{log}}}}}')
-            self._saved.update({kind: values for kind, (_, values) in changed.items()})
-            for slice_type in gone:
-                del self._saved[slice_type]
+            states = [*self._unsaved, *self.session.states_passed()]
+            self._unsaved = states[:-1]
+            saved, lines = self._saved, list[str]()
+            for state in states:
+                lines += self._line(state, saved)
+                saved = {kind: values for _, kind, values in state.slices()}
+            if lines:
+                self._append(*lines)
+            self._saved, self._unsaved = saved, []
+
+    def _line(self, state: Snapshot, saved: Mapping[type, Slice[Any]]) -> list[str]:
+        """Return a line with what has changed from one state to another; none for nothing."""
+        changed = {
+            slice_type: (policy, values)
+            for policy, slice_type, values in state.slices()
+            if values is not saved.get(slice_type, EMPTY)
+        }
+        for slice_type in saved.keys() - state.state.keys() - state.log.keys():
+            changed[slice_type] = (SlicePolicy.STATE, EMPTY)  # a reset removes slices
+        lines: dict[SlicePolicy, list[str]] = {SlicePolicy.STATE: [], SlicePolicy.LOG: []}
+        for slice_type, (policy, values) in changed.items():
+            if self._has_unique_name(slice_type):
+                lines[policy].append(self._change(slice_type, values, saved))
+        if not any(lines.values()):
+            return []
+        state_text, log_text = (",".join(lines[policy]) for policy in lines)
+        at = json.dumps(state.taken_at)
+        return [f'{{"at":{at},"state":{{{state_text}}},"log":{{{log_text}}}}}']
 
     def mark_resumed(self) -> None:
         """Note the time, as the beginning of another sitting of the same session."""
@@ -390,6 +421,7 @@ class SavedSession:
             finally:
                 fd, self._fd = self._fd, -1
                 locks.close(fd)
+                self.session.states_passed(follow=False)
 
     def __enter__(self) -> SavedSession:
         return self
@@ -422,8 +454,10 @@ class SavedSession:
             )
         return False
 
-    def _change(self, slice_type: type, values: Slice[Any]) -> str:
-        kept = values.shared_with(self._saved.get(slice_type, EMPTY))
+    def _change(
+        self, slice_type: type, values: Slice[Any], saved: Mapping[type, Slice[Any]]
+    ) -> str:
+        kept = values.shared_with(saved.get(slice_type, EMPTY))
         items = ",".join(self._encoded(slice_type, value) for value in values.newer_than(kept))
         return f"{json.dumps(type_name(slice_type))}:[{kept},[{items}]]"
 
@@ -445,9 +479,11 @@ class SavedSession:
             )
             return shown or _json({"$": _UNSAVED})
 
-    def _append(self, line: str) -> None:
-        """Add a line, completely or not at all."""
-        data = self._seals.sealed(line.encode(), self._size) + b"\n"
+    def _append(self, *lines: str) -> None:
+        """Add lines in one write, completely or not at all."""
+        data = b""
+        for line in lines:
+            data += self._seals.sealed(line.encode(), self._size + len(data)) + b"\n"
         if os.fstat(self._fd).st_size != self._size:
             os.ftruncate(self._fd, self._size)  # drops an incomplete line
         try:
@@ -485,13 +521,18 @@ class SavedSessionData:
 
     @classmethod
     def read(
-        cls, path: Path, *, partly: bool = False, until: tuple[str, int] | None = None
+        cls,
+        path: Path,
+        *,
+        partly: bool = False,
+        until: tuple[str, int] | None = None,
+        through: bool = False,
     ) -> SavedSessionData:
         """Read a file, even while it is being written.
 
         With ``partly``, return what precedes the first damaged line: for display, not to resume.
         With ``until``, the name of a slice and a place, return what precedes the save that first
-        filled this place.
+        filled this place; with ``through``, that save, too.
 
         Raises:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
@@ -517,10 +558,13 @@ class SavedSessionData:
                     data.damage = f"line {number} of {path} is damaged or not ours"
                     break
                 line = _parsed(text)
-                if until is not None and _fills(line, *until):
+                is_last = until is not None and _fills(line, *until)
+                if is_last and not through:
                     break
                 data.add(_with_stored(line, path) if _HAS_STORED in text else line)
                 data.size += len(sealed) + 1
+                if is_last:
+                    break
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
         if data.damage and not partly:
@@ -541,6 +585,42 @@ class SavedSessionData:
                 if kept > len(values):
                     raise ValueError(f"values are missing in the slice of {name}")
                 values[kept:] = items
+
+    def fork(
+        self,
+        path: Path,
+        target: Path,
+        *,
+        session_id: str,
+        about: Mapping[str, object],
+        added: Iterable[tuple[str, Sequence[object]]] = (),
+    ) -> None:
+        """Write what was read of a file to a new one, as a session of its own.
+
+        ``added`` are further values of LOG slices, by name. Costs what was read: no value is
+        decoded. The new file appears complete, or not at all.
+        """
+        text = _head(session_id, self.tags, self.at, about)
+        lines = [text, *_unsealed_lines(path, self.size)]
+        if added := list(added):
+            stored = partial(_media_stored, _media_directory(target))
+            changes = {
+                name: [len(self.log.get(name, ())), [_changed(freeze(v), stored) for v in values]]
+                for name, values in added
+            }
+            lines.append(_json({"at": self.at, "state": {}, "log": changes}).encode())
+        sealed, seals = b"", Seals(_HEAD)
+        for line in lines:
+            sealed += seals.sealed(line, len(sealed)) + b"\n"
+            seals = _seals_after(text)
+        _share_media(path, target, lines)
+        fd, staged = tempfile.mkstemp(dir=target.parent)
+        try:
+            with open(fd, "wb") as file:
+                file.write(sealed)
+            os.link(staged, target)  # fails if it exists
+        finally:
+            os.unlink(staged)
 
     @property
     def incomplete(self) -> frozenset[str]:
@@ -566,6 +646,50 @@ def _fills(line: Any, name: str, place: int) -> bool:
     return any(
         current_name(each) == name and kept + len(items) > place for each, (kept, items) in changes
     )
+
+
+def _head(
+    session_id: str, tags: Mapping[str, str], began: float, about: Mapping[str, object]
+) -> bytes:
+    """Return the first line of a file."""
+    head = {
+        "wink_session": VERSION,
+        "id": session_id,
+        "tags": freeze(dict(tags)),
+        "began": began,
+        "about": freeze(dict(about)),
+    }
+    return json.dumps(head).encode()
+
+
+def _unsealed_lines(path: Path, size: int) -> Generator[bytes]:
+    """Yield the texts of the saves in the first ``size`` bytes of a file."""
+    with open(path, "rb", opener=_no_links) as file:
+        lines = file.read(size).split(b"\n")[:-1]
+    seals, place = _seals_after(lines[0][SEAL_SIZE + 1 :]), len(lines[0]) + 1
+    for line in lines[1:]:
+        text = seals.unsealed(line, place)
+        if text is None:
+            raise SnapshotError(f"{path} has changed while it was read")
+        place += len(line) + 1
+        yield text
+
+
+def _no_links(path: str, flags: int) -> int:
+    return os.open(path, flags | _NOFOLLOW)
+
+
+def _share_media(path: Path, target: Path, lines: Iterable[bytes]) -> None:
+    """Link, or copy, the bytes that some lines refer to into the directory of another file."""
+    digests = {each for line in lines for each in _DIGESTS.findall(line)}
+    for digest in sorted(digests):
+        source = _media_directory(path) / digest.decode()
+        if source.is_file() and not source.is_symlink():
+            _media_directory(target).mkdir(mode=0o700, exist_ok=True)
+            try:
+                os.link(source, _media_directory(target) / source.name, follow_symlinks=False)
+            except OSError:  # not possible here
+                _store(_media_directory(target), source.read_bytes())
 
 
 def _from_head(line: Any, seals: Seals) -> SavedSessionData:

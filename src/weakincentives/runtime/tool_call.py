@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
 from weakincentives.events import ToolInvoked
-from weakincentives.gate import Gate, TooLate
+from weakincentives.gate import Gate, ProcessLock, TooLate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import attach
 from weakincentives.prompt.prompt import Offer, Prompt
@@ -206,6 +206,13 @@ async def apply_effects(
 # Through the gates: calls on one session, or on one workspace, run one after the other
 
 
+class _KeptOut(Exception):
+    """A gate could not be entered."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
 class Work(Surroundings):
     """What passes the gates together: one call, or concurrent calls of a turn."""
 
@@ -238,7 +245,9 @@ class Work(Surroundings):
                 return self._in_turn(gates, run, start)
             except TooLate:
                 self.late = True
-                return run(start)
+            except _KeptOut as kept_out:
+                self.kept_out = kept_out.error
+            return run(start)
         finally:
             self._publish()
 
@@ -246,15 +255,31 @@ class Work(Surroundings):
         if not gates:
             return run(start)
         gate, others = gates[0], gates[1:]
+        work = partial(self._in_turn, others, run, start) if others else partial(run, start)
+        if gate.between is not None:
+            work = partial(self._between, gate, gate.between, work)
         if gate.line or gate.lock.locked():
             with gate.turn(self.context.deadline), gate.lock:
-                return self._in_turn(others, run, start)
+                return work()
         try:
             with gate.lock:
-                return self._in_turn(others, run, start) if others else run(start)
+                return work()
         finally:
             if gate.line:
                 gate.wake_next()
+
+    def _between(self, gate: Gate, lock: ProcessLock, work: Callable[[], T]) -> T:
+        """Work while we hold the gate's lock between processes."""
+        try:
+            try:
+                lock.take(self.context.deadline)
+                gate.catch_up(lock)
+            except (WinkError, OSError) as error:
+                raise _KeptOut(error) from error
+            return work()
+        finally:
+            lock.is_held = False
+            lock.release()
 
     async def arun(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
         """Run on the caller's event loop; ``start`` gets the place of a call that joins others."""
@@ -274,13 +299,20 @@ class Work(Surroundings):
             try:
                 may_join = None if call is None else self._may_join
                 for gate in gates:
-                    if not await gate.enter(deadline, may_join):
+                    try:
+                        is_inside = await gate.enter(deadline, may_join)
+                    except (WinkError, OSError) as error:
+                        self.kept_out = error
+                        break
+                    if not is_inside:
                         turn = gate.joined
                         break
                     held.append(gate)
                     may_join = None  # only at the first gate: a turn holds all of them
                 if call is not None and turn is not None:
                     place = turn.join(call.id, deadline)
+                elif self.kept_out is not None:
+                    pass
                 elif call is not None and gates and not self.resources.in_place:
                     reads = self.offers[call.name].tool.reach == "read"
                     if not reads:

@@ -98,6 +98,9 @@ class Surroundings:
     late = False
     """Whether the deadline passed before it was its turn."""
 
+    kept_out: Exception | None = None
+    """Why it could not have its turn, such as that another process has the workspace to itself."""
+
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
 

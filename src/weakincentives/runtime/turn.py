@@ -143,7 +143,7 @@ class JoinedTurn:
             and gates[0].loop is asyncio.get_running_loop()
             and len(self._inside) < DEFAULT_CONCURRENCY
             and self._joined < _MAX_JOINED
-            and not any(gate.line for gate in gates[1:])
+            and not any(gate.is_awaited for gate in gates[1:])
             # The same call again may have to return the answer of the one under way.
             and call_id not in self._inside.values()
         )
