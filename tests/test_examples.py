@@ -29,6 +29,18 @@ def test_the_code_fixer_may_not_touch_the_tests_and_its_wrong_fix_is_undone():
     assert "+    return sum(values) / (len(values) or 1)\n" in shown
 
 
+def test_two_agents_change_one_file_and_neither_is_lost():
+    assert shown_by("two_agents.py").splitlines() == [
+        "Before: port = 80",
+        "one: Merged 1 path into the workspace",
+        "two: The branch cannot be merged: settings.ini was changed in the same places by the"
+        " branch and by others",
+        "two: Merged 1 path into the workspace",
+        "After: ports = 8080, 443",
+        "Undone: port = 8080",
+    ]
+
+
 def test_a_batch_of_deletions_is_approved_counted_and_kept_whole_or_not_at_all():
     shown = shown_by("data_cleanup.py")
 
@@ -55,3 +67,12 @@ def test_a_deployment_that_fails_outside_is_taken_back_and_nobody_hears_of_it():
     assert "-- announce    Say which version it is: 1.1 is live\n" in shown
     assert "The cluster has run: 1.0, 1.1, 1.0, 1.1\n" in shown
     assert shown.endswith("Everybody heard: ['Shop 1.1 is here']\n")
+
+
+def test_of_three_repairs_the_one_that_passes_the_check_is_merged():
+    shown = shown_by("best_of_three.py")
+
+    assert shown.startswith("repair-2 passed: exit code 0\n")
+    assert "repair-1 failed: IndexError: list index out of range\n" in shown
+    assert "Merged: ('shop.py',)\nLeft: ['repair-1', 'repair-3']\n" in shown
+    assert shown.endswith("    return sum(prices)\n\n")

@@ -14,6 +14,8 @@ from commands import make_run
 from terminal import Terminal
 from test_history import TURNS, project  # noqa: F401  # fixtures
 
+from weakincentives.filesystem import Branch
+
 BEGIN = 'eval "$(wink --show-completion bash)"'
 ASK = """
 COMP_WORDS=({words})
@@ -62,6 +64,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 def test_bash_completes_commands_and_values(program: Path, project: Path):  # noqa: F811
     run = make_run(project, TURNS)
+    Branch.create(project, "parser").close()
     expected = {
         "do": ["doctor"],
         "log --ru": ["--run"],
@@ -73,6 +76,9 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "policy check shell": ["shell_execute"],
         "run x --model openai": ["openai:", "openai-responses:"],
         "mcp --suites files,p": ["files,planning", "files,python"],
+        "run x --branch pa": ["parser"],
+        "branch me": ["merge"],
+        "branch drop pa": ["parser"],
     }
 
     assert dict(zip(expected, offered(program, project, *expected), strict=True)) == expected

@@ -31,12 +31,14 @@ WHOLE = """
 model = "openai:gpt-5-mini"
 suites = ["files", "planning"]
 ask = ["irreversible"]
+temperature = 0.5
 max_turns = 7
 max_tokens = 20_000
 max_cost = 2.5
 price = "3/15.5"
 context_window = 32_768
 time_limit = 1.5
+branches = false
 sections = ["tools.py:section"]
 
 [sandbox]
@@ -114,12 +116,14 @@ def test_every_key_can_stand_in_the_file(project: Path):
             limits=SandboxLimits(memory=2 << 30, files=100),
         ),
         ask=("irreversible",),
+        temperature=0.5,
         max_turns=7,
         max_tokens=20_000,
         max_cost=2.5,
         price="3/15.5",
         context_window=32_768,
         time_limit=1.5,
+        branches=False,
         sections=("tools.py:section",),
         policy=PolicySettings(
             read_before_write=False,
@@ -156,12 +160,14 @@ def test_every_key_can_stand_in_the_environment(
         "WINK_SANDBOX_MAX_TIMEOUT": "90.5",
         "WINK_SANDBOX_LIMITS": "memory:2G, files:100",
         "WINK_ASK": "irreversible",
+        "WINK_TEMPERATURE": "0.5",
         "WINK_MAX_TURNS": "7",
         "WINK_MAX_TOKENS": "20000",
         "WINK_MAX_COST": "2.5",
         "WINK_PRICE": "3/15.5",
         "WINK_CONTEXT_WINDOW": "32768",
         "WINK_TIME_LIMIT": "1.5",
+        "WINK_BRANCHES": "no",
         "WINK_SECTIONS": "tools.py:section",
         "WINK_POLICY_READ_BEFORE_WRITE": "no",
         "WINK_POLICY_PROTECT": ".env",
@@ -236,7 +242,7 @@ def test_rules_given_as_flags_add_to_those_that_hold(project: Path, tmp_path: Pa
     ("text", "said"),
     [
         ("modle = 'x'", "wink.toml: unknown key modle; did you mean model?"),
-        ("zzz = 1", "wink.toml: unknown key zzz; the keys are approve, ask, context_window"),
+        ("zzz = 1", "wink.toml: unknown key zzz; the keys are approve, ask, branches, context_"),
         (
             "[policy]\nprotekt = []",
             "wink.toml: unknown key policy.protekt; did you mean policy.protect?",

@@ -146,7 +146,7 @@ def test_who_has_the_directory_is_told_without_taking_it(project: Path):  # noqa
         done = subprocess.run(
             [*WINK, "doctor"], cwd=project, capture_output=True, text=True, check=False
         )
-        assert f"process {os.getpid()} is using the directory" in done.stdout
+        assert f"open in process {os.getpid()}" in done.stdout
 
 
 def test_without_programs_and_packages_it_still_answers(project: Path, tmp_path: Path):  # noqa: F811

@@ -22,6 +22,7 @@ from weakincentives.filesystem import Filesystem, HostFilesystem, WorkspaceHisto
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import SavedSession, Session, ToolCall, execute_tool
 from weakincentives.runtime.calls import new_run, runs_of
+from weakincentives.runtime.conversation import last_conversation
 
 TURNS = [
     calls(("read_file", {"path": "src/calc.py"}), ("read_file", {"path": "notes.txt"})),
@@ -117,9 +118,23 @@ def test_everything_can_be_looked_at_while_a_run_is_under_way(wink: Wink, projec
         assert wink("show", f"{run.mark}/4").code == 0
         assert wink("undo", "--dry-run").code == 0
 
-        locked = wink("undo")
-        assert (locked.code, locked.out) == (2, "")
-        assert "is in use by" in locked.err
+
+def test_an_undo_takes_its_turn_beside_a_run_under_way(wink: Wink, project: Path):
+    with run_open(project, TURNS):
+        done = wink("undo")
+        assert done.code == 0
+        assert not (project / "new.txt").exists()
+
+
+def test_an_undo_beside_an_agent_that_has_the_directory_alone_says_who_it_is(
+    wink: Wink, project: Path
+):
+    make_run(project, TURNS)
+    with HostFilesystem(project):
+        done = wink("undo")
+
+    assert (done.code, done.out) == (2, "")
+    assert f"is in use by process {os.getpid()}: wait until it has ended" in done.err
 
 
 def test_an_empty_log_says_how_to_begin(wink: Wink):
@@ -783,3 +798,207 @@ def test_a_number_that_no_call_has_is_one_line(wink: Wink, project: Path, name: 
 
     assert done.code == 2
     assert done.err.count("\n") == 1
+
+
+# Files as they were
+
+
+def test_a_file_and_a_directory_are_shown_as_they_were(wink: Wink, project: Path):
+    run = make_run(project, TURNS)
+    (project / "notes.txt").write_text("mine\n")
+
+    assert "a + b" in wink("show", f"{run.mark}/4:src/calc.py").out
+    assert "a - b" in wink("show", f"{run.mark}/4:src/calc.py", "--before").out
+    assert "a - b" in wink("show", "3:src/calc.py").out  # of the last run; it was denied
+    assert wink("show", f"{run.mark}/4:").out == "notes.txt\nsrc/\n"
+    assert wink("show", f"{run.mark}/6:").out == "new.txt\nnotes.txt\nsrc/\n"
+    assert wink("show", f"{run.mark}/6:src").out == "src/calc.py\n"
+    assert (project / "notes.txt").read_text() == "mine\n"
+
+    missing = wink("show", f"{run.mark}/4:new.txt")
+    assert (missing.code, "new.txt" in missing.err) == (1, True)
+    assert wink("show", f"{run.mark}/4:src", "--json").code == 2
+    assert wink("show", f"{run.mark}/4", "--before").code == 2
+
+
+def test_all_files_of_then_are_exported(wink: Wink, project: Path, tmp_path: Path):
+    run = make_run(project, TURNS)
+
+    assert wink("show", f"{run.mark}/4", "--export", str(tmp_path / "then")).code == 0
+    assert "a + b" in (tmp_path / "then/src/calc.py").read_text()
+    assert not (tmp_path / "then/new.txt").exists()
+
+    again = wink("show", f"{run.mark}/4", "--export", str(tmp_path / "then"))
+    assert (again.code, "is not empty" in again.err) == (1, True)
+
+
+def test_bytes_are_printed_as_they_are(wink: Wink, project: Path):
+    (project / "odd").write_bytes(b"\xff\x00\n")
+    run = make_run(project, TURNS)
+
+    command = [*WINK, "show", f"{run.mark}/4:odd"]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"\xff\x00\n"
+
+
+# rewind
+
+
+WRITES = [
+    {"call": [{"write_file": {"path": name, "content": "1"}} for name in ("a", "b")]},
+    {"call": [{"delete_file": {"path": "b"}}, {"read_file": {"path": "a"}}]},
+    "Written.",
+    "So be it.",
+]
+
+
+@pytest.fixture
+def written(wink: Wink, project: Path) -> str:
+    """Run a scripted model that makes four calls; returns the name of the run."""
+    script = project.parent / "script.json"
+    script.write_text(json.dumps(WRITES))
+    done = wink("run", "write", "-m", f"scripted:{script}", "--sandbox", "none", "-q")
+    assert (done.code, done.out) == (0, "Written.\n"), done.err
+    (run,) = runs_of(project)
+    return run.mark
+
+
+def conversation_of(project: Path, mark: str) -> list[tuple[str, str]]:
+    with SavedSession.open(find_run(project, mark).path) as saved:
+        return [(each.role, each.text[:9]) for each in last_conversation(saved.session)]
+
+
+def names_in(project: Path) -> list[str]:
+    return sorted(path.name for path in project.iterdir())
+
+
+def test_chat_and_files_are_rewound_together_and_the_run_continues(
+    wink: Wink, project: Path, written: str
+):
+    done = wink("rewind", f"{written}/1")
+
+    assert done.code == 0, done.err
+    assert f"Rewound to after {written}/1 write_file" in done.out
+    assert names_in(project) == ["a", "notes.txt", "src"]
+    before = [("user", "write"), ("model", ""), ("tool", "Wrote a: "), ("tool", "Not made:")]
+    assert [each[0] for each in conversation_of(project, written)] == [each[0] for each in before]
+    assert conversation_of(project, written)[-1] == ("tool", "Not made:")
+
+    assert wink("resume", written, "go on").out == "So be it.\n"
+    told = [("tool", "Not made:"), ("user", "go on"), ("model", "So be it.")]
+    assert conversation_of(project, written)[-3:] == told
+
+
+def test_a_rewound_run_continues_as_a_chat(wink: Wink, project: Path, written: str):
+    wink("rewind", f"{written}/2")
+
+    command = [*WINK, "chat", "--resume", written, "--quiet"]
+    done = subprocess.run(command, input="and?\n", capture_output=True, text=True, check=True)
+
+    assert done.stdout == "So be it.\n"
+    assert conversation_of(project, written)[3:5] == [("tool", "Wrote b: "), ("user", "and?")]
+
+
+def test_the_undo_of_a_rewind_brings_back_all_of_it(wink: Wink, project: Path, written: str):
+    names, talk = names_in(project), conversation_of(project, written)
+    done = wink("rewind", f"{written}/2", "--before")
+    assert names_in(project) == ["a", "notes.txt", "src"]
+
+    assert f"To undo the rewind: wink undo {written}/5" in done.out
+    undone = wink("undo", f"{written}/5")
+
+    assert undone.code == 0, undone.err
+    assert (names_in(project), conversation_of(project, written)) == (names, talk)
+    assert "Rewound to before" in undone.out
+
+
+def test_the_undo_of_a_rewind_does_not_reach_over_later_calls(
+    wink: Wink, project: Path, written: str
+):
+    wink("rewind", f"{written}/1")
+    wink("rewind", f"{written}/2")
+
+    refused = wink("undo", f"{written}/5")
+
+    assert (refused.code, f"wink rewind --before {written}/5" in refused.err) == (2, True)
+    assert wink("rewind", "--before", f"{written}/5").code == 0
+    assert names_in(project) == ["a", "notes.txt", "src"]
+
+
+def test_a_rewind_is_in_the_log(wink: Wink, written: str):
+    wink("rewind", f"{written}/1")
+
+    last = json.loads(wink("log", "--json").out.splitlines()[-1])
+
+    assert (last["call"], last["tool"], last["outcome"]) == (f"{written}/5", "wink rewind", "undo")
+    assert last["arguments"] == {"to": f"{written}/1"}
+    assert wink("show", last["call_id"]).code == 0  # its id has a colon
+    assert wink("show", f"{last['call_id']}:a").out == "1"
+
+
+def test_a_dry_run_of_a_rewind_changes_nothing(wink: Wink, project: Path, written: str):
+    talk = conversation_of(project, written)
+
+    done = wink("rewind", f"{written}/2", "--dry-run")
+
+    assert (done.code, "+++ b/b" in done.out) == (0, True)
+    assert (names_in(project), conversation_of(project, written)) == (
+        ["a", "notes.txt", "src"],
+        talk,
+    )
+
+
+def test_a_person_s_edit_stays_and_is_listed(wink: Wink, project: Path, written: str):
+    (project / "a").write_text("mine")
+
+    shown = wink("rewind", f"{written}/1", "--before", "--dry-run")
+    done = wink("rewind", f"{written}/1", "--before")
+
+    assert "a was changed outside wink since, and would stay" in shown.err
+    assert (done.code, (project / "a").read_text()) == (0, "mine")
+    assert "a was changed by someone else since and is left unchanged" in done.err
+
+
+def test_a_file_that_another_run_has_changed_is_in_the_way(wink: Wink, project: Path, written: str):
+    look = calls(("read_file", {"path": "a"}))
+    other = make_run(project, [look, calls(("write_file", {"path": "a", "content": "2"})), "Done."])
+    for flags in (["--dry-run"], []):
+        refused = wink("rewind", f"{written}/1", "--before", *flags)
+        assert refused.code == 1
+        assert (
+            "nothing was rewound: these files have changed since:\n  a: changed by" in refused.err
+        )
+        assert f"a: changed by {other.mark}/2" in refused.err
+    assert (project / "a").read_text() == "2"
+
+    assert wink("rewind", f"{written}/1", "--before", "--force").code == 0
+    assert not (project / "a").exists()
+
+
+def test_only_the_files_or_only_the_conversation(wink: Wink, project: Path, written: str):
+    talk = conversation_of(project, written)
+    wink("rewind", f"{written}/2", "--files-only")
+    assert names_in(project) == ["a", "b", "notes.txt", "src"]
+    assert conversation_of(project, written) == talk
+
+    wink("rewind", f"{written}/1", "--conversation-only")
+    assert names_in(project) == ["a", "b", "notes.txt", "src"]
+    assert len(conversation_of(project, written)) == 4
+
+    assert wink("rewind", f"{written}/1", "--files-only", "--conversation-only").code == 2
+
+
+def test_a_run_in_progress_is_not_rewound(wink: Wink, project: Path):
+    with run_open(project, TURNS) as run:
+        refused = wink("rewind", f"{run.mark}/4")
+
+    assert (refused.code, "is running in another process" in refused.err) == (2, True)
+
+
+def test_what_is_not_a_call_of_a_run_is_not_rewound(wink: Wink, project: Path):
+    with HostFilesystem(project) as files:
+        files.write("direct.txt", "x\n")
+
+    refused = wink("rewind", "direct_1")
+
+    assert (refused.code, "is not a call of a run" in refused.err) == (2, True)
+    assert wink("rewind", "nosuch").code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,9 @@ import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult
+
+from weakincentives.filesystem import WorkspaceHistory
+from weakincentives.runtime.calls import runs_of
 
 TOOLS = f"{Path(__file__).parents[1] / 'mcp' / 'served_tools.py'}:tools"
 SECONDS = 240
@@ -258,14 +262,50 @@ def test_whoever_opens_it_to_other_machines_is_warned(workspace: Path):
     assert "nothing is encrypted" in warning
 
 
+def test_two_servers_and_a_run_work_on_one_directory(workspace: Path, tmp_path: Path):
+    """Each of their commands reads a number and writes the next: none of them is lost."""
+    count = {"command": "echo $(( $(cat number) + 1 )) > number"}
+    (workspace / "number").write_text("0\n")
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps([{"call": [{"shell_execute": count}]}] * 6 + ["Done."]))
+    task = ["run", "count", "-w", str(workspace), "-m", f"scripted:{script}", "--sandbox", "none"]
+
+    async def work() -> int:
+        async with over_stdio(workspace, *SUITES) as one, over_stdio(workspace, *SUITES) as two:
+            agent = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "weakincentives.cli", *task, "--yes"),
+                env={**environment(), "WINK_BRANCHES": "no"},
+            )
+            for number in range(6):
+                answers = await asyncio.gather(
+                    *(each.call_tool("shell_execute", count) for each in (one, two))
+                )
+                assert not any(answer.is_error for answer in answers), answers
+                seen = await one.call_tool("read_file", {"path": "number"})
+                assert int(text(seen).split()[-1]) >= 2 * number + 2
+            ended = await agent.wait()
+            listed = text(await two.call_tool("history", {}))
+            assert listed.count("shell_execute") == 6  # those of its own session
+            return ended
+
+    assert asyncio.run(work()) == 0
+    assert (workspace / "number").read_text() == "18\n"
+    calls = WorkspaceHistory(workspace).calls()
+    assert [each.tool for each in calls] == ["shell_execute"] * 18
+    assert len(runs_of(workspace)) == 3
+
+
 @pytest.mark.heavy
 def test_a_workspace_or_port_that_is_taken_is_told_in_one_line(workspace: Path, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken, program(workspace, "--http") as running:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        program(workspace, "--http", "--in-place") as running,
+    ):
         where(running)
         assert run("-w", str(workspace)) == (
             2,
-            f"wink: {workspace} is in use by process {running.pid}. Only one agent at a time can "
-            "work on a directory: wait for it, or stop it\n",
+            f"wink: {workspace} is in use by process {running.pid}: wait until it has ended, or "
+            "stop it\n",
         )
         other = tmp_path / "other"
         other.mkdir()

@@ -280,12 +280,12 @@ def test_a_directory_in_use_is_named_with_who_has_it(
     project: Path, capfd: pytest.CaptureFixture[str]
 ):
     with HostFilesystem(project):
-        done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", script(project, ["Hi."]))
+        model = script(project, ["Hi."])
+        done = Wink(capfd, project)("run", "x", "-w", str(project), "-m", model, "--in-place")
 
     assert done.code == 2
     assert done.err == (
-        f"wink: {project} is in use by process {os.getpid()}. Only one agent at a time can work "
-        "on a directory: wait for it, or stop it\n"
+        f"wink: {project} is in use by process {os.getpid()}: wait until it has ended, or stop it\n"
     )
     assert runs_of(project) == ()
 

@@ -33,6 +33,16 @@ READING = frozenset({"Glob", "Grep", "LS", "NotebookRead", "Read", "WebFetch", "
 """Native tools that change no file."""
 AGENTS = frozenset({"Agent", "Skill", "Task", "Workflow"})
 """Native tools that start a sub-agent."""
+NOT_CALLS = AGENTS | {
+    *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
+    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
+    *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
+    "ToolSearch",
+}
+"""Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
+if the tool that starts it were a call, they would wait for its end."""
+EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
+"""Native tools that change one file."""
 PATIENT = {"MCP_TOOL_TIMEOUT": str(LONG * 1000), "MAX_MCP_OUTPUT_TOKENS": str(MUCH)}
 """The environment in which the program waits for our tools, and shows all that they say."""
 

@@ -16,6 +16,7 @@ import typer
 
 from weakincentives.cli.common import (
     AsJson,
+    InPlace,
     Misuse,
     Policy,
     SandboxName,
@@ -26,13 +27,13 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     hint,
-    open_workspace,
     say,
     shortened,
 )
 from weakincentives.cli.run import (
     AgentRun,
     Ask,
+    BranchName,
     ContextWindow,
     MaxCost,
     MaxTokens,
@@ -63,6 +64,7 @@ _EXAMPLES = examples(
     "wink chat --model openai:gpt-5-mini",
     "wink chat --resume                       # the last chat or run on this directory",
     "wink chat --resume k3f -w ~/project",
+    "wink chat --branch parser                # the directory changes when you type /merge",
     "printf 'fix the test\\n/diff\\n' | wink chat -m openai:gpt-5-mini",
     more='In the documentation: "A conversation".',
 )
@@ -99,6 +101,8 @@ def chat(
     sandbox: SandboxName = None,
     ask: Ask = None,
     yes: Yes = False,
+    branch: BranchName = None,
+    in_place: InPlace = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
@@ -118,6 +122,9 @@ def chat(
         flags=flags,
         message=None,
         yes=yes,
+        branch=branch,
+        no_merge=True,  # /merge does it
+        in_place=in_place,
         as_json=as_json,
         quiet=quiet,
         earlier=earlier,
@@ -128,6 +135,7 @@ def chat(
 class Chat(AgentRun):
     """A conversation: each message of the user is a run on the same session."""
 
+    merges = False
     patience = 2.0
 
     _files: HostFilesystem = field(init=False)
@@ -154,7 +162,7 @@ class Chat(AgentRun):
         self._input = _Typed(tuple(self._commands)) if is_terminal else _Lines()
         with (
             self._models,
-            open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
+            self._open_files() as files,
             self._resumed() as saved,
             open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
         ):
@@ -170,9 +178,19 @@ class Chat(AgentRun):
                 elif is_terminal:
                     echo("Enter sends a message, Alt-Enter begins a line; /help, Ctrl-D quits.")
                 outcome = self._talk(stop)
+                self._leave_branch()
                 if is_terminal and self._has_begun:
                     echo(f"To continue: wink chat --resume {self._run_file.mark}")
                 return outcome
+
+    def _leave_branch(self) -> None:
+        if self._branch is not None:
+            self._is_merged = not self._branch.has_changes
+            if not self._is_merged:
+                name = self._branch.name
+                say(
+                    f"the changes are on the branch {name}; to merge them: wink branch merge {name}"
+                )
 
     def _talk(self, stop: Stop) -> Outcome:
         has_failed = is_leaving = False
@@ -282,6 +300,7 @@ class Chat(AgentRun):
             "/diff": (self._diff, "what the last message changed; /diff 2: message 2; /diff all"),
             "/undo": (self._undo, "undo the files of the last message; /undo 2: of message 2"),
             "/rewind": (self._rewind, "list the messages; /rewind 2: go back to before message 2"),
+            "/merge": (self._merge_branch, "on a branch: merge the changes into the directory"),
             "/plan": (self._plan, "show the plan"),
             "/model": (self._model, "show the model; /model NAME: use another"),
             "/cost": (self._show_cost, "show the tokens so far, and the price if it is known"),
@@ -335,7 +354,8 @@ class Chat(AgentRun):
             messages = [self._numbered(which)] if which else messages[-1:]
         changed = _of(messages, self._live())
         if changed:
-            show_diff(self.settings.workspace, changed)
+            where = "" if self._branch is None else self._branch.name
+            show_diff(self.settings.workspace, changed, where)
         else:
             echo("No files were changed.")
 
@@ -351,7 +371,8 @@ class Chat(AgentRun):
         for note in notes:
             say(note)
         echo(f"Undone: {shortened(_paths(changed), 200)}")
-        echo(f"To redo it after the chat: wink undo {self._files.history()[-1].call_id}")
+        where = "" if self._branch is None else f"{self._branch.name}/"
+        echo(f"To redo it after the chat: wink undo {where}{self._files.history()[-1].call_id}")
         self._notes.append(f"{_UNDONE}{shortened(_paths(changed), 2000)})")
 
     def _rewind(self, *arguments: str) -> None:
@@ -372,6 +393,22 @@ class Chat(AgentRun):
         self._notes.clear()
         self._input.draft = target.text.partition(_UNDONE)[0]
 
+    def _merge_branch(self) -> None:
+        from weakincentives.runtime.merge import rebased
+
+        branch = self._branch
+        if branch is None:
+            raise Misuse("this chat works on the directory itself; there is nothing to merge")
+        if not self._has_begun or not branch.has_changes:
+            echo("Nothing to merge.")
+            return
+        if problem := self._merge(branch):
+            self._notes.append(f"\n\n({rebased(branch)})")
+            say(f"{problem}; the model is told with your next message, then /merge again")
+        else:
+            branch.begin_anew()
+            echo(f"Merged into {self.settings.workspace}.")
+
     def _plan_now(self) -> Plan | None:
         from weakincentives.contrib.tools import Plan
 
@@ -391,7 +428,8 @@ class Chat(AgentRun):
 
         settings = self.settings.model_copy(update={"model": name})
         with ExitStack() as opened:
-            adapter = opened.enter_context(open_model(name, turns=turns))
+            model = open_model(name, turns=turns, temperature=settings.temperature)
+            adapter = opened.enter_context(model)
             budget = budget_of(settings, adapter)
             self._models.close()
             self._models.enter_context(opened.pop_all())

@@ -14,10 +14,13 @@ import typer
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
+    from weakincentives.errors import WorkspaceLocked
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.runtime.calls import Run
 
 FILE_NAME = "wink.toml"
+INSIDE = "WINK_EXEC"
+"""The variable that tells a program which directory `wink exec` runs it on."""
 
 
 class Misuse(Exception):
@@ -72,7 +75,17 @@ def shortened(text: str, limit: int) -> str:
     return f"{start[: limit - 3]}..."
 
 
-_MAIN_ARGUMENTS = ("command", "path", "source", "pattern", "query", "code", "objective", "step")
+_MAIN_ARGUMENTS = (
+    "command",
+    "path",
+    "source",
+    "pattern",
+    "query",
+    "code",
+    "objective",
+    "step",
+    "branch",
+)
 
 
 def summary_of(arguments: object, limit: int = 60) -> str:
@@ -93,6 +106,9 @@ def summary_of(arguments: object, limit: int = 60) -> str:
 
 
 # Workspaces and runs
+
+PATIENCE = 3.0
+"""Seconds to wait for a call of another process, for a command that only takes a moment."""
 
 
 def existing_directory(path: Path) -> Path:
@@ -124,24 +140,55 @@ def find_run(workspace: Path, wanted: str) -> Run:
 
 @contextmanager
 def open_workspace(
-    directory: Path, *, unprotected: Sequence[str] = ()
+    directory: Path,
+    *,
+    unprotected: Sequence[str] = (),
+    alone: bool = False,
+    wait: float | None = None,
 ) -> Generator[HostFilesystem]:
-    """Open a directory for the block; raise Misuse if another process uses it."""
+    """Open a directory for the block, alone or with others; raise Misuse if that is not possible.
+
+    Args:
+        wait: Seconds to wait for other processes; see ``HostFilesystem``.
+    """
     from weakincentives.errors import WorkspaceLocked
+
+    try:
+        files = opened_workspace(directory, unprotected=unprotected, alone=alone, wait=wait)
+    except WorkspaceLocked as error:
+        raise in_use(error, directory) from error
+    with files:
+        yield files
+
+
+def opened_workspace(
+    directory: Path,
+    *,
+    unprotected: Sequence[str] = (),
+    alone: bool = False,
+    wait: float | None = None,
+) -> HostFilesystem:
+    """Open a directory; raises WorkspaceLocked if another process has it alone."""
     from weakincentives.filesystem import HostFilesystem
 
     try:
-        files = HostFilesystem(directory, unprotected=unprotected)
-    except WorkspaceLocked as error:
-        who = "another process" if error.pid is None else f"process {error.pid}"
-        raise Misuse(
-            f"{directory} is in use by {who}. Only one agent at a time can work on a directory: "
-            "wait for it, or stop it"
-        ) from error
+        return HostFilesystem(
+            directory,
+            unprotected=unprotected,
+            shared=not alone,
+            wait=PATIENCE if alone and wait is None else wait,
+        )
     except NotImplementedError as error:
         raise Misuse(str(error)) from error
-    with files:
-        yield files
+
+
+def user(error: WorkspaceLocked) -> str:
+    """Return who uses a directory."""
+    return "another process" if error.pid is None else f"process {error.pid}"
+
+
+def in_use(error: WorkspaceLocked, directory: Path) -> Misuse:
+    return Misuse(f"{directory} is in use by {user(error)}: wait until it has ended, or stop it")
 
 
 # Shell completion
@@ -168,6 +215,16 @@ def complete_calls(context: typer.Context, incomplete: str) -> list[str]:
         known = Calls(_workspace(context), detail=lambda path: False)
         calls = reversed(known.latest(_MOST))
         return [call.name for call in calls if call.name.startswith(incomplete)]
+    return []
+
+
+def complete_branches(context: typer.Context, incomplete: str) -> list[str]:
+    from weakincentives.errors import WinkError
+    from weakincentives.filesystem import branches_of
+
+    with suppress(OSError, WinkError):
+        found = branches_of(_workspace(context))
+        return [each.name for each in found if each.name.startswith(incomplete)]
     return []
 
 
@@ -230,6 +287,12 @@ SandboxName = Annotated[
         metavar="NAME",
         help="What commands run in: auto, podman, bubblewrap, namespaces or none. Or what they may "
         "use: read=DIR, write=DIR, env=NAME, network=HOST. Can be repeated.",
+    ),
+]
+InPlace = Annotated[
+    bool,
+    typer.Option(
+        "--in-place", help="Have the directory to yourself: nobody else may work there meanwhile."
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Approve everything without asking.")]

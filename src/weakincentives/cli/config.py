@@ -75,6 +75,8 @@ class Values(BaseModel):
     """Tools, or reaches, that need approval."""
     approve: tuple[RuleSettings, ...] = ()
     """Calls among them that do not."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """How varied the model's answers are; the model's own default if it is not set."""
     max_turns: Count = 100
     max_tokens: Count | None = None
     max_cost: Annotated[float, Field(gt=0, lt=1e9)] | None = None
@@ -84,6 +86,8 @@ class Values(BaseModel):
     context_window: Count | None = None
     """The tokens that the model takes, if its provider does not tell."""
     time_limit: Annotated[float, Field(gt=0, lt=1e9)] | None = None
+    branches: bool = True
+    """Whether a run works on a branch while others have the directory open."""
     sections: Texts = ()
     """More tools: ``module:object`` or ``file.py:object``."""
     policy: PolicySettings = PolicySettings()
@@ -118,7 +122,8 @@ KEYS = (
 """Every key that a flag or variable can have, too, in the order of the documentation."""
 _CODE = ("sections", "policy.use")
 _SCALARS = (
-    "model", "max_turns", "max_tokens", "max_cost", "price", "context_window", "time_limit",
+    "model", "temperature", "max_turns", "max_tokens", "max_cost", "price", "context_window",
+    "time_limit", "branches",
     "policy.read_before_write", "sandbox.engine", "sandbox.image", "sandbox.detect",
     "sandbox.timeout", "sandbox.max_timeout",
 )  # fmt: skip

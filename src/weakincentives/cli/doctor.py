@@ -411,7 +411,7 @@ def _engines(workspace: Path) -> Found:
 
 def _store(workspace: Path) -> Found:
     from weakincentives.errors import StateUnavailable, StoreRefused
-    from weakincentives.filesystem.store import Note, location_of
+    from weakincentives.filesystem.store import Note, location_of, present_in
     from weakincentives.filesystem.tree import files_below
     from weakincentives.runtime import OutcomeLedger
     from weakincentives.runtime.calls import Calls
@@ -437,8 +437,8 @@ def _store(workspace: Path) -> Found:
     for sentence in filter(None, (*calls.damage(), ledger.damage())):
         advice = "look at it; `wink doctor --adopt-store` drops what is damaged and makes a copy"
         yield "warning", sentence, advice
-    if owner := _lock_owner(store / "lock"):
-        yield "ok", f"process {owner} is using the directory"
+    if pids := present_in(workspace):
+        yield "ok", f"open in process {', '.join(map(str, pids))}"
     elif was_killed(workspace):
         advice = "nothing: it is rolled back when the directory is opened next"
         yield "ok", "a call was killed before it ended", advice
@@ -453,20 +453,19 @@ def was_killed(workspace: Path) -> bool:
     from weakincentives.filesystem.store import location_of
 
     store = location_of(workspace)
+    journal = store / "tx" / "journal"
     with suppress(OSError):
-        journal = (store / "tx" / "journal").stat()
-        return journal.st_size > 0 and not _lock_owner(store / "lock")
+        before = journal.stat()
+        # The same before and after: no call has ended in between.
+        return before.st_size > 0 and not _is_locked(store / "lock") and before == journal.stat()
     return False
 
 
-def _lock_owner(lock: Path) -> int:
-    """Return the process that holds a lock; 0 if there is none, or it cannot be determined."""
+def _is_locked(lock: Path) -> bool:
     from weakincentives import locks
-    from weakincentives.filesystem.store import lock_owner
 
     if sys.platform != "linux":
-        return 0  # asking would take the lock for a moment
+        return False  # asking would take the lock for a moment
     with suppress(OSError), lock.open("rb+") as file:
-        if locks.is_taken(file.fileno()):
-            return lock_owner(file.fileno()) or 0
-    return 0
+        return locks.is_taken(file.fileno())
+    return False

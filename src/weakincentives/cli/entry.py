@@ -75,7 +75,19 @@ def make_app() -> typer.Typer:
     """Return the command line with all commands."""
     import typer
 
-    from weakincentives.cli import chat, demo, doctor, history, mcp, run, tools
+    from weakincentives.cli import (
+        branches,
+        chat,
+        demo,
+        doctor,
+        gc,
+        history,
+        hook,
+        mcp,
+        program,
+        run,
+        tools,
+    )
 
     app = typer.Typer(
         name="wink",
@@ -103,6 +115,7 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in (demo, run, chat, history, tools, doctor, mcp):
+    modules = (demo, run, chat, program, history, branches, tools, doctor, gc, mcp, hook)
+    for module in modules:
         module.register(app)
     return app

@@ -1,11 +1,13 @@
-"""`wink log`, `show`, `diff` and `undo`: what runs and calls on a workspace did, and undoing it."""
+"""`wink log`, `show`, `diff`, `undo`, `rewind`: what calls did to a workspace, and going back."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weakincentives.cli.common import (
+    PATIENCE,
     AsJson,
     Misuse,
     RunOption,
@@ -32,8 +35,10 @@ from weakincentives.cli.doctor import was_killed
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
-    from weakincentives.filesystem import Committed, FileChange
+    from weakincentives.filesystem import CallChanges, Committed, FileChange, HostFilesystem
+    from weakincentives.filesystem.diffs import Detail
     from weakincentives.runtime.calls import Call, Calls, Run
+    from weakincentives.runtime.rewind import Parts, Rewound
 
 _PAGE = 'In the documentation: "History and undo".'
 _SEE = "`wink log` lists the calls"
@@ -46,7 +51,10 @@ _LOG_EXAMPLES = examples(
 _SHOW_EXAMPLES = examples(
     "wink show k3f/2               # the second call of the run that ends in k3f",
     "wink show 2                   # the second call of the last run",
-    more=_PAGE,
+    "wink show k3f/2:src/a.py      # the file as it was just after the call; --before: before it",
+    "wink show k3f/2:src           # the directory; k3f/2: is the whole workspace",
+    "wink show k3f/2 --export DIR  # all files of then, in a new directory",
+    more=f"The directory is never changed, and an agent may be running. {_PAGE}",
 )
 _DIFF_EXAMPLES = examples(
     "wink diff                     # all that the last run changed",
@@ -62,7 +70,15 @@ _UNDO_EXAMPLES = examples(
     "wink undo --to k3f/2          # this call and everything after it",
     "wink undo --run k3f --dry-run",
     "wink undo undo_7              # undo an undo",
-    more=f"Only files are undone, not the session of the run. {_PAGE}",
+    more=f"Only files are undone, not the session of the run: see `wink rewind`. {_PAGE}",
+)
+_REWIND_EXAMPLES = examples(
+    "wink rewind k3f/4             # files, session and conversation as just after this call",
+    "wink rewind k3f/4 --before    # as before it",
+    "wink rewind k3f/4 --dry-run   # only show what would change in files",
+    "wink undo k3f/9               # undo the rewind, which is a call itself",
+    'wink resume k3f "now with pytest"',
+    more=_PAGE,
 )
 
 CallName = Annotated[
@@ -75,6 +91,11 @@ CallName = Annotated[
     ),
 ]
 LastCall = Annotated[bool, typer.Option("--last", help="Only the last call that changed files.")]
+Before = Annotated[bool, typer.Option("--before", help="Before the call instead of after it.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace later changes, too; the history still has them.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would change.")]
 Everything = Annotated[
     bool,
     typer.Option("--all", "--ignored", help="Show ignored files, too, and long lists in full."),
@@ -86,6 +107,7 @@ def register(app: typer.Typer) -> None:
     app.command("show", epilog=_SHOW_EXAMPLES)(show)
     app.command("diff", epilog=_DIFF_EXAMPLES)(diff)
     app.command("undo", epilog=_UNDO_EXAMPLES)(undo)
+    app.command("rewind", epilog=_REWIND_EXAMPLES)(rewind)
 
 
 def log(
@@ -117,18 +139,39 @@ def log(
 
 
 def show(
-    call: CallName,
+    call: Annotated[
+        str,
+        typer.Argument(
+            metavar="CALL[:PATH]",
+            help="RUN/N, N of the last run, or the id of a call; PATH is a file or directory.",
+            autocompletion=complete_calls,
+            show_default=False,
+        ),
+    ],
     workspace: Workspace = Path(),
+    before: Before = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Create a directory with all files as they were."),
+    ] = None,
     everything: Everything = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show one call: arguments, result, why it was denied, what it changed."""
+    """Show one call: arguments, result, why it was denied, what it changed. Or files of then."""
     calls, files = _opened(workspace, everything)
-    (found,) = calls.with_files([_find(calls, str(call))])
+    wanted, path = _call_and_path(calls, call)
+    if path is not None or export is not None:
+        if as_json or (path is not None and export is not None):
+            raise Misuse("name only one of CALL:PATH, --export and --json")
+        return _show_files(calls, wanted, path, export, before=before)
+    if before:
+        raise Misuse(f"--before needs a path, such as {call}:README.md, or --export")
+    (found,) = calls.with_files([wanted])
     if as_json:
         echo(json.dumps({**_summary(found, files), **_details(found)}))
     else:
         _print(_detail_lines(found, files))
+    return None
 
 
 def diff(
@@ -147,8 +190,9 @@ def diff(
         return 1
     if all(each.is_undone for each in chosen):
         say(f"{_named(chosen)} is undone; this is what it changed")
-    code = _print_diff(calls.history.diff(committed, detail=files.is_shown, raw=True), files)
-    later = [path for path, by in calls.history.changed_since(committed).items() if not by]
+    history = calls.history_on(chosen[-1].branch)
+    code = print_diff(history.diff(committed, detail=files.is_shown, raw=True), files)
+    later = [path for path, by in history.changed_since(committed).items() if not by]
     if later and was_killed(calls.workspace):
         say(_KILLED)
     elif later:
@@ -170,13 +214,8 @@ def undo(
             autocompletion=complete_calls,
         ),
     ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace later changes, too; the history still has them."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would change.")
-    ] = False,
+    force: Force = False,
+    dry_run: DryRun = False,
     everything: Everything = False,
 ) -> int:
     """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
@@ -187,6 +226,9 @@ def undo(
     if killed and not dry_run:
         calls = _recovered(calls, files)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
+    if call is not None and _is_rewind(chosen[0]):
+        _check_is_last(calls, chosen[0])
+        return _rewind(calls, chosen[0], files, before=True).perform(force, dry_run)
     left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
         nothing = f"no files were changed here, or it is already undone, or {_FORGOTTEN}"
@@ -197,10 +239,47 @@ def undo(
     committed = [each.committed for each in left if each.committed is not None]
     if killed:
         say(_KILLED)  # the killed call's changes may be in the way
-    elif not force and (in_the_way := calls.history.changed_since(committed)):
+    history = calls.history_on(left[-1].branch)
+    if not killed and not force and (in_the_way := history.changed_since(committed)):
         return _refuse(calls, in_the_way, left)
-    shown = calls.history.diff(committed, reverse=True, detail=files.is_shown, raw=True)
-    return _print_diff(shown, files)
+    shown = history.diff(committed, reverse=True, detail=files.is_shown, raw=True)
+    return print_diff(shown, files)
+
+
+def rewind(
+    call: Annotated[
+        str,
+        typer.Argument(
+            metavar="CALL",
+            help="RUN/N, N of the last run, or the id of a call.",
+            autocompletion=complete_calls,
+            show_default=False,
+        ),
+    ],
+    workspace: Workspace = Path(),
+    before: Before = False,
+    files_only: Annotated[
+        bool, typer.Option("--files-only", help="Leave session and conversation as they are.")
+    ] = False,
+    conversation_only: Annotated[
+        bool, typer.Option("--conversation-only", help="Leave the files as they are.")
+    ] = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    everything: Everything = False,
+) -> int:
+    """Go back to just after a call: files, session and conversation of its run together.
+
+    What you have edited since stays, and is listed. Calls after it can be reached again.
+    """
+    if files_only and conversation_only:
+        raise Misuse("name only one of --files-only and --conversation-only")
+    calls, files = _opened(workspace, everything)
+    if was_killed(calls.workspace) and not dry_run:
+        calls = _recovered(calls, files)
+    target = find_call(calls, call)
+    parts = "files" if files_only else "conversation" if conversation_only else "all"
+    return _rewind(calls, target, files, before=before, parts=parts).perform(force, dry_run)
 
 
 _FORGOTTEN = "the history no longer has them"
@@ -209,7 +288,7 @@ _FORGOTTEN = "the history no longer has them"
 # Choosing calls
 
 
-class _Files:
+class Files:
     """What is shown of changed files: ignored ones are counted, and long lists cut."""
 
     def __init__(self, workspace: Path, everything: bool) -> None:
@@ -239,15 +318,15 @@ class _Files:
 _MOST_FILES = 10
 
 
-def _opened(workspace: Path, everything: bool) -> tuple[Calls, _Files]:
+def _opened(workspace: Path, everything: bool) -> tuple[Calls, Files]:
     from weakincentives.runtime.calls import Calls
 
     directory = existing_directory(workspace)
-    files = _Files(directory, everything)
+    files = Files(directory, everything)
     return Calls(directory, detail=files.is_shown), files
 
 
-def _find(calls: Calls, wanted: str) -> Call:
+def find_call(calls: Calls, wanted: str) -> Call:
     """Return a call by its id, as RUN/N, or as N of the last run; otherwise raise Misuse."""
     run, slash, number = wanted.rpartition("/")
     if slash and number.isdecimal():
@@ -258,6 +337,20 @@ def _find(calls: Calls, wanted: str) -> Call:
     if found is None:
         raise Misuse(f"no call {wanted!r} in {calls.workspace}; {_SEE}")
     return found
+
+
+def _call_and_path(calls: Calls, wanted: str) -> tuple[Call, str | None]:
+    """Split CALL:PATH. The id of a call may have colons itself."""
+    call, colon, path = wanted.partition(":")
+    if not colon:
+        return find_call(calls, wanted), None
+    if call.rpartition("/")[2].isdecimal():
+        return find_call(calls, call), path
+    for place in (len(wanted), *(n for n, each in enumerate(wanted) if each == ":")):
+        found = calls.by_id(wanted[:place])
+        if found is not None:
+            return found, wanted[place + 1 :] if place < len(wanted) else None
+    raise Misuse(f"no call {call!r} in {calls.workspace}; {_SEE}")
 
 
 def _numbered(calls: Calls, run: Run, number: str) -> Call:
@@ -284,10 +377,12 @@ def _chosen(calls: Calls, call: str | None, run: str | None, *, last: bool) -> l
     if (call is not None) + (run is not None) + last > 1:
         raise Misuse("name only one of CALL, --run and --last")
     if call is not None:
-        return [_find(calls, call)]
+        return [find_call(calls, call)]
     if run is not None:
         found = _calls_of(calls, find_run(calls.workspace, run))
-        return in_place(found) or found
+        left = in_place(found) or found
+        # Of a run that was merged and went on: what is on its branch now.
+        return [each for each in left if each.branch == left[-1].branch]
     if last:
         return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
     groups = calls.by_run()
@@ -327,13 +422,13 @@ def _joined(paths: Sequence[str]) -> str:
 
 def _from(calls: Calls, first: str) -> list[Call]:
     """Return a call and all after it, undone or not: the files go back step by step."""
-    committed = _find(calls, first).committed
-    if committed is None:
+    found = find_call(calls, first)
+    if found.committed is None:
         raise Misuse(f"{first} changed no files; {_SEE}")
     return [
         call
-        for call in calls.changed()
-        if call.committed is not None and call.committed.serial >= committed.serial
+        for call in calls.changed(found.branch)
+        if call.committed is not None and call.committed.serial >= found.committed.serial
     ]
 
 
@@ -345,9 +440,9 @@ _KILLED = (
 )
 
 
-def _recovered(calls: Calls, shown: _Files) -> Calls:
+def _recovered(calls: Calls, shown: Files) -> Calls:
     """Roll back a killed call, and read the history again."""
-    with open_workspace(calls.workspace) as files:
+    with open_workspace(calls.workspace, wait=PATIENCE) as files:
         left = files.recovered
     say("a call was killed; its changes were rolled back first")
     for sentence in left:
@@ -355,11 +450,10 @@ def _recovered(calls: Calls, shown: _Files) -> Calls:
     return _opened(calls.workspace, shown.everything)[0]
 
 
-def _undo(calls: Calls, chosen: Sequence[Call], shown: _Files, *, force: bool) -> int:
-    from weakincentives.errors import UndoRefused
-    from weakincentives.filesystem import WorkspaceHistory
+def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) -> int:
+    from weakincentives.errors import FilesystemError, UndoRefused
 
-    with open_workspace(calls.workspace) as files:
+    with _writable(calls.workspace, chosen[-1].branch) as files:
         for sentence in files.recovered:
             say(sentence)
         ids = [each.call_id for each in chosen]
@@ -367,34 +461,208 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: _Files, *, force: bool) -
             notes = files.undo(*ids, force=force)
         except UndoRefused as error:  # changed at this very moment
             return _refuse(calls, error.paths, chosen)
+        except FilesystemError as error:
+            say(f"nothing was undone: {error}")
+            return 1
         except OSError as error:
             say(f"nothing was undone: {error.strerror or error}")
             return 1
     for sentence in notes:
         say(sentence)
-    done = next(WorkspaceHistory(calls.workspace).changes(shown.is_shown), None)
+    done = _newest(calls.workspace, chosen[-1].branch, shown)
     if done is None or done.call.undoes != tuple(ids):
         say("nothing was undone")
         return 1
     _print([[(f"Undone: {_named(chosen)}", "bold")], *shown.lines(done.files)])
-    echo(f"To redo it: wink undo {done.call.call_id}")
+    where = f"{chosen[-1].branch}/" if chosen[-1].branch else ""
+    echo(f"To redo it: wink undo {where}{done.call.call_id}")
     if any(each.run is not None for each in chosen):
         echo("Only files were undone; the session of the run still has the call.")
     return 0
 
 
-def _refuse(calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call]) -> int:
+def _writable(workspace: Path, branch: str) -> AbstractContextManager[HostFilesystem]:
+    """Open a branch, or the directory if the name is empty."""
+    from weakincentives.cli.branches import open_branch
+
+    if branch:
+        return open_branch(workspace, branch)
+    return open_workspace(workspace, wait=PATIENCE)
+
+
+def _newest(workspace: Path, branch: str, shown: Files) -> CallChanges | None:
+    """Return the newest entry of the history, and its files."""
+    from weakincentives.runtime.calls import Calls
+
+    return next(Calls(workspace).history_on(branch).changes(shown.is_shown), None)
+
+
+def _refuse(
+    calls: Calls, paths: Mapping[str, Sequence[str]], chosen: Sequence[Call], what: str = "undone"
+) -> int:
     names = calls.names()
-    say("nothing was undone: these files have changed since:")
+    say(f"nothing was {what}: these files have changed since:")
     for path, by in list(paths.items())[:_MOST_FILES]:
         who = ", ".join(names.get(each, each) for each in by) or "someone else, outside wink"
         echo(f"  {harmless(path)}: changed by {who}", err=True)
     if len(paths) > _MOST_FILES:
         echo(f"  and {len(paths) - _MOST_FILES} more files", err=True)
     if any(paths.values()):
-        echo(f"Undo all of these calls with: wink undo --to {chosen[0].name}", err=True)
+        way = f"all of these calls with: wink undo --to {chosen[0].name}"
+        echo(f"Undo {way if what == 'undone' else 'these calls first'}", err=True)
     echo("Use --force to replace them anyway; the history keeps what they hold now.", err=True)
     return 1
+
+
+# Rewinding
+
+
+def _is_rewind(call: Call) -> bool:
+    from weakincentives.runtime.rewind import REWIND
+
+    return call.tool == REWIND and call.run is not None
+
+
+def _check_is_last(calls: Calls, rewound: Call) -> None:
+    assert rewound.run is not None
+    if rewound.number != _calls_of(calls, rewound.run)[-1].number:
+        raise Misuse(
+            f"the run has made calls since; to go back over them, too: "
+            f"wink rewind --before {rewound.name}"
+        )
+
+
+def _rewind(
+    calls: Calls, target: Call, shown: Files, *, before: bool, parts: Parts = "all"
+) -> _Rewind:
+    if target.run is None:
+        raise Misuse(f"{target.name} is not a call of a run; to undo its files: wink undo")
+    return _Rewind(
+        calls=calls, target=target, run=target.run, shown=shown, before=before, parts=parts
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rewind:
+    """A rewind to a call of a run."""
+
+    calls: Calls
+    target: Call
+    run: Run
+    shown: Files
+    before: bool
+    parts: Parts = "all"
+
+    @property
+    def _branch(self) -> str:
+        """Where the run works now."""
+        return self.run.branch if self.run.branch in self.calls.branches else ""
+
+    def perform(self, force: bool, dry_run: bool) -> int:
+        """Rewind, or show what would change; returns the exit code."""
+        from weakincentives.errors import UndoRefused
+
+        try:
+            return self._show(force) if dry_run else self._rewind(force)
+        except UndoRefused as error:
+            return _refuse(self.calls, error.paths, [self.target], "rewound")
+        except LookupError as error:
+            raise Misuse(f"cannot rewind: {error.args[0]}") from error
+
+    def _show(self, force: bool) -> int:
+        from weakincentives.errors import UndoRefused
+        from weakincentives.runtime.rewind import since
+
+        history = self.calls.history_of(self.target)
+        if self.parts == "conversation":
+            echo("No files would change.", err=True)
+            return 0
+        undone = since(self.target, self.run, history.newest_first(), before=self.before)
+        edited = history.changed_since(undone)
+        if not force and any(edited.values()):
+            raise UndoRefused({path: by for path, by in edited.items() if by})
+        for path in () if force else edited:
+            say(f"{path} was changed outside wink since, and would stay")
+        if not undone:
+            echo("No files would change.", err=True)
+            return 0
+        shown = history.diff(undone, reverse=True, detail=self.shown.is_shown, raw=True)
+        return print_diff(shown, self.shown)
+
+    def _rewind(self, force: bool) -> int:
+        from weakincentives.cli.config import load_settings
+        from weakincentives.cli.run import open_session, with_flags_of
+        from weakincentives.runtime.rewind import rewind_run
+
+        flags, stored = with_flags_of(self.run, {})
+        settings = load_settings(self.calls.workspace, stored=stored, **flags)
+        with (
+            _writable(self.calls.workspace, self._branch) as files,
+            open_session(self.run, settings) as saved,
+        ):
+            for sentence in files.recovered:
+                say(sentence)
+            done = rewind_run(
+                saved,
+                files,
+                self.target.number,
+                before=self.before,
+                parts=self.parts,
+                force=force,
+            )
+        for sentence in done.notes:
+            say(sentence)
+        self._report(done)
+        return 0
+
+    def _report(self, done: Rewound) -> None:
+        when = "before" if self.before else "after"
+        only = "" if self.parts == "all" else f" ({self.parts} only)"
+        newest = _newest(self.calls.workspace, self._branch, self.shown)
+        has_changed = newest is not None and newest.call.call_id == done.call_id
+        name = f"{self.target.name} {_tool(self.target)}"
+        _print([[(f"Rewound to {when} {name}{only}", "bold")]])
+        if has_changed and newest is not None:
+            _print(self.shown.lines(newest.files))
+        mark = self.run.mark
+        echo(f"To undo the rewind: wink undo {mark}/{done.number}")
+        if self.parts != "files" and self.run.data.about.get("kind") == "run":
+            echo(f'To continue from here: wink resume {mark} "..."')
+
+
+# Files as they were
+
+
+def _show_files(
+    calls: Calls, call: Call, path: str | None, export: Path | None, *, before: bool
+) -> None:
+    """Print a file, list a directory, or export everything."""
+    try:
+        files = calls.files_at(call, before=before)
+    except LookupError as error:
+        raise Misuse(str(error.args[0])) from error
+    if export is not None:
+        files.export(export)
+        echo(f"exported to {export}", err=True)
+        return
+    where = path or "."
+    if files.stat(where).kind != "directory":
+        _print_content(files.read_bytes(where))
+        return
+    for each in files.list(where):
+        name = harmless(each.path)
+        echo(f"{name}/" if each.kind == "directory" else name)
+    for name in files.unnamed(where):
+        echo(f"{name}  (not UTF-8)")
+
+
+def _print_content(data: bytes) -> None:
+    if sys.stdout.isatty():
+        echo(data.decode(errors="backslashreplace").removesuffix("\n"))
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
 
 
 # Output
@@ -414,11 +682,12 @@ _STYLES = {
 }
 
 
-def _summary(call: Call, files: _Files) -> dict[str, object]:
+def _summary(call: Call, files: Files) -> dict[str, object]:
     return {
         "call": call.name,
         "call_id": call.call_id,
         "run": None if call.run is None else call.run.id,
+        "branch": call.branch or None,
         "time": call.time,
         "tool": call.tool,
         "arguments": call.arguments,
@@ -458,7 +727,7 @@ def _details(call: Call) -> dict[str, Any]:
     }
 
 
-def _log_lines(found: Sequence[Call], calls: Calls, files: _Files) -> Iterable[Line]:
+def _log_lines(found: Sequence[Call], calls: Calls, files: Files) -> Iterable[Line]:
     from weakincentives.serde.exact import plain
 
     names = calls.names()
@@ -493,6 +762,7 @@ def _run_line(run: Run, calls: Calls, shown: int) -> Line:
     every = calls.of_run(run)
     is_undone = any(each.committed for each in every) and not in_place(every)
     about = ["continued"] if not shown else []
+    about += [f"branch {run.branch}"] if run.branch in calls.branches else []
     about += [f"{shown} of {len(every)} calls"] if 0 < shown < len(every) else []
     about += ["undone"] if is_undone else []
     return [
@@ -524,13 +794,14 @@ def _tool(call: Call) -> str:
     return harmless(call.tool) or ("undo" if call.undoes else "(no tool)")
 
 
-def _detail_lines(call: Call, files: _Files) -> Iterable[Line]:
+def _detail_lines(call: Call, files: Files) -> Iterable[Line]:
     details = _details(call)
     took = f", took {details['duration']:.3f} s" if details else ""
     attempts = details.get("attempts", 1)
     fields = {
         "call": f"{call.name}  ({call.call_id})",
         "run": "" if call.run is None else f"{call.run.id}  {call.run.title}",
+        "branch": call.branch,
         "tool": _tool(call),
         "when": f"{_local(call.time):%Y-%m-%d %H:%M:%S}{took}",
         "nested in": "" if call.outer is None else call.outer.name,
@@ -576,7 +847,7 @@ def _print(lines: Iterable[Line]) -> None:
         console.print(Text.assemble(*((harmless(text, lines=True), style) for text, style in line)))
 
 
-def _print_diff(changes: Sequence[FileChange], files: _Files) -> int:
+def print_diff(changes: Sequence[FileChange], files: Files) -> int:
     """Print a patch, and on standard error what it lacks; return the exit code."""
     if sys.stdout.isatty():
         texts = (_without_binary(change) for change in changes)
@@ -600,10 +871,16 @@ def _print_diff(changes: Sequence[FileChange], files: _Files) -> int:
     return 3 if lacking else 0
 
 
-def show_diff(workspace: Path, committed: Sequence[Committed]) -> None:
+def show_diff(workspace: Path, committed: Sequence[Committed], branch: str = "") -> None:
     """Print what some calls changed, as `wink diff` does."""
     calls, files = _opened(workspace, everything=False)
-    _print_diff(calls.history.diff(committed, detail=files.is_shown), files)
+    print_diff(calls.history_on(branch).diff(committed, detail=files.is_shown), files)
+
+
+def show_changes(workspace: Path, changes: Callable[[Detail], Sequence[FileChange]]) -> None:
+    """Print changes that are not committed yet, as `wink diff` does."""
+    files = Files(workspace, everything=False)
+    print_diff(changes(files.is_shown), files)
 
 
 def _without_binary(change: FileChange) -> str:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weakincentives.cli.branches import check_fits_branch, open_branch
 from weakincentives.cli.common import (
+    InPlace,
     Misuse,
     Policy,
     SandboxName,
     Workspace,
+    complete_branches,
     complete_suites,
     examples,
     open_workspace,
     say,
 )
-from weakincentives.errors import SnapshotError
+from weakincentives.errors import SessionInUse, SnapshotError
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
+    from weakincentives.filesystem import HostFilesystem
     from weakincentives.mcp import McpServer
     from weakincentives.runtime import SavedSession
 
@@ -30,7 +34,9 @@ _EXAMPLE = examples(
     "wink mcp --workspace ~/project                      # for a client that starts it itself",
     "wink mcp --workspace ~/project --http --port 8765   # for clients that connect to it",
     "wink mcp mypackage.tools:section                    # your own tools",
-    more='In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
+    more="Several servers can work on one directory, and so can `wink run`: their calls take "
+    "turns. --in-place keeps others out.\n\n"
+    'In the documentation: "Serving a workspace"; for the settings of a client: "Setting '
     'up a client".',
 )
 
@@ -79,6 +85,16 @@ def _mcp(
     ] = None,
     sandbox: SandboxName = None,
     policy: Policy = None,
+    in_place: InPlace = False,
+    branch: Annotated[
+        str | None,
+        typer.Option(
+            "--branch",
+            metavar="NAME",
+            help="Work on this branch, a new one by default.",
+            autocompletion=complete_branches,
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
@@ -97,7 +113,7 @@ def _mcp(
             sandbox=sandbox,
             policy=policy,
         )
-        with _server(settings, fresh=fresh) as server:
+        with _server(settings, branch, fresh=fresh, in_place=in_place) as server:
             if http:
                 _serve_http(server, settings, host, port, token)
             else:
@@ -105,22 +121,46 @@ def _mcp(
 
 
 @contextmanager
-def _server(settings: Settings, *, fresh: bool) -> Generator[McpServer]:
+def _server(
+    settings: Settings, branch: str | None, *, fresh: bool, in_place: bool
+) -> Generator[McpServer]:
     from weakincentives.cli.workbench import open_workbench
+    from weakincentives.filesystem.store import location_of
     from weakincentives.mcp import McpServer, ask_client
+    from weakincentives.runtime.calls import begin_run
 
-    with open_workspace(settings.workspace):
-        pass  # reports a directory in use before a session is opened
-    saved = None if fresh else _last_session(settings)
-    if saved is not None:
-        saved.mark_resumed()
-    saved = saved or _new_session(settings)
-    with saved, open_workbench(settings, saved.session, ask=ask_client) as workbench:
-        yield McpServer(workbench.prompt, session=saved.session, time_limit=settings.time_limit)
+    about: dict[str, object] = {
+        "kind": "mcp",
+        "suites": settings.suites,
+        "sections": settings.sections,
+    }
+    about |= {"branch": branch} if branch else {}
+    # First: a directory in use is reported before a session is opened.
+    with _files(settings, branch, alone=in_place) as files:
+        saved = None if fresh else _last_session(settings, about)
+        if saved is not None:
+            saved.mark_resumed()
+        saved = saved or begin_run(location_of(settings.workspace), about)
+        with saved, open_workbench(settings, saved.session, ask=ask_client, files=files) as bench:
+            if branch:
+                check_fits_branch(bench)
+            yield McpServer(bench.prompt, session=saved.session, time_limit=settings.time_limit)
 
 
-def _last_session(settings: Settings) -> SavedSession | None:
-    """Return the last session that served the same tools, if it can be resumed."""
+def _files(
+    settings: Settings, branch: str | None, *, alone: bool
+) -> AbstractContextManager[HostFilesystem]:
+    workspace, rules = settings.workspace, settings.policy.unprotect
+    if branch:
+        return open_branch(workspace, branch, unprotected=rules)
+    return open_workspace(workspace, unprotected=rules, alone=alone)
+
+
+def _last_session(settings: Settings, about: Mapping[str, object]) -> SavedSession | None:
+    """Return the last session that served the same tools, if it can be resumed.
+
+    One that another server uses is not ours.
+    """
     from weakincentives.cli.workbench import load_types
     from weakincentives.runtime import SavedSession
     from weakincentives.runtime.calls import runs_of
@@ -128,23 +168,14 @@ def _last_session(settings: Settings) -> SavedSession | None:
     load_types(settings)
     for run in reversed(runs_of(settings.workspace)):
         try:
-            if run.data.about == _about(settings):
+            if run.data.about == about:
                 return SavedSession.open(run.path)
+        except SessionInUse:
+            continue
         except SnapshotError as error:
             say(f"starting a new session, because the last one cannot be resumed: {error}")
             return None
     return None
-
-
-def _new_session(settings: Settings) -> SavedSession:
-    from weakincentives.filesystem.store import location_of
-    from weakincentives.runtime.calls import begin_run
-
-    return begin_run(location_of(settings.workspace), _about(settings))
-
-
-def _about(settings: Settings) -> dict[str, object]:
-    return {"kind": "mcp", "suites": settings.suites, "sections": settings.sections}
 
 
 def _serve_http(

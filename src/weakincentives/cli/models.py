@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weakincentives.cli.common import Misuse, hint
 from weakincentives.errors import MissingExtra, ProviderRejected, ProviderUnavailable
@@ -38,6 +38,8 @@ class Provider:
     """The extra that must be installed."""
     variables: tuple[str, ...] = ()
     """One of these must be set."""
+    has_temperature: bool = True
+    """Whether its requests can have one."""
 
     @property
     def needs_name(self) -> bool:
@@ -49,14 +51,16 @@ PROVIDERS = {
     "openai": Provider("openai:NAME", "openai", _OPENAI),
     "openai-responses": Provider("openai-responses:NAME", "openai", _OPENAI),
     "litellm": Provider("litellm:PROVIDER/NAME", "litellm"),
-    "claude": Provider("claude[:NAME]", "claude-agent-sdk", _CLAUDE_KEYS[:2]),
+    "claude": Provider("claude[:NAME]", "claude-agent-sdk", _CLAUDE_KEYS[:2], False),
     "local": Provider("local[:FILE.gguf]", "local"),
-    "scripted": Provider("scripted:FILE", "cli"),
+    "scripted": Provider("scripted:FILE", "cli", has_temperature=False),
 }
 
 
 @contextmanager
-def open_model(name: str | None, *, turns: int = 0) -> Generator[Adapter]:
+def open_model(
+    name: str | None, *, turns: int = 0, temperature: float | None = None
+) -> Generator[Adapter]:
     """Yield the adapter for a model; raise Misuse if the model cannot be used.
 
     ``turns`` is the number of turns in a run that is resumed: a script continues after them.
@@ -73,9 +77,12 @@ def open_model(name: str | None, *, turns: int = 0) -> Generator[Adapter]:
         raise Misuse(f"unknown model {name!r}; {near or f'use one of {forms}'}")
     if provider.needs_name and not rest:
         raise Misuse(f"incomplete model name {name!r}; write {provider.form}")
+    if temperature is not None and not provider.has_temperature:
+        raise Misuse(f"{kind} takes no temperature; leave it out, or use another model")
+    options = {} if temperature is None else {"temperature": temperature}
     with ExitStack() as stack:
         try:
-            adapter = _adapter(kind, rest, turns, stack)
+            adapter = _adapter(kind, rest, turns, stack, options)
         except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
             # The rest is advice for programs.
             problem = str(error).partition(" or give api_key=")[0]
@@ -83,16 +90,18 @@ def open_model(name: str | None, *, turns: int = 0) -> Generator[Adapter]:
         yield adapter
 
 
-def _adapter(kind: str, name: str, turns: int, stack: ExitStack) -> Adapter:
+def _adapter(
+    kind: str, name: str, turns: int, stack: ExitStack, options: dict[str, Any]
+) -> Adapter:
     from weakincentives import adapters
 
     match kind:
         case "openai":
-            return adapters.OpenAIAdapter(name)
+            return adapters.OpenAIAdapter(name, options=options)
         case "openai-responses":
-            return adapters.OpenAIAdapter(name, api="responses")
+            return adapters.OpenAIAdapter(name, api="responses", options=options)
         case "litellm":
-            return adapters.LiteLLMAdapter(name)
+            return adapters.LiteLLMAdapter(name, options=options)
         case "claude":
             if find_spec("claude_agent_sdk") is None:
                 raise MissingExtra("claude-agent-sdk", "claude-agent-sdk")
@@ -102,7 +111,7 @@ def _adapter(kind: str, name: str, turns: int, stack: ExitStack) -> Adapter:
         case "local":
             served = stack.enter_context(adapters.LocalModel(_path_of(name)))
             # Small models repeat themselves endlessly without a penalty.
-            return adapters.LocalAdapter(served, options={"frequency_penalty": 0.4})
+            return adapters.LocalAdapter(served, options={"frequency_penalty": 0.4, **options})
         case _:
             return _scripted(name, turns)
 

@@ -85,6 +85,15 @@ class Approver:
         return None if said == "b" else rule
 
 
+def choose(question: Sequence[str], answers: Mapping[str, str]) -> str:
+    """Ask the person at the terminal, outside of a call; return the key of an answer.
+
+    Raises:
+        EOFError: They have left.
+    """
+    return _Talk(sys.stderr, lambda: False).choose(question, answers)
+
+
 def _answer(request: ApprovalRequest, talk: _Talk) -> str:
     width, height = _terminal_size()
     answers = {"y": "yes", "n": "no", "r": "no with a reason", "e": "edit", "a": "always"}

@@ -16,13 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from weakincentives.cli.branches import (
+    FOR_OTHERS,
+    RUN,
+    check_fits_branch,
+    open_branch,
+    prefers_branch,
+)
 from weakincentives.cli.common import (
     AsJson,
+    InPlace,
     Misuse,
     Policy,
     SandboxName,
     Workspace,
     Yes,
+    complete_branches,
     complete_models,
     complete_runs,
     complete_tools,
@@ -30,11 +39,19 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     find_run,
-    open_workspace,
+    in_use,
+    opened_workspace,
     say,
+    user,
 )
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import SessionInUse, SnapshotError, WinkError
+from weakincentives.errors import (
+    MergeConflict,
+    SessionInUse,
+    SnapshotError,
+    WinkError,
+    WorkspaceLocked,
+)
 
 if TYPE_CHECKING:
     from weakincentives.adapters import Adapter, RunEvent, RunOptions
@@ -42,7 +59,7 @@ if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.cli.view import ChangedFile, Event, Outcome, View
     from weakincentives.cli.workbench import Workbench
-    from weakincentives.filesystem import HostFilesystem
+    from weakincentives.filesystem import Branch, HostFilesystem
     from weakincentives.filesystem.ignored import IgnoredFiles
     from weakincentives.media import Content, Media
     from weakincentives.prompt import PolicyDecision, Tool, ToolContext, ToolResult
@@ -56,7 +73,10 @@ _RUN_EXAMPLES = examples(
     'wink run "fix the failing test" --model openai:gpt-5-mini',
     'wink run "rename User to Account" -w ~/project --dry-run   # only shows the diff',
     'wink run "update the docs" --policy protect=src --ask shell_execute',
+    'wink run "move the modules" --in-place                     # no other agent meanwhile',
     'echo "tidy up" | wink run - --model local --json',
+    'wink run "fix the bug" --attempts 4 --judge "pytest -q"   # merges the best',
+    'wink run "try the new parser" --branch parser --no-merge   # leaves the directory alone',
     more="Settings can also be in wink.toml in the directory, or in variables such as WINK_MODEL.\n"
     'In the documentation: "The commands".',
 )
@@ -84,6 +104,10 @@ Model = Annotated[
         "local[:FILE] or scripted:FILE.",
         autocompletion=complete_models,
     ),
+]
+Temperature = Annotated[
+    str | None,
+    typer.Option(metavar="T", help="How varied the answers are, 0 to 2; attempts use T,T in turn."),
 ]
 MaxTurns = Annotated[int | None, typer.Option(metavar="N", help="Limit the model's turns.")]
 MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Limit the tokens.")]
@@ -117,6 +141,15 @@ Attach = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer.")]
+BranchName = Annotated[
+    str | None,
+    typer.Option(
+        "--branch",
+        metavar="NAME",
+        help="Work on this branch, a new one by default; - names it like the run.",
+        autocompletion=complete_branches,
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -145,27 +178,88 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Roll back the whole run; show its diff.")
     ] = False,
+    attempts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Try N times at once, each on a branch; merge the best."
+        ),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Run in each attempt; it passes with exit code 0."),
+    ] = None,
+    models: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Models that the attempts use in turn.")
+    ] = None,
+    temperature: Temperature = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many attempts are made at a time.")
+    ] = 4,
+    branch: BranchName = None,
+    no_merge: Annotated[
+        bool, typer.Option("--no-merge", help="Leave the changes on a branch.")
+    ] = False,
+    in_place: InPlace = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
     """Let an agent work on a directory. Each call is committed or rolled back as a whole."""
     from weakincentives.cli.config import load_settings
 
+    if in_place and (branch or no_merge):
+        raise Misuse("name only one of --in-place and --branch or --no-merge")
+
     task = sys.stdin.read() if task == "-" else task
     if not task.strip():
         raise Misuse('the task is empty: wink run "..."')
     flags = given_flags(model, policy, max_turns, max_tokens, time_limit, sandbox, ask)
     flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
+    if attempts is not None:
+        from weakincentives.cli.attempts import Attempts
+
+        if not judge or dry_run or in_place:
+            raise Misuse(
+                "--attempts needs --judge COMMAND, and goes with neither --dry-run nor --in-place"
+            )
+        _attached(attach)  # refuse what cannot be attached, before anything
+        return Attempts(
+            settings=load_settings(workspace, **flags),
+            flags=flags,
+            more=[*(["--yes"] if yes else ()), *(f"--attach={each}" for each in attach or ())],
+            task=task,
+            judge=judge,
+            count=attempts,
+            models=[absolute(each) for each in _listed(models)],
+            temperatures=[
+                cast("float", load_settings(workspace, temperature=each).temperature)
+                for each in _listed(temperature)
+            ],
+            name="" if branch in (None, "-") else branch,
+            jobs=jobs,
+            merge=not no_merge,
+            as_json=as_json,
+            quiet=quiet,
+        ).perform()
+    if judge is not None or models is not None:
+        raise Misuse("--judge and --models need --attempts N")
+    flags |= set_flags(temperature=temperature)
     return AgentRun(
         settings=load_settings(workspace, **flags),
         flags=flags,
         message=task,
         yes=yes,
         dry_run=dry_run,
+        branch=branch or ("-" if no_merge else None),
+        no_merge=no_merge,
+        in_place=in_place,
         as_json=as_json,
         quiet=quiet,
         attached=_attached(attach),
     ).perform()
+
+
+def _listed(text: str | None) -> list[str]:
+    return [each for each in (text or "").split(",") if each]
 
 
 def _attached(paths: list[Path] | None) -> Sequence[Media]:
@@ -203,6 +297,7 @@ def resume(
     ask: Ask = None,
     attach: Attach = None,
     yes: Yes = False,
+    in_place: InPlace = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
@@ -220,9 +315,11 @@ def resume(
         flags=flags,
         message=message,
         yes=yes,
+        in_place=in_place,
         as_json=as_json,
         quiet=quiet,
         attached=_attached(attach),
+        no_merge=bool(earlier.data.about.get("no_merge")),
         earlier=earlier,
     ).perform()
 
@@ -319,10 +416,11 @@ def absolute(named: str) -> str:
 
 def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
     """Return the named run, or the last that can be resumed."""
-    from weakincentives.runtime import SavedSessionData
+    from weakincentives.runtime import SavedSession, SavedSessionData
     from weakincentives.runtime.calls import runs_of
 
     finished: Run | None = None
+    running: Run | None = None
     for run in reversed(runs_of(directory)) if run_id is None else [find_run(directory, run_id)]:
         try:
             SavedSessionData.read(run.path)  # to its end: a damaged one is not resumed
@@ -333,15 +431,44 @@ def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> R
         about = run.data.about
         if about.get("kind") != KIND or about.get("dry_run"):
             continue
-        if message is not None or not run.has_ended:
+        if run_id is None and SavedSession.is_in_use(run.path):
+            running = running or run
+            continue
+        if message is not None or not run.has_ended or _is_unmerged(directory, run):
             return run
         finished = finished or run
     if finished is not None:
         name = finished.id
         raise Misuse(f'{name} has finished; give a message to continue: wink resume {name} "..."')
+    if running is not None:
+        raise Misuse(f"{running.id} is running in another process")
     if run_id is not None:
         raise Misuse(f"{run_id} cannot be resumed: it is a dry run, or not a `wink run`")
     raise Misuse(f'there is no run to resume in {directory}; start one: wink run "..."')
+
+
+@contextmanager
+def open_session(run: Run, settings: Settings) -> Generator[SavedSession]:
+    """Open the saved session of a run for the block; raise Misuse if the run is in progress."""
+    from weakincentives.cli.workbench import load_types
+    from weakincentives.runtime import SavedSession
+
+    load_types(settings)
+    try:
+        saved = SavedSession.open(run.path)
+    except SessionInUse as error:
+        raise Misuse(f"{run.id} is running in another process") from error
+    with saved:
+        yield saved
+
+
+def _is_unmerged(directory: Path, run: Run) -> bool:
+    """Whether a run was stopped between the model's end and the end of the merge."""
+    from weakincentives.filesystem import branches_of
+
+    if not run.branch or run.data.about.get("no_merge"):
+        return False
+    return any(each.name == run.branch and each.commits for each in branches_of(directory))
 
 
 # The run
@@ -355,6 +482,8 @@ class AgentRun:
     """
 
     name = "report"
+    merges = True
+    """Whether a branch is merged at the end, so that a run may choose to work on one."""
     patience = 0.3
     """Seconds during which another signal does not stop it at once."""
 
@@ -363,6 +492,11 @@ class AgentRun:
     message: str | None
     yes: bool = False
     dry_run: bool = False
+    branch: str | None = None
+    """The branch to work on; ``-`` has the mark of the run for a name."""
+    no_merge: bool = False
+    in_place: bool = False
+    """Whether nobody else may work on the directory meanwhile."""
     as_json: bool = False
     quiet: bool = False
     attached: Sequence[Media] = ()
@@ -380,6 +514,9 @@ class AgentRun:
     )
     """What calls have changed, by id, until they commit or roll back."""
     _ignored: IgnoredFiles | None = field(init=False, default=None)
+    _branch: Branch | None = field(init=False, default=None)
+    """What the run works on, if not on the directory itself."""
+    _is_merged: bool = field(init=False, default=False)
 
     def perform(self) -> int:
         """Run the agent and return the exit code."""
@@ -402,8 +539,8 @@ class AgentRun:
         settings = self.settings
         turns = 0 if self.earlier is None else self.earlier.turns
         with (
-            open_model(settings.model, turns=turns) as adapter,
-            open_workspace(settings.workspace, unprotected=settings.policy.unprotect) as files,
+            open_model(settings.model, turns=turns, temperature=settings.temperature) as adapter,
+            self._open_files() as files,
             self._resumed() as saved,
             _trial(files) if self.dry_run else nullcontext(files) as work,
             open_view(as_json=self.as_json, quiet=self.quiet) as self._view,
@@ -420,24 +557,66 @@ class AgentRun:
                 here = settings.workspace == Path.cwd()
                 where = "" if here else f" -w {shlex.quote(str(settings.workspace))}"
                 result.resume = f"wink resume {result.run}{where}"
+            if self._branch is not None and not self._is_merged and not self.dry_run:
+                result.branch = self._branch.name
             self._show_result()
         return result.outcome
 
     @contextmanager
+    def _open_files(self) -> Generator[HostFilesystem]:
+        """Yield the directory, or the branch that the run works on."""
+        from weakincentives.filesystem import drop_branch
+        from weakincentives.filesystem.store import location_of
+        from weakincentives.runtime.calls import new_run
+
+        workspace = self.settings.workspace
+        self._run_file = self.earlier or new_run(location_of(workspace))
+        files = self._directory_or_branch()
+        try:
+            with files:
+                yield files
+        finally:
+            if self._branch is not None and self._is_done_with(self._branch):
+                drop_branch(workspace, self._branch.name)
+
+    def _is_done_with(self, branch: Branch) -> bool:
+        """Whether nobody needs a branch any more: this run made it, and it is merged or empty."""
+        if branch.info.about.get(RUN) != self._run_file.mark:
+            return False
+        return self._is_merged or self.dry_run or not self._run_file.path.exists()
+
+    def _directory_or_branch(self) -> HostFilesystem:
+        from weakincentives.filesystem import present_in
+
+        workspace, rules = self.settings.workspace, self.settings.policy.unprotect
+        name = self.branch
+        if self.earlier is not None:
+            name = cast("str | None", self.earlier.data.about.get("branch"))
+        if name is None:
+            # A dry run is one transaction from its start to its end.
+            alone = self.in_place or self.dry_run
+            may_branch = self.merges and not alone and self.earlier is None
+            others = present_in(workspace) if may_branch and prefers_branch(self.settings) else ()
+            if not others:
+                try:
+                    return opened_workspace(workspace, unprotected=rules, alone=alone)
+                except WorkspaceLocked as error:
+                    if not may_branch:
+                        raise in_use(error, workspace) from error
+                    others = (error.pid or 0,)
+            name = "-"
+            say(f"process {others[0]} is at work here, too; this run works on a branch")
+        name = self._run_file.mark if name == "-" else name
+        self._branch = open_branch(workspace, name, run=self._run_file.mark, unprotected=rules)
+        return self._branch
+
+    @contextmanager
     def _resumed(self) -> Generator[SavedSession | None]:
         """Yield the saved session of a resumed run; None for a new run."""
-        from weakincentives.cli.workbench import load_types
-        from weakincentives.runtime import SavedSession
-
         if self.earlier is None:
             yield None
             return
-        load_types(self.settings)
-        try:
-            saved = SavedSession.open(self.earlier.path)
-        except SessionInUse as error:
-            raise Misuse(f"{self.earlier.id} is running in another process") from error
-        with saved:
+        with open_session(self.earlier, self.settings) as saved:
             yield saved
 
     @contextmanager
@@ -446,7 +625,6 @@ class AgentRun:
         from weakincentives.cli.question import Approver
         from weakincentives.cli.workbench import open_workbench
         from weakincentives.runtime import Session
-        from weakincentives.runtime.calls import new_run
 
         if saved is not None:
             saved.undo_unrecorded(files)
@@ -458,7 +636,8 @@ class AgentRun:
             files=files,
             policies=[self, _OnlyReversible()] if self.dry_run else [self],
         ) as self._workbench:
-            self._run_file = self.earlier or new_run(files.store)
+            if self._branch is not None:
+                check_fits_branch(self._workbench)
             yield
 
     @contextmanager
@@ -479,7 +658,10 @@ class AgentRun:
         try:
             try:
                 self._start()
-                result.text = self._evaluate(adapter)
+                if self.earlier is None or self.message or not self.earlier.has_ended:
+                    result.text = self._evaluate(adapter)
+                if self._branch is not None and not self.no_merge and not self.dry_run:
+                    self._finish(self._branch, adapter)
                 result.outcome = "done"
             except WinkError as error:
                 result.error = str(error)
@@ -495,7 +677,9 @@ class AgentRun:
 
     def _new_session(self) -> SavedSession:
         from weakincentives.runtime import SavedSession
+        from weakincentives.runtime.calls import tidy_runs
 
+        tidy_runs(self._run_file.path.parent.parent)
         about = {
             "kind": KIND,
             "task": self.message,
@@ -503,6 +687,8 @@ class AgentRun:
             "dry_run": self.dry_run,
             "flags": dict(self.flags),
         }
+        if self._branch is not None:
+            about |= {"branch": self._branch.name, "no_merge": self.no_merge}
         return SavedSession.create(self._run_file.path, self._workbench.session, about=about)
 
     def _start(self) -> None:
@@ -520,6 +706,7 @@ class AgentRun:
                 model=str(settings.model),
                 task=self.message or self._whole_task(),
                 commands=workbench.sandbox,
+                branch="" if self._branch is None else self._branch.name,
                 dry_run=self.dry_run,
                 resumed=self.earlier is not None,
                 notes=notes,
@@ -534,7 +721,8 @@ class AgentRun:
     def _with_attached(self, message: str | None) -> Content | None:
         return [*([message] if message else []), *self.attached] if self.attached else message
 
-    def _evaluate(self, adapter: Adapter) -> str:
+    def _evaluate(self, adapter: Adapter, message: str | None = None) -> str:
+        """Let the model work on a message, by default the run's own."""
         from weakincentives.runtime.conversation import Message, last_conversation
 
         session = self._workbench.session
@@ -543,9 +731,58 @@ class AgentRun:
         was_sent = session[Message].latest() is not None
         options = self._options(adapter)
         options["resume"], options["on_event"] = has_begun, self._hear
-        message = self._with_attached(self.message if was_sent else self._whole_task())
+        own = self._with_attached(self.message if was_sent else self._whole_task())
         prompt = self._workbench.prompt
-        return adapter.evaluate(prompt, session, message=message, **options).text
+        return adapter.evaluate(prompt, session, message=message or own, **options).text
+
+    # The end of a run on a branch
+
+    def _finish(self, branch: Branch, adapter: Adapter) -> None:
+        """Merge the branch; the model gets the chance to deal with conflicts.
+
+        Raises:
+            MergeConflict: Others were quicker each time. The branch stays.
+            WorkspaceLocked: Another process has the directory to itself.
+        """
+        from weakincentives.adapters import SentBack
+        from weakincentives.runtime.merge import rebased
+
+        for left in reversed(range(_REBASES + 1)):
+            problem = self._merge(branch)
+            if not problem:
+                self._is_merged = True
+                if not self._is_done_with(branch):
+                    branch.begin_anew()
+                return
+            if not left:
+                raise MergeConflict(problem)
+            told = rebased(branch)
+            self._show(SentBack(problem))
+            self._view.totals.text = self._evaluate(adapter, told)
+
+    def _merge(self, branch: Branch) -> str:
+        """Merge a branch into the directory in one call; returns why that was refused, if so."""
+        from weakincentives.cli.view import CallEnded
+        from weakincentives.runtime import ToolInvoked
+        from weakincentives.runtime.merge import merge_branch
+
+        if not branch.has_changes:
+            return ""
+        session, rules = self._workbench.session, self.settings.policy.unprotect
+        workspace = self.settings.workspace
+        try:
+            files = opened_workspace(workspace, unprotected=rules, wait=FOR_OTHERS)
+        except WorkspaceLocked as error:
+            raise WorkspaceLocked(f"{workspace} is in use by {user(error)}", error.pid) from error
+        with files:
+            mark = self._run_file.mark
+            result = merge_branch(branch, files, session, mark=mark, policies=[self])
+        record = session[ToolInvoked].latest()
+        assert record is not None
+        changed = self._changed.pop(record.call_id, ())
+        about = {"branch": branch.name}
+        self._show(CallEnded(record=record, arguments=about, files=changed, is_merge=True))
+        return "" if result.success else result.message
 
     def _options(self, adapter: Adapter) -> RunOptions:
         from weakincentives.adapters import RunConfig
@@ -626,6 +863,8 @@ class AgentRun:
         )
 
 
+_REBASES = 3
+"""How often the model may deal with conflicts."""
 _MAX_COUNTED = 100
 """Files of one call whose changed lines are counted; beyond that only paths are shown."""
 

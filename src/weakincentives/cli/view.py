@@ -60,6 +60,8 @@ class RunStarted:
     task: str
     commands: str = ""
     """What commands run in."""
+    branch: str = ""
+    """The branch that the run works on; empty for the directory itself."""
     dry_run: bool = False
     resumed: bool = False
     notes: tuple[str, ...] = ()
@@ -83,6 +85,8 @@ class CallEnded:
     """As the model gave them, or as a person has edited them."""
     rolled_back: bool = False
     files: tuple[ChangedFile, ...] = ()
+    is_merge: bool = False
+    """Merges what other calls of the run have changed: its files are counted already."""
 
     @property
     def outcome(self) -> Literal["committed", "failed", "denied"]:
@@ -124,11 +128,13 @@ class RunResult:
     """Of a dry run: what it would have changed."""
     resume: str | None = None
     """The command that resumes it."""
+    branch: str | None = None
+    """The branch that has its changes, if they are not in the directory."""
 
     def add(self, event: Event, price: TokenPrice | None = None) -> None:
         match event:
             case TurnStarted():
-                self.turns = event.number
+                self.turns += 1
             case TurnEnded(turn=ModelTurn(usage=usage)) | ContextCompacted(usage=usage):
                 self.input_tokens += usage.input_tokens
                 self.output_tokens += usage.output_tokens
@@ -138,7 +144,7 @@ class RunResult:
                 self.calls += 1
                 self.rolled_back += event.rolled_back
                 self.denied += event.outcome == "denied"
-                for each in event.files:
+                for each in () if event.is_merge else event.files:
                     before = self.files.get(each.path, ChangedFile(each.path))
                     lines = before.added + each.added, before.removed + each.removed
                     self.files[each.path] = ChangedFile(each.path, *lines, each.ignored)
@@ -600,7 +606,8 @@ class Words:
         commands = f" (commands: {event.commands})" if event.commands else ""
         task = [_plain(f"> {self.text(event.task, lines=True)}", "bold")] if event.task else []
         notes = [_plain(self.text(note)) for note in event.notes]
-        return [_plain(f"{head}{commands}", "dim", "ignore"), *task, *notes]
+        branch = f" (branch: {event.branch})" if event.branch else ""
+        return [_plain(f"{head}{branch}{commands}", "dim", "ignore"), *task, *notes]
 
     def _ended(self, event: CallEnded) -> list[Text]:
         line = _one_line()
@@ -650,6 +657,9 @@ class Words:
             lines.append(_plain(self.text(event.error), "red"))
         if event.dry_run:
             lines.append(_plain("Dry run: everything was rolled back. The diff:"))
+        if event.branch:
+            merge = f"wink branch merge {event.branch}"
+            lines.append(_plain(f"The changes are on the branch {event.branch}: {merge}", "bold"))
         if event.resume:
             lines.append(_plain(f"Resume with: {self.text(event.resume)}", "bold", "ignore"))
         return lines

@@ -105,6 +105,7 @@ def open_workbench(
     ask: Ask | None = None,
     files: HostFilesystem | None = None,
     policies: Sequence[AnyPolicy] = (),
+    tools: Sequence[Tool[Any, Any]] | None = None,
 ) -> Generator[Workbench]:
     """Open the workspace and yield what an agent needs on it.
 
@@ -112,12 +113,17 @@ def open_workbench(
         ask: Decides about calls that need approval; without it they are denied.
         files: The workspace, if it is open already.
         policies: More rules for all tools.
+        tools: Offer these in place of what the settings select; a rule may be about any tool.
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
     opening = open_workspace(settings.workspace, unprotected=settings.policy.unprotect)
     with opening if files is None else nullcontext(files) as files:
-        sections, shell, planning = _sections(settings, session, files)
+        if tools is None:
+            sections, shell, planning = _sections(settings, session, files)
+        else:
+            sections: list[Section[Any]] = [MarkdownSection(title="Programs", tools=tools)]
+            shell = planning = None
         try:
             template = PromptTemplate(
                 ns="wink",
@@ -137,7 +143,8 @@ def open_workbench(
             shell=shell,
             completion=None if planning is None else planning.completion,
         )
-        _check_names(settings, workbench.offers)
+        if tools is None:
+            _check_names(settings, workbench.offers)
         with prompt.resources:
             yield workbench
 

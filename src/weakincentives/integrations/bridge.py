@@ -382,7 +382,9 @@ class Bridge:
 
     def _opening(self, root: Path, key: str) -> _Opened:
         with ExitStack() as closing:
-            files = closing.enter_context(_shared_by(root, lambda: HostFilesystem(root)))
+            files = closing.enter_context(
+                _shared_by(root, lambda: HostFilesystem(root, shared=True))
+            )
             # A run without a name is nobody else's.
             named = (files.store, key or object())
             run = closing.enter_context(_shared_by(named, lambda: self._run_on(files, key)))

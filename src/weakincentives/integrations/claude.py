@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from weakincentives.adapters.claude_program import (
-    AGENTS,
     CALL_ID,
+    EDITING,
     LONG,
+    NOT_CALLS,
     PATIENT,
     PREFIX,
     READING,
@@ -70,16 +71,6 @@ Input = dict[str, Any]
 
 _logger = get_logger(__name__)
 
-_EDITING = frozenset({"Edit", "MultiEdit", "NotebookEdit", "Write"})
-"""Native tools that change one file."""
-_NOT_CALLS = AGENTS | {
-    *("AskUserQuestion", "BashOutput", "CronCreate", "CronDelete", "CronList", "EnterPlanMode"),
-    *("ExitPlanMode", "KillShell", "ListAgents", "Monitor", "ReportFindings", "ScheduleWakeup"),
-    *("SendMessage", "SlashCommand", "StructuredOutput", "TaskOutput", "TaskStop", "TodoWrite"),
-    "ToolSearch",
-}
-"""Native tools that change nothing themselves. The calls of a sub-agent have hooks of their own:
-if the tool that starts it were a call, they would wait for its end."""
 _PERSON = "can_use_tool"
 """Who has answered: the SDK does not say more."""
 _HOOK_SECONDS = 60.0
@@ -287,7 +278,7 @@ class _Agent:
     async def _before(self, hook_input: Any, use_id: str | None, _: object) -> Any:
         """Open the call of a tool of the program; check one of ours, which runs when called."""
         name, given = hook_input["tool_name"], hook_input["tool_input"]
-        if use_id is None or name in _NOT_CALLS:
+        if use_id is None or name in NOT_CALLS:
             self._others.add(use_id or "")
             return {}
         try:
@@ -342,7 +333,7 @@ class _Agent:
             return _decision("deny", call.result.render(tool.max_result_chars))
         admitted = cast("Input", call.params)
         runs = without_path(admitted) if _is_native(name) else admitted
-        why = outside(admitted) if name in _EDITING else None
+        why = outside(admitted) if name in EDITING else None
         if self._params(name, runs) != admitted:
             why = "To have it write elsewhere, edit file_path: path is derived from that"
         if self._closing:
@@ -410,7 +401,7 @@ class _Agent:
             name, edited = hook_input["tool_name"], said.get("updatedInput")
             denies = said.get("permissionDecision") == "deny" or output.get("decision") == "block"
             defers = said.get("permissionDecision") == "defer"
-            if use_id is None or name in _NOT_CALLS or not (denies or defers or edited):
+            if use_id is None or name in NOT_CALLS or not (denies or defers or edited):
                 return output
             await self._check_of(use_id)  # the program asks all hooks at once
             if defers:
@@ -507,7 +498,7 @@ class _Agent:
                 f"{name}, a tool of the Claude program.",
                 {"type": "object"},
                 _runs_elsewhere,
-                reach="read" if name in READING else "reversible" if name in _EDITING else None,
+                reach="read" if name in READING else "reversible" if name in EDITING else None,
                 writes="api" if name in READING else "external",
                 concurrent=name in READING,
                 preview=_preview if _is_native(name) else None,

@@ -1,0 +1,172 @@
+"""`wink gc` shows what the store takes, removes what is old, and breaks nothing that is left."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from commands import Wink, make_run, run_open
+
+from weakincentives.adapters import calls
+from weakincentives.filesystem import HostFilesystem, WorkspaceHistory
+from weakincentives.filesystem.store import HISTORY_LIMITS
+from weakincentives.runtime.calls import RUN_LIMITS, UNFINISHED_DAYS, Run, runs_of
+
+TEXT = "a line that repeats itself\n" * 1000
+DAY = 86_400
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "notes.txt").write_text(TEXT)
+    return project
+
+
+@pytest.fixture
+def store(project: Path) -> Path:
+    return project.parent / ".project.wink"
+
+
+@pytest.fixture
+def wink(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Wink:
+    monkeypatch.chdir(project)
+    return Wink(capfd, project)
+
+
+def run_of(project: Path, name: str) -> Run:
+    turn = calls(("write_file", {"path": name, "content": f"{name}\n"}))
+    return make_run(project, [turn, "Done."], name)
+
+
+def make_older(store: Path, days: float) -> None:
+    for path in [*(store / "history").glob("*-*"), *(store / "runs").glob("*.jsonl")]:
+        then = path.stat().st_mtime - days * DAY
+        os.utime(path, (then, then))
+
+
+def everything_in(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_a_dry_run_shows_the_use_by_kind_and_changes_nothing(
+    wink: Wink, project: Path, store: Path
+):
+    for name in ("first", "second", "third"):
+        run_of(project, name)
+    make_older(store, 10)
+    before = everything_in(store)
+
+    done = wink("gc", "--dry-run", "--older-than", "5")
+
+    assert done.code == 0
+    for kind in ("history", "runs", "total"):
+        assert f"  {kind} " in done.out
+    assert "Would remove: 3 calls, 2 runs." in done.out
+    assert everything_in(store) == before
+
+
+def test_it_says_what_it_did_in_json(wink: Wink, project: Path, store: Path):
+    runs = [run_of(project, name) for name in ("first", "second")]
+    with HostFilesystem(project, durability="safe") as files:
+        files.write("notes.txt", "short")
+    make_older(store, 100)
+
+    (line,) = wink("gc", "--json").out.splitlines()
+
+    told = json.loads(line)
+    assert (told["store"], told["dry_run"]) == (str(store), False)
+    assert told["removed"]["calls"] == told["removed"]["contents"] == 0
+    assert told["removed"]["runs"] == [], "the newest 20 stay, however old"
+    assert told["removed"]["compressed"] == 1
+    assert told["after"]["contents"] < told["before"]["contents"]
+    assert {run.id for run in runs_of(project)} == {run.id for run in runs}
+
+
+def test_what_is_left_can_still_be_undone(wink: Wink, project: Path, store: Path):
+    run_of(project, "first")
+    make_older(store, 10)
+    run_of(project, "second")
+
+    done = wink("gc", "--older-than", "5")
+
+    assert "Removed: 1 call, 1 run." in done.out
+    assert wink("undo").code == 0
+    assert sorted(os.listdir(project)) == ["first", "notes.txt"]
+    assert wink("gc").code == 0
+    assert wink("log").code == 0
+
+
+def test_the_size_that_stays_can_be_given(wink: Wink, project: Path, store: Path):
+    with HostFilesystem(project) as files:
+        for number in range(10):
+            files.write("notes.txt", f"{number}" * 20_000)
+
+    assert wink("gc", "--keep", "50K").code == 0
+
+    kept = WorkspaceHistory(project).calls()
+    assert 0 < len(kept) < 10
+    assert sum(each.size for each in kept) <= 50 << 10
+    assert wink("gc", "--keep", "plenty") == (
+        2,
+        "",
+        "wink: 'plenty' is not a size; use 50M or 1GiB, for example\n",
+    )
+
+
+def test_without_a_store_there_is_nothing_to_do(wink: Wink, store: Path):
+    done = wink("gc")
+
+    assert (done.code, done.out) == (0, "")
+    assert "No history yet" in done.err
+    assert not store.exists()
+
+
+def test_while_a_process_has_the_directory_alone_only_a_dry_run_is_possible(
+    wink: Wink, project: Path
+):
+    with run_open(project, ["Done."]):
+        assert wink("gc").code == 0
+    with HostFilesystem(project):
+        assert wink("gc", "--dry-run").code == 0
+        refused = wink("gc")
+    assert refused.code == 2
+    assert "in use by process" in refused.err
+
+
+def test_a_planted_store_is_refused(wink: Wink, store: Path):
+    (store / "objects" / "ab").mkdir(parents=True)
+    stray = store / "objects" / "ab" / ("c" * 62)
+    stray.write_text("planted")
+
+    done = wink("gc")
+
+    assert (done.code, stray.exists()) == (1, True)
+    assert "does not carry your seal" in done.err
+
+
+def test_a_damaged_call_is_told_and_keeps_contents(wink: Wink, project: Path, store: Path):
+    with HostFilesystem(project) as files:
+        files.write("notes.txt", "short")
+    (entry,) = (store / "history").glob("*-*")
+    entry.write_bytes(entry.read_bytes().replace(b"notes", b"n0tes", 1))
+
+    done = wink("gc")
+
+    assert "1 damaged call: no unused content was removed" in done.err
+    assert [path for path in (store / "objects").rglob("*") if path.is_file()]
+
+
+def test_the_defaults_are_those_that_the_help_names(wink: Wink):
+    told = " ".join(wink("gc", "--help").out.split())
+
+    assert (HISTORY_LIMITS.days, HISTORY_LIMITS.newest, HISTORY_LIMITS.count) == (90, 100, 10_000)
+    assert "history keeps 90 days (in any case the newest 100 calls), 10,000 calls" in told
+    assert (RUN_LIMITS.days, RUN_LIMITS.newest, RUN_LIMITS.count) == (90, 20, 1_000)
+    assert "runs are kept for 90 days (in any case the newest 20), 1,000 of them" in told
+    assert HISTORY_LIMITS.size == RUN_LIMITS.size == 256 << 20
+    assert UNFINISHED_DAYS == 30
+    assert "an unfinished run of the last 30 days" in told

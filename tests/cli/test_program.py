@@ -1,0 +1,300 @@
+"""`wink exec`: any program as one transaction, also one that uses the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminal import WINK, Terminal, environment, wink
+
+from ordinary_user import NOBODY, OrdinaryUser
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    place = tmp_path / "project"
+    place.mkdir()
+    (place / "a.txt").write_text("one\n")
+    return place
+
+
+def calls(project: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in wink("log", "--json", cwd=project).stdout.splitlines()]
+
+
+def changed(call: dict[str, Any]) -> list[str]:
+    return [each["path"] for each in call["files"]]
+
+
+def sh(project: Path, script: str, *options: str, stdin: str = "") -> Any:
+    return wink("exec", *options, "--", "sh", "-c", script, cwd=project, stdin=stdin)
+
+
+def test_a_program_that_succeeds_is_one_committed_call(project: Path):
+    done = sh(project, "echo two >> a.txt; echo new > b.txt; cat", stdin="its own input")
+
+    assert (done.returncode, done.stdout) == (0, "its own input")
+    assert "committed: a.txt, b.txt" in done.stderr
+    [call] = calls(project)
+    assert (call["tool"], call["outcome"], changed(call)) == (
+        "exec", "committed", ["a.txt", "b.txt"],
+    )  # fmt: skip
+    assert call["arguments"]["command"][:2] == ["sh", "-c"]
+    assert wink("undo", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\n"
+    assert not (project / "b.txt").exists()
+
+
+def test_a_program_that_fails_is_rolled_back_and_its_exit_code_is_ours(project: Path):
+    done = sh(project, "echo two >> a.txt; mkdir d; exit 7")
+
+    assert done.returncode == 7
+    assert "rolled back: sh exited with code 7" in done.stderr
+    assert (project / "a.txt").read_text() == "one\n"
+    assert not (project / "d").exists()
+    assert [call["outcome"] for call in calls(project)] == ["rolled back"]
+
+
+def test_the_words_after_the_program_are_the_program_s(project: Path):
+    done = wink("exec", "ls", "--help", cwd=project)
+
+    assert "Usage: ls" in done.stdout
+    assert wink("exec", "no-such-program", cwd=project).returncode == 127
+
+
+def test_a_name_that_is_no_text_reaches_the_program_and_the_record(project: Path):
+    odd = os.fsdecode(b"new\nline-\xff")
+    done = wink("exec", "--", "touch", odd, cwd=project)
+
+    assert done.returncode == 0
+    assert (project / odd).exists()
+    assert calls(project)[0]["arguments"]["command"] == ["touch", "new\nline-\\xff"]
+
+
+def test_protected_paths_hold_for_a_program(project: Path):
+    (project / ".env").write_text("SECRET=1\n")
+    (project / "wink.toml").write_text('[policy]\nprotect = [".env"]\n')
+
+    done = sh(project, "echo two >> a.txt; echo x > .env")
+
+    assert done.returncode == 1
+    assert "protected" in done.stderr
+    assert (project / ".env").read_text() == "SECRET=1\n"
+    assert (project / "a.txt").read_text() == "one\n"
+
+
+def test_it_starts_in_the_directory_of_the_person(project: Path):
+    (project / "sub").mkdir()
+
+    done = wink("exec", "-w", "..", "--", "touch", "here", cwd=project / "sub")
+
+    assert done.returncode == 0
+    assert (project / "sub" / "here").exists()
+
+
+def test_what_a_program_leaves_behind_is_killed(project: Path):
+    done = sh(project, "(while :; do date > late; done) >/dev/null 2>&1 & echo two >> a.txt")
+
+    assert done.returncode == 0
+    (project / "late").unlink(missing_ok=True)
+    assert wink("exec", "--", "true", cwd=project).returncode == 0
+    assert not (project / "late").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--checkpoint", "1000")])
+def test_a_killed_wink_takes_the_program_with_it_and_the_next_open_rolls_back(
+    project: Path, options: tuple[str, ...]
+):
+    script = "echo two >> a.txt; echo ready; exec sleep 1000"
+    process = subprocess.Popen(
+        [*WINK, "exec", *options, "--", "sh", "-c", script],
+        cwd=project, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.kill()
+    process.wait()
+    assert process.stdout.read() == b""  # nobody of the program is left
+    process.stdout.close()
+
+    assert wink("exec", "--", "true", cwd=project).returncode == 0
+    assert (project / "a.txt").read_text() == "one\n"
+
+
+@pytest.mark.parametrize("options", [(), ("--checkpoint", "1000")])
+def test_sigterm_ends_the_program_and_rolls_it_back(project: Path, options: tuple[str, ...]):
+    script = "echo two >> a.txt; echo ready; exec sleep 1000"
+    with subprocess.Popen(
+        [*WINK, "exec", *options, "--", "sh", "-c", script],
+        cwd=project, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+
+    assert (project / "a.txt").read_text() == "one\n"
+    assert [call["outcome"] for call in calls(project)] == ["rolled back"]
+
+
+@pytest.mark.parametrize("engine", ["overlay", "scan"])
+def test_without_an_overlay_the_outcome_is_the_same(project: Path, engine: str):
+    start = [sys.executable, "-c", "from weakincentives.cli.entry import main; main()"]
+    if engine == "scan":
+        start[2] = (
+            "from weakincentives.filesystem import commands\n"
+            f"commands.find_way = lambda *_: 'none here'\n{start[2]}"
+        )
+    for script, code in (("cat > b.txt", 0), ("rm b.txt; exit 4", 4)):
+        done = subprocess.run(
+            [*start, "exec", "--", "sh", "-c", script],
+            cwd=project, env=environment(), input="typed\n", text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code
+        assert (project / "b.txt").read_text() == "typed\n"
+    assert [call["outcome"] for call in calls(project)] == ["committed", "rolled back"]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("options", [[], ["--checkpoint", "1000"]])
+def test_a_user_without_rights_gets_the_same(ordinary_user: OrdinaryUser, options: list[str]):
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:
+        project = Path(home, "project")
+        project.mkdir()
+        for each in (Path(home), project):
+            os.chown(each, NOBODY, NOBODY)
+
+        def run(script: str) -> subprocess.CompletedProcess[str]:
+            argv = ["-m", "weakincentives.cli", "exec", *options, "--", "sh", "-c", script]
+            return ordinary_user.run(*argv, home=Path(home), cwd=project, stdin="typed")
+
+        assert run("cat > b.txt; id -u").stdout == f"{NOBODY}\n"
+        assert (project / "b.txt").read_text() == "typed"
+        assert run("rm b.txt; exit 3").returncode == 3
+        assert (project / "b.txt").read_text() == "typed"
+
+
+# Asking, and terminals
+
+
+def test_asking_needs_a_terminal_before_anything_runs(project: Path):
+    refused = sh(project, "echo two >> a.txt", "--ask")
+
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr
+    assert (project / "a.txt").read_text() == "one\n"
+    assert sh(project, "echo two >> a.txt", "--ask", "--yes").returncode == 0
+    assert (project / "a.txt").read_text() == "one\ntwo\n"
+    both = sh(project, "true", "--ask", "--checkpoint", "5")
+    assert (both.returncode, "exclude each other" in both.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("c", "one\ntwo\n"), ("r", "one\n"), ("\x04", "one\n")]
+)
+def test_a_person_sees_the_diff_and_decides(project: Path, answer: str, text: str):
+    argv = [*WINK, "exec", "--ask", "--", "sh", "-c", "echo two >> a.txt"]
+    with Terminal(argv, cwd=project) as terminal:
+        terminal.wait_for("[c/r]?")
+        assert "+two" in terminal.text
+        terminal.send(answer if answer == "\x04" else f"{answer}\n")
+        assert terminal.end() == (0 if answer == "c" else 1)
+
+    assert (project / "a.txt").read_text() == text
+
+
+def test_an_interactive_shell_works_with_its_jobs_and_ctrl_c(project: Path):
+    argv = [*WINK, "exec", "--", "bash", "--norc", "-i"]
+    with Terminal(argv, cwd=project, env={"PS1": "inside> "}) as terminal:
+        terminal.wait_for("inside>")
+        terminal.send("sleep 1000\n")
+        terminal.wait_for("sleep 1000")
+        terminal.interrupt()
+        terminal.wait_for("inside>", times=2)
+        terminal.send("sleep 1000 & jobs; tty; echo two >> a.txt; echo said $((40 + 2))\n")
+        terminal.wait_for("said 42")
+        assert "Running" in terminal.text
+        assert "/dev/" in terminal.text
+        assert (project / "a.txt").read_text() == "one\n"  # nothing before the commit
+        terminal.send("exit 0\n")
+        assert terminal.end() == 0
+
+    assert (project / "a.txt").read_text() == "one\ntwo\n"
+
+
+def test_ctrl_c_reaches_the_program_which_decides(project: Path):
+    script = "trap 'echo two >> a.txt; exit 0' INT; echo ready; while :; do sleep 0.1; done"
+    with Terminal([*WINK, "exec", "--", "sh", "-c", script], cwd=project) as terminal:
+        terminal.wait_for("ready")
+        terminal.interrupt()
+        terminal.wait_for("committed: a.txt")
+        assert terminal.end() == 0
+
+
+def test_ctrl_z_stops_it_and_fg_continues_it(project: Path):
+    script = "echo ready; read line; echo $line >> a.txt"
+    started = f"{' '.join(WINK)} exec -- sh -c '{script}'\n"
+    with Terminal(["bash", "--norc", "-i"], cwd=project, env={"PS1": "outside> "}) as terminal:
+        terminal.wait_for("outside>")
+        terminal.send(started)
+        terminal.wait_for("\nready")
+        terminal.send("\x1a")
+        terminal.wait_for("Stopped")
+        terminal.send("fg\n")
+        terminal.send("typed\n")
+        terminal.wait_for("committed: a.txt")
+        terminal.send("exit\n")
+        terminal.end()
+
+    assert (project / "a.txt").read_text() == "one\ntyped\n"
+
+
+def test_an_editor_works(project: Path):
+    argv = [*WINK, "exec", "--", "vim", "-u", "NONE", "-i", "NONE", "-n", "a.txt"]
+    with Terminal(argv, cwd=project, env={"TERM": "vt100"}) as terminal:
+        terminal.wait_for("a.txt")
+        terminal.send("otwo\x1b:wq\r")
+        terminal.wait_for("committed: a.txt")
+        assert terminal.end() == 0
+
+    assert (project / "a.txt").read_text() == "one\ntwo\n"
+
+
+# Checkpoints
+
+
+def test_quiet_moments_are_checkpoints_and_a_failure_goes_back_to_the_last(project: Path):
+    argv = [*WINK, "exec", "--checkpoint", "1", "--"]
+    script = "echo 1 > c1; read _; mkdir d; echo 2 > d/c2; read _; echo 3 > c3; exit 5"
+    with Terminal([*argv, "sh", "-c", script], cwd=project) as terminal:
+        terminal.wait_for("checkpoint: c1")
+        terminal.send("\n")
+        terminal.wait_for("checkpoint: d")
+        terminal.send("\n")
+        assert terminal.end() == 5
+        assert "the checkpoints before it stay" in " ".join(terminal.text.split())
+
+    found = calls(project)
+    assert [call["outcome"] for call in found] == ["committed", "committed", "rolled back"]
+    assert [changed(call) for call in found[:2]] == [["c1"], ["d/c2"]]
+    assert not (project / "c3").exists()
+    assert wink("undo", found[0]["call"], cwd=project).returncode == 0
+    assert sorted(os.listdir(project)) == ["a.txt", "d"]
+
+
+def test_a_protected_path_ends_a_program_with_checkpoints(project: Path):
+    (project / "wink.toml").write_text('[policy]\nprotect = [".env"]\n')
+    script = "echo 1 > .env; exec sleep 1000"
+
+    done = sh(project, script, "--checkpoint", "1")
+
+    assert done.returncode == 1
+    assert "protected" in done.stderr
+    assert not (project / ".env").exists()
