@@ -94,6 +94,7 @@ def _rows(results: dict) -> Iterator[tuple[str, ...]]:
     yield from _run_rows(results)
     yield from _snapshot_rows(results)
     yield from _disk_rows(results)
+    yield from _branch_rows(results)
     yield from _sandbox_rows(results)
     yield from _parse_rows(results)
     yield from _dispatch_rows(results)
@@ -261,6 +262,38 @@ def _disk_rows(results: dict) -> Iterator[tuple[str, ...]]:
         for ending, operation in (("commit", "commit"), ("roll back", "roll_back")):
             what = f"the same, each further call, {ending}"
             yield what, _walls(rows, operation), "-", "-", "-", ""
+
+
+def _branch_rows(results: dict) -> Iterator[tuple[str, ...]]:
+    git = next(iter(_ours(results, "branches", "branches git")), None)
+    for row in _ours(results, "branches", "branches"):
+        others = "" if git is None else f"git worktree add {_time(git['worktree_add']['wall'])}"
+        size = f", {row['bytes_empty']:,} bytes each"
+        for what, operation, more in (
+            (f"branches: make one of {row['count']}, {row['files']:,} files", "create", size),
+            (
+                "the same, its first change",
+                "first_change",
+                f", then {row['bytes_changed']:,} bytes",
+            ),
+            ("the same, merge one file", "merge", ""),
+            ("the same, open it again", "open", ""),
+        ):
+            ours = _wall_of(row[operation]) + more
+            yield what, ours, "-", "-", "-", others if operation == "create" else ""
+    for row in _ours(results, "branches", "branches past"):
+        named = ("commit", "checkout", "show") if git is not None else ()
+        others = ", ".join(f"{name} {_time(git[f'shadow_{name}']['wall'])}" for name in named)
+        yield (
+            f"branches: read a file as of {row['calls']:,} calls ago, {row['files']:,} files",
+            f"{_wall_of(row['read'])}; with opening the branch {_wall_of(row['open_and_read'])}",
+            *("-", "-", "-"),
+            f"shadow git: {others}" if others else "",
+        )
+
+
+def _wall_of(figures: dict) -> str:
+    return f"**{_time(figures['wall_p10'])}** wall p10 (median {_time(figures['wall'])})"
 
 
 def _disk_row(

@@ -28,6 +28,7 @@ OURS = {
     "run_turns": ("--quick",),
     "snapshot_memory": ("--quick",),
     "disk": ("--quick",),
+    "branches": ("--quick",),
     "sandbox": ("--quick",),
     "evaluate": ("--quick",),
     "parse": ("--quick",),
