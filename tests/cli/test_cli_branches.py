@@ -516,11 +516,13 @@ def test_a_fork_of_a_call_in_the_directory_has_its_files_and_conversation(
         assert "line five" in branch.read("a.txt")
         assert not branch.exists("new.txt")
 
-    mark = done.out.splitlines()[-1].split()[5]  # To continue there: wink resume MARK "..."
     third = {"write_file": {"path": "third.txt", "content": "3\n"}}
     model = script(project, ["", {"call": [third]}, "On the fork."])
-    resumed = wink("resume", mark, "another way", "-m", model)
+    resumed = wink("resume", "other", "another way", "-m", model)
     assert resumed.out == "On the fork.\n", resumed.err
+    assert not (project / "third.txt").exists()
+
+    assert wink("branch", "merge", "other").code == 0
     assert (project / "third.txt").exists()
     assert (project / "new.txt").exists()  # what the directory has got since stays
     assert names(project) == []
@@ -544,6 +546,11 @@ def test_the_fork_of_now_has_what_a_person_has_changed(project: Path, wink: Wink
     with Branch.open(project, "other") as branch:
         assert "line five" in branch.read("a.txt")
         assert branch.read("b.txt") == "of a person\n"
+
+
+def test_a_branch_without_a_run_cannot_be_resumed(project: Path, wink: Wink):
+    Branch.create(project, "mine").close()
+    assert "no run works on the branch mine" in wink("resume", "mine", "go on").err
 
 
 # A conversation on a branch

@@ -114,6 +114,7 @@ _FORK_EXAMPLES = examples(
     "wink fork                          # the last run as it is now, on a branch",
     "wink fork k3f/4 --name parser      # as just after this call; --before: before it",
     'wink resume parser "use a regex"   # continues there; the directory stays as it is',
+    "wink branch merge parser           # when you like what it did",
     more=_PAGE,
 )
 _DIFF_EXAMPLES = examples(
@@ -171,7 +172,7 @@ def fork(
         when = "before" if before else "after"
         what = f"{when} {found.name} {found.tool}"
         echo(f"Made the branch {made} and the run {mark}, from just {what}.")
-        echo(f'To continue there: wink resume {mark} "..."')
+        echo(f'To continue there: wink resume {made} "..."; then: wink branch merge {made}')
 
 
 def _last_call(calls: Calls) -> Call | None:
@@ -201,7 +202,7 @@ def _fork(calls: Calls, call: Call | None, name: str | None, *, before: bool, no
                 where = {"at": serial}
         with Branch.create(calls.workspace, name or mark, about=about, **where) as made:
             if run is not None and call is not None:
-                more = {"branch": made.name, "no_merge": False, "dry_run": False}
+                more = {"branch": made.name, "no_merge": True, "dry_run": False}
                 fork_run(run, call, before=before, about=more, mark=mark)
     except LookupError as error:
         raise Misuse(str(error.args[0])) from error

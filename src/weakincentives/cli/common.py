@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from weakincentives.errors import SnapshotError
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def existing_directory(path: Path) -> Path:
 
 
 def find_run(workspace: Path, wanted: str) -> Run:
-    """Return the run with this id, unique prefix of an id, or suffix; otherwise raise Misuse."""
+    """Return the run with this id, unique prefix of an id, suffix or branch, or raise Misuse."""
+    from weakincentives.filesystem import branches_of
     from weakincentives.runtime.calls import runs_of
 
     runs = runs_of(workspace)
@@ -134,6 +136,12 @@ def find_run(workspace: Path, wanted: str) -> Run:
     if found:
         ids = ", ".join(run.id for run in found[-3:])
         raise Misuse(f"{wanted!r} matches {len(found)} runs: {ids}; use a longer prefix")
+    if any(branch.name == wanted for branch in branches_of(workspace)):
+        for run in reversed(runs):
+            with suppress(OSError, SnapshotError):  # one that cannot be read is on no branch
+                if run.branch == wanted:
+                    return run
+        raise Misuse(f'no run works on the branch {wanted}; wink run "..." --branch {wanted}')
     newest = f"the newest is {runs[-1].id}" if runs else "there are none yet"
     raise Misuse(f"no run {wanted!r} in {workspace}; {newest}")
 
@@ -267,7 +275,7 @@ RunOption = Annotated[
     typer.Option(
         "--run",
         metavar="RUN",
-        help="A run: a prefix of its id, or the letters at its end.",
+        help="A run: a prefix of its id, the letters at its end, or its branch.",
         autocompletion=complete_runs,
     ),
 ]
