@@ -63,7 +63,7 @@ from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import WorkspaceHistory, diff_of, go_back, undo_calls
+from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -579,7 +579,11 @@ class HostFilesystem(OnDisk):
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls of ``history``, newest first; costs those consumed."""
-        return WorkspaceHistory(self.root, store=self.store).newest_first()
+        history = self._workspace.history
+        with self._workspace.lock:
+            history.refresh()
+            serials = history.after(0)
+        return (delta.committed for delta in history.readable(serials))
 
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a patch for ``git apply``.

@@ -155,6 +155,9 @@ class _Bases:
         return None
 
 
+_NEVER = (-1, -1)
+
+
 class Past:
     """Read access to the committed calls in a store, without a lock.
 
@@ -170,6 +173,8 @@ class Past:
         self._sizes: dict[int, int] | None = None
         """The size of each entry, oldest first."""
         self._total: int | None = None
+        self._seen_at = _NEVER
+        self._index: tuple[tuple[int, int], Mapping[int, Touched]] = _NEVER, {}
         self._timed = (0, 0.0)
         """A serial and its time: each commit asks for that of the oldest."""
         self._last = 0
@@ -300,9 +305,16 @@ class Past:
         """Return the folder with the directories that a call removed."""
         return self._path / f"{serial:012d}.trees"
 
-    def refresh(self) -> None:
-        """Read again which calls there are: another process may have committed or trimmed some."""
+    def look_again(self) -> None:
+        """Read the names of the entries again: other processes may have added and trimmed some."""
         self._sizes = None
+
+    def refresh(self) -> None:
+        """Look again, if anything has changed since the last time; for those who only read."""
+        changed_at = self.changed_at()
+        if changed_at != self._seen_at:
+            self.look_again()
+            self._seen_at = changed_at
 
     def changed_at(self) -> tuple[int, int]:
         """Return a value that is another one after every commit and trim."""
@@ -315,12 +327,16 @@ class Past:
 
     def index(self) -> Mapping[int, Touched]:
         """Return the paths that each call changed, without reading what it changed there."""
+        changed_at = self.changed_at()
+        if changed_at == self._index[0]:
+            return self._index[1]
         found: dict[int, Touched] = {}
         for values in self._index_lines():
             with contextlib.suppress(ValueError, TypeError):
                 serial, paths, moves = values
                 moved = tuple((str(origin), str(path)) for origin, path in moves)
                 found[int(serial)] = Touched(None if paths is None else frozenset(paths), moved)
+        self._index = changed_at, found
         return found
 
     def beyond(self, limits: Limits, now: float) -> Iterator[int]:
@@ -440,7 +456,6 @@ class History(Past):
         """The serials of what this process has committed."""
 
     def look_again(self) -> None:
-        """Read the names of the entries again: other processes may have added and trimmed some."""
         before, self._sizes, self._total = self._sizes, None, None
         if before is not None and self._uses is not None:
             now = self._known()
@@ -513,6 +528,8 @@ class History(Past):
             self._last = serial
             return None
         self._trim()
+        if self._seen_at != _NEVER:  # nobody else can have added anything meanwhile
+            self._seen_at = self.changed_at()
         return serial
 
     def _content(self, data: bytes) -> str | None:

@@ -73,8 +73,8 @@ class WorkspaceHistory:
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls that are in the history now, newest first; costs those consumed."""
-        past = Past(self.store, self._seals)
-        return (delta.committed for delta in past.readable(past.after(0)))
+        self._past.refresh()
+        return (delta.committed for delta in self._past.readable(self._past.after(0)))
 
     def damaged(self) -> tuple[str, ...]:
         """Return a sentence for each damaged call; the other methods skip these."""
@@ -138,7 +138,8 @@ class WorkspaceHistory:
     ) -> tuple[FileChange, ...]:
         """Return what differs after one commit from after another, ordered by path."""
         first, last = sorted((one, other))
-        past = Past(self.store, self._seals)
+        past = self._past
+        past.refresh()
         deltas = past.readable(each for each in past.serials() if first < each <= last)
         records = [record for delta in deltas for record in delta.records]
         before, after = self._look_at(one), self._look_at(other)
@@ -147,10 +148,9 @@ class WorkspaceHistory:
 
     def _look_at(self, serial: int) -> Look:
         root = self._disk.tree.path
-        past = Past(self.store, self._seals)  # commits may have been added since
         try:
             disk = Disk(Tree(root))
-            look = DirectoryAt(self.store, past, disk, serial, patience=_PATIENCE)
+            look = DirectoryAt(self.store, self._past, disk, serial, patience=_PATIENCE)
         except FilesystemError as error:
             raise LookupError(str(error)) from error
         return Reserved(root, store=self.store).without_hidden(look)
