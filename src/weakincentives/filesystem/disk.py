@@ -575,15 +575,14 @@ class HostFilesystem(OnDisk):
         workspace = self._workspace
         with workspace.lock:
             history = workspace.seen_anew()
-            return tuple(delta.committed for delta in history.readable(history.serials()))
+            return tuple(history.calls(history.serials()))
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls of ``history``, newest first; costs those consumed."""
         history = self._workspace.history
         with self._workspace.lock:
             history.refresh()
-            serials = history.after(0)
-        return (delta.committed for delta in history.readable(serials))
+            return history.calls(history.after(0))
 
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a patch for ``git apply``.

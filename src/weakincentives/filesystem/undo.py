@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from weakincentives.collector import no_collection
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import (
@@ -68,13 +69,13 @@ class WorkspaceHistory:
 
     def calls(self) -> tuple[Committed, ...]:
         """Return the calls, oldest first."""
-        past = self._past
-        return tuple(delta.committed for delta in past.readable(past.serials()))
+        with no_collection():
+            return tuple(self._past.calls(self._past.serials()))
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls that are in the history now, newest first; costs those consumed."""
         self._past.refresh()
-        return (delta.committed for delta in self._past.readable(self._past.after(0)))
+        return self._past.calls(self._past.after(0))
 
     def damaged(self) -> tuple[str, ...]:
         """Return a sentence for each damaged call; the other methods skip these."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -26,27 +27,36 @@ NOT_MADE = "Not made: the run was rewound to before this call. It has changed no
 _READ_ONLY = "this is the session as it was, and cannot be changed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StateAt:
-    """Files, session and conversation just before or after a call."""
+    """Files, session and conversation just before or after a call; each is read when asked for."""
 
     files: FilesAt
-    session: Session
-    """Read-only; empty for a call outside of runs."""
-    conversation: tuple[Message, ...]
-    """What the model had seen, and answers that were ready for it."""
+    call: Call
+    before: bool
+    types: tuple[type, ...]
+    """Those in the session that no imported module defines."""
+
+    @cached_property
+    def session(self) -> Session:
+        """Read-only; empty for a call outside of runs. Raises SnapshotError for unknown types."""
+        if self.call.run is None:
+            return Session()
+        data = data_at(self.call, self.call.run, before=self.before)
+        snapshot = data.snapshot(self.types)
+        session = Session.from_snapshot(snapshot, session_id=data.session_id, tags=data.tags)
+        session.read_only = _READ_ONLY
+        return session
+
+    @cached_property
+    def conversation(self) -> tuple[Message, ...]:
+        """What the model had seen, and answers that were ready for it."""
+        if self.call.run is None:
+            return ()
+        return _conversation_at(self.call, self.call.run, before=self.before)
 
 
 # The session
-
-
-def session_at(call: Call, run: Run, *, before: bool, types: Iterable[type] = ()) -> Session:
-    """Return the session at a call, read-only; raises SnapshotError for unknown types."""
-    data = data_at(call, run, before=before)
-    snapshot = data.snapshot(types)
-    session = Session.from_snapshot(snapshot, session_id=data.session_id, tags=data.tags)
-    session.read_only = _READ_ONLY
-    return session
 
 
 def data_at(call: Call, run: Run, *, before: bool) -> SavedSessionData:
@@ -160,7 +170,7 @@ def _talk(conversation: str, later: list[Message], index: CallIndex) -> Talk:
     return replace(talk, as_of=talk.as_of - sum(map(talk.is_of, later)))
 
 
-def conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ...]:
+def _conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ...]:
     """Return the messages that the model had seen, and the answers that were ready for it."""
     moment, messages = moment_of(call), run.messages
     known = data_at(call, run, before=before).log.get(MESSAGES, ())

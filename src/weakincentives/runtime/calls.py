@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.collector import no_collection
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem import (
     BranchHistory,
@@ -43,12 +44,10 @@ from weakincentives.filesystem.tree import files_below
 from weakincentives.logs import get_logger
 from weakincentives.runtime.at import (
     StateAt,
-    conversation_at,
     data_at,
     moment_of,
     outermost,
     serial_at,
-    session_at,
     talk_at,
 )
 from weakincentives.runtime.conversation import Message, still_seen
@@ -105,7 +104,8 @@ class Run:
     @cached_property
     def index(self) -> CallIndex:
         """Where its calls are."""
-        return CallIndex.of(self.data.log, self.inherited)
+        with no_collection():
+            return CallIndex.of(self.data.log, self.inherited)
 
     @cached_property
     def messages(self) -> Slice[Message]:
@@ -168,6 +168,10 @@ class Run:
     def calls(self) -> list[Call]:
         """Return its own calls, oldest first."""
         inherited = self.inherited
+        with no_collection():
+            return self._calls(inherited)
+
+    def _calls(self, inherited: int) -> list[Call]:
         calls = [
             Call(
                 call_id=str(record["call_id"]),
@@ -612,14 +616,9 @@ class Calls:
 
         Raises:
             LookupError: The history no longer goes back that far.
-            SnapshotError: The session has values of unknown types.
         """
-        run = call.run
-        return StateAt(
-            files=self.files_at(call, before=before),
-            session=Session() if run is None else session_at(call, run, before=before, types=types),
-            conversation=() if run is None else conversation_at(call, run, before=before),
-        )
+        files = self.files_at(call, before=before)
+        return StateAt(files=files, call=call, before=before, types=tuple(types))
 
     def files_at(self, call: Call, *, before: bool = False) -> FilesAt:
         """Return the files just after a call, or before it; raises LookupError as ``at`` does."""
