@@ -28,11 +28,10 @@ from weakincentives.filesystem.entry import Entry, apply_entry, capture, create,
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
 from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
-from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.states import DirectoryAt
+from weakincentives.filesystem.states import DirectoryAt, FilesAt
 from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals

@@ -67,7 +67,7 @@ class CallIndex:
                 is_suspended=failure.get("code") == SUSPENDED,
             )
         for fields in map(fields_of, log.get(MESSAGES, ())):
-            asked = fields.get("tool_calls") or {}
+            asked: dict[str, Any] = fields.get("tool_calls") or {}
             index._add_message(
                 fields.get("conversation", "") if not fields.get("depth") else None,
                 [fields_of(each)["id"] for each in asked.get("items", ())],
