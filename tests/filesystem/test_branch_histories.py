@@ -325,14 +325,15 @@ class Work:
         """Let a process merge or rebase a branch, and be killed over it."""
         if name not in self.forks:
             return
-        self.close()
         before, fork = dict(self.disk), self.forks[name]
+        commits = len(self.opened(name).info.commits)
+        self.close()
         is_merge = deed % 2 == 0
         _kill(self.root, name, "merge" if is_merge else "rebase", Death(instant))
         self.fs = HostFilesystem(self.root)
         if not is_merge:
             now = dict(self.disk)
-            if self.opened(name).info.base != fork.base or self._is_rebased(name):
+            if len(self.opened(name).info.commits) > commits:  # a rebase adds one
                 merged = self.merged(fork, now)
                 changed = {path: merged.get(path) for path in fork.was}
                 was = {path: now.get(path) for path in fork.was}
@@ -342,10 +343,6 @@ class Work:
             self.disk = self.merged(fork, before)
             self.moved |= fork.moved
             self._note(before)
-
-    def _is_rebased(self, name: str) -> bool:
-        commits = self.opened(name).info.commits
-        return bool(commits) and commits[-1].tool == "rebase"
 
     # Looking
 

@@ -47,7 +47,7 @@ from weakincentives.filesystem.layers import (
     walk,
     xattrs_at,
 )
-from weakincentives.filesystem.merging import Merge, Prefer, node_at
+from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
 from weakincentives.filesystem.staging import Staging, State, Step, is_same
 from weakincentives.filesystem.states import DirectoryAt
@@ -835,11 +835,24 @@ class Branch(PrivateView):
 
     def _can_repeat(self, steps: Iterable[Step], plan: Merge) -> bool:
         """Whether the same steps lead to the same files in the directory."""
-        return not any(
-            step.method in ("back", "base")
-            or (step.method in ("rename", "copy") and not self._is_as_moved(step, plan))
-            for step in steps
-        )
+        layer = Layer(plan.theirs)
+        for step in steps:
+            if step.method in ("back", "base") or not self._can_do(step, layer, plan):
+                return False
+            layer = step.applied(layer)
+        return True
+
+    def _can_do(self, step: Step, layer: Layer, plan: Merge) -> bool:
+        """Whether a step finds in the directory what it changes, removes, moves or copies."""
+        if step.method in ("write", "put_file", "make_directory"):
+            return True
+        if node_at(layer, step.parts) is None:  # the base of a rebased branch may not have it
+            return False
+        if step.method not in ("rename", "copy"):
+            return True
+        if step.node is not None:
+            return has_content(layer, step.parts, step.node)
+        return is_same(plan.base, plan.theirs, step.parts)
 
     @contextlib.contextmanager
     def merging(self, *, strict: bool = False, prefer: Prefer | None = None) -> Generator[Merge]:
@@ -854,11 +867,6 @@ class Branch(PrivateView):
         main = self.info.path.parent.parent
         serial, began = _settled_serial(self.root, main), _file_time(main)
         return replace(self.info, base=serial, began=began, moment=int(began * 1e9))
-
-    def _is_as_moved(self, step: Step, plan: Merge) -> bool:
-        if step.node is not None:
-            return plan.has_in_directory(step.parts, step.node)
-        return is_same(plan.base, plan.theirs, step.parts)
 
     def begin_anew(self) -> None:
         """Begin again from the workspace as it is now, without changes.
