@@ -423,6 +423,9 @@ class Branch(PrivateView):
                 if of is not None:
                     _copy_contents(of, info)
                 self._log.create(info)
+                # Now the history knows what the base needs: see the references of Past.
+                now_ns = int(clock.time() * 1e9)
+                os.utime(info.path.parent, ns=(now_ns, now_ns))
             info = self._log.read()
             base = base_of(root, info)
             opened.callback(base.close)
@@ -487,12 +490,15 @@ class Branch(PrivateView):
         folder = main / BRANCHES / name
         if (folder / "log").exists():  # without one, a kill has cut its making short
             raise FilesystemError(f"There is already a branch {name!r}")
-        began, moment = _file_time(main), 0
-        if at is None:
-            at, moment = _settled_serial(root, main), int(began * 1e9)
+        at, moment = _point_now(root, main) if at is None else (at, 0)
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         info = BranchInfo(
-            name=name, base=at, began=began, moment=moment, about=dict(about or {}), path=folder
+            name=name,
+            base=at,
+            began=(moment or _file_time(main)) / 1e9,
+            moment=moment,
+            about=dict(about or {}),
+            path=folder,
         )
         if of is not None:
             kept = of.commits[:commits]
@@ -864,9 +870,8 @@ class Branch(PrivateView):
             now.close()
 
     def _based_on_now(self) -> BranchInfo:
-        main = self.info.path.parent.parent
-        serial, began = _settled_serial(self.root, main), _file_time(main)
-        return replace(self.info, base=serial, began=began, moment=int(began * 1e9))
+        serial, now_ns = _point_now(self.root, self.info.path.parent.parent)
+        return replace(self.info, base=serial, began=now_ns / 1e9, moment=now_ns)
 
     def begin_anew(self) -> None:
         """Begin again from the workspace as it is now, without changes.
@@ -1031,23 +1036,24 @@ def base_of(root: Path, info: BranchInfo) -> _Base:
     return _Base(main, past, Disk(Tree(root)), info.base, recover=recover, moment=moment)
 
 
-def _settled_serial(root: Path, main: Path) -> int:
-    """Return the newest serial of a workspace that holds no uncommitted changes."""
+def _point_now(root: Path, main: Path) -> tuple[int, int]:
+    """Return the newest serial of a workspace that holds no uncommitted changes, and the time."""
     recover_killed(root, main)
     note = Note.read(main)
     assert note is not None
     lock = DirectoryLock(main)
     try:
         with lock.reading():
-            return Past(main, note.seals(JOURNAL)).last
+            serial = Past(main, note.seals(JOURNAL)).last
     finally:
         lock.close()
+    return serial, _file_time(main)
 
 
-def _file_time(main: Path) -> float:
-    """Return the time as files have it: one that changes later has a later change time."""
+def _file_time(main: Path) -> int:
+    """Return the time as files have it, in nanoseconds: one that changes later has a later one."""
     os.utime(main / "tx")
-    return os.stat(main / "tx").st_ctime_ns / 1e9
+    return os.stat(main / "tx").st_ctime_ns
 
 
 def recover_killed(root: Path, main: Path) -> None:
