@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from killed_child import Death
 from trees import elsewhere, has_xattrs, look, put
 
 from ordinary_user import OrdinaryUser
+from weakincentives import locks
 from weakincentives.errors import (
     CommandFailed,
     ContentDamaged,
@@ -690,6 +692,25 @@ def test_a_kill_at_any_instant_leaves_all_or_nothing(
             assert attempt(deed, root, Death())
             assert state(root) == after, instant
     assert instants
+
+
+def test_a_branch_waits_for_the_process_that_rolls_a_killed_call_back(
+    tmp_path: Path, forkserver: None
+) -> None:
+    root = prepare(tmp_path / "p")
+    journal = tmp_path / "p/.work.wink/tx/journal"
+    with contextlib.closing(Branch.create(root, "other", at=0)) as branch:
+        before = shown(branch)
+        for instant in range(1, 100):
+            assert not attempt("merge", root, Death(instant))
+            if journal.exists() and journal.stat().st_size:
+                break
+        holding = os.open(root.with_name(".work.wink") / "lock", os.O_RDWR)
+        locks.take(holding)
+        threading.Timer(0.2, os.close, [holding]).start()
+
+        assert shown(branch) == before
+    assert journal.stat().st_size == 0
 
 
 @pytest.mark.heavy

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from weakincentives.errors import (
     NoSuchBranch,
     SnapshotExpired,
     WinkError,
+    WorkspaceLocked,
 )
 from weakincentives.filesystem.base import Reads, worded
 from weakincentives.filesystem.changes import Changes
@@ -1057,13 +1059,17 @@ def _file_time(main: Path) -> int:
 
 
 def recover_killed(root: Path, main: Path) -> None:
-    """Roll back the call of a killed process, if it left one."""
+    """Roll back the call of a killed process, if it left one, or wait for the process that does."""
+    until, pause = SYSTEM_CLOCK.monotonic() + _FOR_RECOVERY, threading.Event()
     with contextlib.suppress(FileNotFoundError):
-        if os.stat(main / "tx" / "journal").st_size:
+        while os.stat(main / "tx" / "journal").st_size and SYSTEM_CLOCK.monotonic() < until:
             with Held(os.open(main / "lock", os.O_RDWR | os.O_NOFOLLOW)) as fd:
                 is_held = locks.is_taken(fd)
-            if not is_held:
-                HostFilesystem(root, store=main, wait=_FOR_RECOVERY).close()
+            if is_held:
+                pause.wait(0.002)
+            else:
+                with contextlib.suppress(WorkspaceLocked):  # by one that was faster
+                    HostFilesystem(root, store=main).close()
 
 
 def _free_name(main: Path) -> str:
