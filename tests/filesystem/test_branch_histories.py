@@ -25,7 +25,13 @@ from hypothesis import strategies as st
 from killed_child import Death
 
 from weakincentives.errors import MergeConflict, UndoRefused
-from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
+from weakincentives.filesystem import (
+    Branch,
+    Filesystem,
+    HostFilesystem,
+    WorkspaceHistory,
+    branches_of,
+)
 
 # In `make torture` 10,000 histories with kills, in parts that run at once.
 PARTS = 10 if os.environ.get("WINK_THOROUGH") else 1
@@ -370,10 +376,9 @@ class Work:
         assert {each.name for each in branches_of(self.root)} == set(self.forks)
 
     def check_past(self) -> None:
+        history = WorkspaceHistory(self.root)
         for serial in range(len(self.calls) + 1):
-            with contextlib.closing(Branch.create(self.root, "past", at=serial)) as branch:
-                assert shown(branch) == self.state_at(serial), serial
-            drop_branch(self.root, "past")
+            assert shown(history.files_at(serial)) == self.state_at(serial), serial
 
     def check_person(self) -> None:
         """Whatever the person wrote, and did not replace, is somewhere."""
@@ -382,8 +387,8 @@ class Work:
         assert [text for text in self.of_person if text.encode() not in kept] == []
 
 
-def shown(branch: Branch) -> Files:
-    return {path: branch.read(path) for path in PATHS if branch.exists(path)}
+def shown(files: Filesystem) -> Files:
+    return {path: files.read(path) for path in PATHS if files.exists(path)}
 
 
 @pytest.fixture(scope="module", autouse=True)
