@@ -1069,7 +1069,7 @@ def recover_killed(root: Path, main: Path) -> None:
                 pause.wait(0.002)
             else:
                 with contextlib.suppress(WorkspaceLocked):  # by one that was faster
-                    HostFilesystem(root, store=main).close()
+                    HostFilesystem(root, store=main, shared=True, wait=0).close()
 
 
 def _free_name(main: Path) -> str:
