@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from killed_child import Death
 
-from weakincentives.errors import MergeConflict, NoSuchBranch
+from weakincentives.errors import MergeConflict, NoSuchBranch, UndoRefused
 from weakincentives.filesystem import Branch, HostFilesystem, drop_branch
 
 processes = multiprocessing.get_context("forkserver")
@@ -141,12 +142,84 @@ def _is_done(agent: Agent, task: int) -> bool:
         return any(mark in fs.read(each.path) for each in fs.list())
 
 
-def merge_or_rebase(root: Path, name: str, deed: str, death: Death) -> None:
-    """Merge or rebase a branch; a conflict is nobody's fault."""
+# One step of a random history
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A file that is written, deleted or moved, having read what is there."""
+
+    path: str
+    text: str | None = None
+    to: str | None = None
+    reads: tuple[tuple[str, str], ...] = ()
+
+    def make(self, fs: HostFilesystem) -> None:
+        for path, text in self.reads:
+            assert fs.read(path) == text
+        if self.to is not None:
+            fs.move(self.path, self.to, overwrite=True)
+        elif self.text is not None:
+            fs.write(self.path, self.text)
+        else:
+            fs.delete(self.path)
+
+
+Opened = Callable[[str], Branch]
+"""Returns a branch by its name."""
+
+
+def change_in_call(change: Change, fs: HostFilesystem, opened: Opened) -> None:
+    with fs.gate:
+        view = fs.fork_in_place()
+        change.make(view)
+        fs.merge(view)
+
+
+def change_on_branch(change: Change, name: str, fs: HostFilesystem, opened: Opened) -> None:
+    change.make(opened(name))
+
+
+def undo(call_id: str, fs: HostFilesystem, opened: Opened) -> None:
+    fs.undo(call_id)
+
+
+def rewind(call_id: str, fs: HostFilesystem, opened: Opened) -> tuple[str, ...]:
+    return fs.revert_to(call_id)
+
+
+def create(name: str, serial: int, fs: HostFilesystem, opened: Opened) -> None:
+    Branch.create(fs.root, name, at=serial).close()
+
+
+def drop(name: str, fs: HostFilesystem, opened: Opened) -> None:
+    drop_branch(fs.root, name)
+
+
+def merge(name: str, fs: HostFilesystem, opened: Opened) -> None:
+    opened(name).merge_into(fs)
+
+
+def rebase(name: str, fs: HostFilesystem, opened: Opened) -> None:
+    opened(name).rebase()
+
+
+def begin_anew(name: str, fs: HostFilesystem, opened: Opened) -> None:
+    opened(name).begin_anew()
+
+
+Deed = Callable[[HostFilesystem, Opened], object]
+
+
+REFUSED = 3
+"""The exit code of a process whose deed was refused."""
+
+
+def do_and_die(root: Path, deed: Deed, death: Death) -> None:
+    """Do one of these, and be killed over it."""
     death.arm()
-    with (
-        contextlib.suppress(MergeConflict),
-        HostFilesystem(root) as fs,
-        contextlib.closing(Branch.open(root, name)) as branch,
-    ):
-        branch.rebase() if deed == "rebase" else branch.merge_into(fs)
+    with HostFilesystem(root) as fs, contextlib.ExitStack() as stack:
+        try:
+            deed(fs, lambda name: stack.enter_context(contextlib.closing(Branch.open(root, name))))
+        except (MergeConflict, UndoRefused):
+            sys.exit(REFUSED)

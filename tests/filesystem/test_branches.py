@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from killed_child import Death
 from trees import elsewhere, has_xattrs, look, put
 
 from ordinary_user import OrdinaryUser
+from weakincentives import locks
 from weakincentives.errors import (
     CommandFailed,
     ContentDamaged,
@@ -33,7 +35,14 @@ from weakincentives.errors import (
     StoreRefused,
     WorkspaceLocked,
 )
-from weakincentives.filesystem import Branch, Filesystem, HostFilesystem, branches_of, drop_branch
+from weakincentives.filesystem import (
+    Branch,
+    Filesystem,
+    HostFilesystem,
+    Limits,
+    branches_of,
+    drop_branch,
+)
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate, Tool, ToolResult
 from weakincentives.runtime import Session, ToolCall, execute_tools
 
@@ -169,6 +178,41 @@ def test_a_branch_begins_at_any_earlier_call(root: Path, fs: HostFilesystem) -> 
             assert shown(branch) == states[number], number
             branch.write("a", "!")
             assert shown(branch) == {**states[number], "a": b"!", "to_a": b"!"}
+
+
+@pytest.mark.parametrize("lost", ["nothing", "its line", "half its line", "its many paths"])
+def test_what_a_call_left_is_found_without_the_index(
+    root: Path, fs: HostFilesystem, lost: str
+) -> None:
+    """The index of the history may lack a call: after a kill, on a full disk, or a large one."""
+    index = fs.store / "history" / "index"
+    view = fs.fork()
+    view.write("a", "first\n")
+    for number in range(1001 if lost == "its many paths" else 1):
+        view.write(f"n{number}", "")
+    fs.merge(view)
+    if lost.endswith("its line"):
+        os.truncate(index, index.stat().st_size // 2 if lost.startswith("half") else 0)
+    fs.write("b", "second\n")
+    for path in ("a", "b"):
+        put(root / path, "a person\n")
+        os.utime(root / path, ns=(2 * 10**18, 2 * 10**18))  # later than the calls
+
+    with contextlib.closing(Branch.create(root, at=2)) as branch:
+        assert (branch.read("a"), branch.read("b")) == ("first\n", "second\n")
+
+
+def test_an_edit_within_the_tick_of_the_clock_before_a_branch_shows(
+    root: Path, fs: HostFilesystem, branch: Branch
+) -> None:
+    fs.write("a", "call")
+    put(root / "a", "person")
+    for _ in range(20):  # the low digits of a time are never the same
+        branch.begin_anew()
+        now_ns = (fs.store / "tx").stat().st_ctime_ns
+        os.utime(root / "a", ns=(now_ns, now_ns))
+
+        assert branch.read("a") == "person"
 
 
 def test_branches_do_not_see_each_other(fs: HostFilesystem) -> None:
@@ -348,6 +392,19 @@ def test_one_process_at_a_time_has_a_branch_open(root: Path, branch: Branch) -> 
     assert "WorkspaceLocked" in done.stderr
     with pytest.raises(WorkspaceLocked):
         Branch.open(root, "b")
+
+
+def test_the_base_stays_if_the_history_was_trimmed_while_the_branch_was_made(root: Path) -> None:
+    with HostFilesystem(root, history_limit=Limits(count=2)) as fs:
+        (fs.store / "branches" / "b").mkdir(parents=True)  # by a process that was killed over it
+        for number in range(5):
+            fs.write("a", f"{number}")
+        with contextlib.closing(fs.branch("b")) as branch:
+            for number in range(5):
+                fs.write("a", f"later {number}")
+
+            assert branch.read("a") == "4"
+            assert again(branch).read("a") == "4"
 
 
 # Damage
@@ -635,6 +692,25 @@ def test_a_kill_at_any_instant_leaves_all_or_nothing(
             assert attempt(deed, root, Death())
             assert state(root) == after, instant
     assert instants
+
+
+def test_a_branch_waits_for_the_process_that_rolls_a_killed_call_back(
+    tmp_path: Path, forkserver: None
+) -> None:
+    root = prepare(tmp_path / "p")
+    journal = tmp_path / "p/.work.wink/tx/journal"
+    with contextlib.closing(Branch.create(root, "other", at=0)) as branch:
+        before = shown(branch)
+        for instant in range(1, 100):
+            assert not attempt("merge", root, Death(instant))
+            if journal.exists() and journal.stat().st_size:
+                break
+        holding = os.open(root.with_name(".work.wink") / "lock", os.O_RDWR)
+        locks.take(holding)
+        threading.Timer(0.2, os.close, [holding]).start()
+
+        assert shown(branch) == before
+    assert journal.stat().st_size == 0
 
 
 @pytest.mark.heavy

@@ -375,6 +375,24 @@ def test_a_copy_has_what_the_branch_copied(work: Work) -> None:
     assert ((work.root / "a").read_text(), (work.root / "b").read_text()) == ("new", "old")
 
 
+@pytest.mark.parametrize("rebased", [True, False])
+@pytest.mark.parametrize("how", ["move", "copy", "delete"])
+def test_what_the_branch_moved_copied_or_deleted_may_be_deleted_by_others(
+    work: Work, how: str, rebased: bool
+) -> None:
+    put(work.root / "a", "old")
+    work.branch.begin_anew()
+    getattr(work.branch, how)("a", *(["b"] if how != "delete" else []))
+    work.branch.write("c", "new")
+    work.fs.delete("a")
+    if rebased:
+        work.branch.rebase()
+    kept = {} if how == "delete" else {"b": "old"}
+
+    assert not work.conflicts()
+    assert {each.name: each.read_text() for each in work.root.iterdir()} == {"c": "new", **kept}
+
+
 def test_a_moved_file_that_others_changed_is_a_conflict(work: Work) -> None:
     put(work.root / "a", "old")
     work.branch.begin_anew()

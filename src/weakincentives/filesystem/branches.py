@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from weakincentives.errors import (
     NoSuchBranch,
     SnapshotExpired,
     WinkError,
+    WorkspaceLocked,
 )
 from weakincentives.filesystem.base import Reads, worded
 from weakincentives.filesystem.changes import Changes
@@ -47,7 +49,7 @@ from weakincentives.filesystem.layers import (
     walk,
     xattrs_at,
 )
-from weakincentives.filesystem.merging import Merge, Prefer, node_at
+from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
 from weakincentives.filesystem.staging import Staging, State, Step, is_same
 from weakincentives.filesystem.states import DirectoryAt
@@ -423,6 +425,9 @@ class Branch(PrivateView):
                 if of is not None:
                     _copy_contents(of, info)
                 self._log.create(info)
+                # Now the history knows what the base needs: see the references of Past.
+                now_ns = int(clock.time() * 1e9)
+                os.utime(info.path.parent, ns=(now_ns, now_ns))
             info = self._log.read()
             base = base_of(root, info)
             opened.callback(base.close)
@@ -487,12 +492,15 @@ class Branch(PrivateView):
         folder = main / BRANCHES / name
         if (folder / "log").exists():  # without one, a kill has cut its making short
             raise FilesystemError(f"There is already a branch {name!r}")
-        began, moment = _file_time(main), 0
-        if at is None:
-            at, moment = _settled_serial(root, main), int(began * 1e9)
+        at, moment = _point_now(root, main) if at is None else (at, 0)
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         info = BranchInfo(
-            name=name, base=at, began=began, moment=moment, about=dict(about or {}), path=folder
+            name=name,
+            base=at,
+            began=(moment or _file_time(main)) / 1e9,
+            moment=moment,
+            about=dict(about or {}),
+            path=folder,
         )
         if of is not None:
             kept = of.commits[:commits]
@@ -835,11 +843,24 @@ class Branch(PrivateView):
 
     def _can_repeat(self, steps: Iterable[Step], plan: Merge) -> bool:
         """Whether the same steps lead to the same files in the directory."""
-        return not any(
-            step.method in ("back", "base")
-            or (step.method in ("rename", "copy") and not self._is_as_moved(step, plan))
-            for step in steps
-        )
+        layer = Layer(plan.theirs)
+        for step in steps:
+            if step.method in ("back", "base") or not self._can_do(step, layer, plan):
+                return False
+            layer = step.applied(layer)
+        return True
+
+    def _can_do(self, step: Step, layer: Layer, plan: Merge) -> bool:
+        """Whether a step finds in the directory what it changes, removes, moves or copies."""
+        if step.method in ("write", "put_file", "make_directory"):
+            return True
+        if node_at(layer, step.parts) is None:  # the base of a rebased branch may not have it
+            return False
+        if step.method not in ("rename", "copy"):
+            return True
+        if step.node is not None:
+            return has_content(layer, step.parts, step.node)
+        return is_same(plan.base, plan.theirs, step.parts)
 
     @contextlib.contextmanager
     def merging(self, *, strict: bool = False, prefer: Prefer | None = None) -> Generator[Merge]:
@@ -851,14 +872,8 @@ class Branch(PrivateView):
             now.close()
 
     def _based_on_now(self) -> BranchInfo:
-        main = self.info.path.parent.parent
-        serial, began = _settled_serial(self.root, main), _file_time(main)
-        return replace(self.info, base=serial, began=began, moment=int(began * 1e9))
-
-    def _is_as_moved(self, step: Step, plan: Merge) -> bool:
-        if step.node is not None:
-            return plan.has_in_directory(step.parts, step.node)
-        return is_same(plan.base, plan.theirs, step.parts)
+        serial, now_ns = _point_now(self.root, self.info.path.parent.parent)
+        return replace(self.info, base=serial, began=now_ns / 1e9, moment=now_ns)
 
     def begin_anew(self) -> None:
         """Begin again from the workspace as it is now, without changes.
@@ -1023,33 +1038,38 @@ def base_of(root: Path, info: BranchInfo) -> _Base:
     return _Base(main, past, Disk(Tree(root)), info.base, recover=recover, moment=moment)
 
 
-def _settled_serial(root: Path, main: Path) -> int:
-    """Return the newest serial of a workspace that holds no uncommitted changes."""
+def _point_now(root: Path, main: Path) -> tuple[int, int]:
+    """Return the newest serial of a workspace that holds no uncommitted changes, and the time."""
     recover_killed(root, main)
     note = Note.read(main)
     assert note is not None
     lock = DirectoryLock(main)
     try:
         with lock.reading():
-            return Past(main, note.seals(JOURNAL)).last
+            serial = Past(main, note.seals(JOURNAL)).last
     finally:
         lock.close()
+    return serial, _file_time(main)
 
 
-def _file_time(main: Path) -> float:
-    """Return the time as files have it: one that changes later has a later change time."""
+def _file_time(main: Path) -> int:
+    """Return the time as files have it, in nanoseconds: one that changes later has a later one."""
     os.utime(main / "tx")
-    return os.stat(main / "tx").st_ctime_ns / 1e9
+    return os.stat(main / "tx").st_ctime_ns
 
 
 def recover_killed(root: Path, main: Path) -> None:
-    """Roll back the call of a killed process, if it left one."""
+    """Roll back the call of a killed process, if it left one, or wait for the process that does."""
+    until, pause = SYSTEM_CLOCK.monotonic() + _FOR_RECOVERY, threading.Event()
     with contextlib.suppress(FileNotFoundError):
-        if os.stat(main / "tx" / "journal").st_size:
+        while os.stat(main / "tx" / "journal").st_size and SYSTEM_CLOCK.monotonic() < until:
             with Held(os.open(main / "lock", os.O_RDWR | os.O_NOFOLLOW)) as fd:
                 is_held = locks.is_taken(fd)
-            if not is_held:
-                HostFilesystem(root, store=main, wait=_FOR_RECOVERY).close()
+            if is_held:
+                pause.wait(0.002)
+            else:
+                with contextlib.suppress(WorkspaceLocked):  # by one that was faster
+                    HostFilesystem(root, store=main, shared=True, wait=0).close()
 
 
 def _free_name(main: Path) -> str:

@@ -592,15 +592,23 @@ class History(Past):
                 self._settle_directory(record.saved or "", serial, edited)
             else:
                 self._settle_file(record.source or Source(record.saved or ""), entry)
+        # First: readers take the size of the index for a sign of a commit.
+        self._add_to_index(_touched(serial, records))
         self.journal.move(f"{self._path}/{serial:012d}-{size}")
-        with contextlib.suppress(OSError):  # whoever needs the line then reads the entry
-            append_line(self._path / INDEX, _touched(serial, records))
         if self._sizes is not None and serial not in self._sizes:
             self._sizes[serial] = size
             self._total = None if self._total is None else self._total + size
             if self._uses is not None:
                 self._uses.expect(serial)
         self._last = max(self._last, serial)
+
+    def _add_to_index(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # whoever needs the line then reads the entry
+            try:
+                append_line(self._path / INDEX, line)
+            except FileNotFoundError:
+                self._path.mkdir(mode=0o700)
+                append_line(self._path / INDEX, line)
 
     def leftovers(self) -> set[str]:
         """Return the names that a finished transaction may have left in its directory."""
@@ -767,7 +775,8 @@ class History(Past):
                 return
             lines = index.read_bytes().split(b"\n")[:-1]
             first = min(self._known(), default=0)
-            kept = [each for each in lines if int(each[1:].partition(b",")[0] or 0) >= first]
+            found = ((each, re.match(rb"\[([0-9]+),", each)) for each in lines)
+            kept = [line for line, serial in found if serial and int(serial[1]) >= first]
             if len(kept) * 2 < len(lines):
                 write_whole(index, b"".join(each + b"\n" for each in kept), safe=False)
 

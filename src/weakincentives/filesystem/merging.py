@@ -186,11 +186,6 @@ class Merge:
                 f"The branch cannot be merged: {told}{more}", [join_path(p) for p in paths]
             )
 
-    def has_in_directory(self, parts: Parts, node: Entry) -> bool:
-        """Whether the directory has a file with this content at a path, or nothing."""
-        there = self._side(self.theirs, parts)
-        return there.node is None or there.has_content_of(_Side(node, None, parts))
-
     def _side(self, look: Look, parts: Parts) -> _Side:
         return _Side(node_at(look, parts), look, parts)
 
@@ -419,6 +414,11 @@ def node_at(look: Look, parts: Parts) -> Node | None:
         return look.node(parts)
     except OSError:
         return None
+
+
+def has_content(look: Look, parts: Parts, entry: Entry) -> bool:
+    """Whether there is a file with the content of an entry at a path."""
+    return _Side(node_at(look, parts), look, parts).has_content_of(_Side(entry, None, parts))
 
 
 def _outermost(paths: Iterable[Parts]) -> list[Parts]:

@@ -106,8 +106,7 @@ class DirectoryAt(Forward):
         past.refresh()
         self._changed_at = past.changed_at()
         self._begin()
-        if past.last > serial and min(past.serials()) > serial + 1:
-            raise FilesystemError("The history no longer has this state: it was trimmed")
+        self._check_has_later()
         if moment is None:
             moment = past.moment(serial) if serial in past.serials() else 0
         self._moment = moment
@@ -234,13 +233,20 @@ class DirectoryAt(Forward):
     def _last_calls(self) -> dict[str, int]:
         if self._left is None:
             self._left = {}
-            for serial, touched in sorted(self._touched().items()):
+            for serial in self._past.serials():
                 if serial <= self.serial:
-                    self._left.update(dict.fromkeys(touched.paths or (), serial))
+                    self._left.update(dict.fromkeys(self._paths_of(serial), serial))
             for path in self._left:
                 above, _, name = path.rpartition("/")
                 self._names.setdefault(above, set()).add(name)
         return self._left
+
+    def _paths_of(self, serial: int) -> Iterable[str]:
+        """Return the paths that a call changed, from its entry if the index does not have them."""
+        paths = self._touched().get(serial, _MANY).paths
+        if paths is not None:
+            return paths
+        return {"/".join(p) for delta in self._past.readable([serial]) for p in delta.after}
 
     def _names_left(self, parts: Parts) -> AbstractSet[str]:
         self._last_calls()
@@ -314,6 +320,7 @@ class DirectoryAt(Forward):
         if changed_at == self._changed_at:
             return
         self._past.refresh()
+        self._check_has_later()
         if self._past.last - self._first > _DEEPEST:
             self._begin()
         for serial in reversed(self._past.after(self._newest)):
@@ -321,6 +328,10 @@ class DirectoryAt(Forward):
             self._current = self._current.supersede(delta.records, self._replaced_by(delta))
             self._newest = serial
         self._changed_at = changed_at
+
+    def _check_has_later(self) -> None:
+        if self._past.last > self.serial and min(self._past.serials()) > self.serial + 1:
+            raise FilesystemError("The history no longer has this state: it was trimmed")
 
 
 class FilesAt(OnDisk):
