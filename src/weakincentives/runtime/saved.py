@@ -763,7 +763,7 @@ def _parsed(text: bytes) -> Any:
     from pydantic_core import from_json
 
     try:
-        return from_json(text, cache_strings="keys")
+        return from_json(text, cache_strings="all")  # names of types are values
     except ValueError:  # nested too deeply for it, for example
         return json.loads(text)
 
