@@ -73,7 +73,7 @@ class RunCalls:
 
     def commit_of(self, number: int) -> CommitSteps | None:
         serial = self._serials.get(number)
-        return None if serial is None else self.versions.since(serial - 1)[0]
+        return None if serial is None else self.versions.commit(serial)
 
     @cached_property
     def _serials(self) -> dict[int, int]:

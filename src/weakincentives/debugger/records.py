@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
+from weakincentives.collector import no_collection
 from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
 from weakincentives.runtime.calls import Run
 from weakincentives.runtime.conversation import ContextCompacted, Message
@@ -163,12 +164,13 @@ class RunRecords:
             return False
         if self._seen == (status.st_ino, status.st_size) or self._data.damage:
             return True
-        for place, line in self._saves.new():
-            try:
-                self._add(place, line)
-            except _UNREADABLE as error:
-                self._data.damage = f"a save in {self.run.path} is damaged: {error!r}"
-                break
+        with no_collection():
+            for place, line in self._saves.new():
+                try:
+                    self._add(place, line)
+                except _UNREADABLE as error:
+                    self._data.damage = f"a save in {self.run.path} is damaged: {error!r}"
+                    break
         self._seen = (status.st_ino, status.st_size)
         return True
 

@@ -417,8 +417,8 @@ class Views:
             return versions.paths_at(serial, self._walk())
         paths = self._history("")[0].paths_at(versions.info.base, self._walk())
         for commit in versions.commits[:serial]:
-            paths.difference_update(each.found_at for each in commit.steps if each.before)
-            paths.update(each.parts for each in commit.steps if each.after)
+            paths.difference_update(each.found_at for each in commit.steps if each.was)
+            paths.update(each.parts for each in commit.steps if each.left)
         return paths
 
     def warm(self, run_id: str = "") -> None:
