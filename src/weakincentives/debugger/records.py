@@ -231,25 +231,29 @@ class RunRecords:
         data.at = float(line["at"])
         if not log and not state:
             data.resumed.append(data.at)
-        named = {self._names.get(name) or self._named(name): name for name in log}
-        fills = _RECORDS in named and bool(log[named[_RECORDS]][1])
-        for name, read in _READERS.items():
-            if name in named:
-                spelled = named[name]
+        names = self._names
+        for kind in (log, state):
+            for spelled in kind:
+                if spelled not in names:
+                    names[spelled] = current_name(spelled)
+        fills = False
+        for spelled in log if len(log) < 2 else sorted(log, key=lambda each: _order(names[each])):
+            name = names[spelled]
+            read = _READERS.get(name)
+            if read is not None:
                 kept, items = log[spelled]
                 short = self._log(name)
                 if kept > len(short):
                     raise ValueError(f"values are missing in the slice of {name}")
                 del short[kept:]
-                for nth, value in enumerate(items):
-                    fields = fields_of(value)
-                    short.append(
-                        {"fields": read(self, Item(place, spelled, nth), fields, kept + nth)}
-                    )
-        changed = [*self._rewound_by(fills)]
+                for nth, value in enumerate(items, kept):
+                    item = Item(place, spelled, nth - kept)
+                    short.append({"fields": read(self, item, fields_of(value), nth)})
+                fills = fills or (name == _RECORDS and bool(items))
+        changed = [*self._rewound_by(fills)] if self._rewound else []
         for kind, slices in (("state", state), ("log", log)):
             for spelled, (kept, items) in slices.items():
-                key = self._names.get(spelled) or self._named(spelled)
+                key = names[spelled]
                 if key not in SHOWN_ELSEWHERE:
                     step = SliceStep(
                         len(self.notes), kept, len(items), place, spelled, kind, not fills
@@ -260,10 +264,6 @@ class RunRecords:
             self._is_rewound = False
             if changed:
                 self.notes[-1].slices[:] = dict.fromkeys(changed)
-
-    def _named(self, name: str) -> str:
-        """Return the present name of a slice; asked once."""
-        return self._names.setdefault(name, current_name(name))
 
     def _add_step(self, key: str, step: SliceStep) -> None:
         slice_ = self.slices.get(key)
@@ -357,6 +357,13 @@ _READERS: Mapping[str, Callable[[RunRecords, Item, Json, int], Json]] = {
     _ENDS: RunRecords._add_end,  # pyright: ignore[reportPrivateUsage]
     _RECORDS: RunRecords._add_record,  # pyright: ignore[reportPrivateUsage]
 }
+
+_ORDER = {name: place for place, name in enumerate(_READERS)}
+
+
+def _order(name: str) -> int:
+    return _ORDER.get(name, len(_ORDER))
+
 
 _OF_RECORD = (
     "tool_name", "success", "timestamp", "duration", "call_id", "ran", "denied_by", "place",
