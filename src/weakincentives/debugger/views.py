@@ -422,11 +422,13 @@ class Views:
         return paths
 
     def warm(self, run_id: str = "") -> None:
-        """Read a run, by default the newest, and the history, so that a later look is fast."""
+        """Read the history and all runs, this one or the newest first: a later look is fast."""
         with contextlib.suppress(OSError, WinkError, NotFound):
-            newest = max(runs_of(self.path), key=lambda run: run.saved_at, default=None)
-            if run_id or newest is not None:
-                self.run(run_id or cast("Run", newest).id)
+            newest_first = sorted(runs_of(self.path), key=lambda run: run.saved_at, reverse=True)
+            for first in [run_id] if run_id else [run.id for run in newest_first[:1]]:
+                self.run(first)
+            for run in newest_first:
+                self.summary(run)
 
     def run_ids(self) -> list[str]:
         return [run.id for run in runs_of(self.path)]
