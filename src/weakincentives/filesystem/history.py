@@ -429,7 +429,10 @@ class Past:
         return self._sizes
 
     def _file(self, serial: int) -> Path:
-        return self._path / f"{serial:012d}-{self._known()[serial]}"
+        size = self._known().get(serial)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "trimmed from the history", str(serial))
+        return self._path / f"{serial:012d}-{size}"
 
 
 NAMED = re.compile("([0-9]{12,})-([0-9]+)")

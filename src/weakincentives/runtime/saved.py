@@ -317,18 +317,20 @@ class SavedSession:
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
         index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
-        hosted = {each.call_id: each.tool_name for each in ledger.calls(mark)}
-        outcomes = [ledger.find(each) for each in {*index.unrecorded, *hosted} - index.made.keys()]
+        hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}
+        outcomes = {call_id: ledger.find(call_id) for call_id in (*index.unrecorded, *hosted)}
         # The files of a call whose outcome was unknown may have been committed long ago.
-        is_old = any(each and each.files and each.outcome == "committed" for each in outcomes)
+        is_old = any(e and e.files and e.outcome == "committed" for e in outcomes.values())
         history = [*_unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
-        hosted |= {each.call_id: each.tool for each in history if each.call_id.startswith(mark)}
+        for each in history:
+            if each.call_id.startswith(mark) and each.call_id not in index.made:
+                hosted[each.call_id] = each.tool
+                outcomes.setdefault(each.call_id, ledger.find(each.call_id))
         live = not_undone(history)
         undone: list[str] = []
         # Newest first: later changes may depend on earlier ones.
-        for call_id in reversed([*index.unrecorded, *hosted]):
-            found = ledger.find(call_id)
-            if call_id in index.made or (found is None and call_id not in live):
+        for call_id, found in reversed(outcomes.items()):
+            if found is None and call_id not in live:
                 continue
             call = self._asked(call_id) or ToolCall(hosted[call_id], None, call_id)
             if found is not None and found.outcome == "committed":
