@@ -43,9 +43,11 @@ from weakincentives.filesystem.entry import (
 )
 from weakincentives.filesystem.journal import (
     JOURNAL,
+    EncodedEntry,
     Journal,
     Record,
     no_links,
+    read_entries,
     read_journal,
     read_paths,
 )
@@ -255,6 +257,18 @@ class Past:
         if found is None or found[0].get("serial") != serial:
             return self.read(serial).committed
         return _committed(*found)
+
+    def entries(
+        self, serial: int
+    ) -> tuple[Committed, dict[str, tuple[EncodedEntry, EncodedEntry]]] | None:
+        """Return a call, and what was at each path before and after it, without decoding that.
+
+        None if that is not so easy: then ``read`` it.
+        """
+        found = read_entries(self._file(serial), self._seals)
+        if found is None or found[0].get("serial") != serial:
+            return None
+        return _committed(found[0], found[1].keys()), found[1]
 
     def _readable(self, serials: Iterable[int], read: Callable[[int], T]) -> Iterator[T]:
         for serial in serials:

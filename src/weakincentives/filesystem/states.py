@@ -233,9 +233,21 @@ class DirectoryAt(Forward):
     def _last_calls(self) -> dict[str, int]:
         if self._left is None:
             self._left = {}
+            inside: dict[str, set[str]] = {}
             for serial in self._past.serials():
-                if serial <= self.serial:
-                    self._left.update(dict.fromkeys(self._paths_of(serial), serial))
+                if serial > self.serial:
+                    break
+                paths = self._paths_of(serial)
+                for path in paths:
+                    # What was in a directory that is moved or removed has gone with it.
+                    for other in inside.pop(path, ()):
+                        self._left.pop(other, None)
+                for path in paths:
+                    self._left[path] = serial
+                    above = path.rpartition("/")[0]
+                    while above:
+                        inside.setdefault(above, set()).add(path)
+                        above = above.rpartition("/")[0]
             for path in self._left:
                 above, _, name = path.rpartition("/")
                 self._names.setdefault(above, set()).add(name)

@@ -471,7 +471,7 @@ class Call:
         if self.record is None or self.run is None:
             return ""
         answer = self.run.answer_to(self.call_id)
-        return _rendered(self.record["result"]) if answer is None else answer
+        return rendered_result(self.record["result"]) if answer is None else answer
 
 
 class Calls:
@@ -722,7 +722,7 @@ def _thawed(items: list[Any]) -> tuple[Message, ...]:
     return tuple(map(thaw, items))
 
 
-def _rendered(result: Any) -> str:
+def rendered_result(result: Any) -> str:
     """Return a result as the model saw it, if its types can be loaded; else its fields."""
     try:
         for module in set(

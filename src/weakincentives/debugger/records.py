@@ -1,0 +1,388 @@
+"""What the file of a run holds, indexed by call: read once, and later only what was added.
+
+Only what lists show stays in memory. Texts, arguments, results and values of slices are read again
+from the file when one of them is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from weakincentives.budget import NO_TOKENS, TokenUsage
+from weakincentives.collector import no_collection
+from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
+from weakincentives.runtime.calls import Run
+from weakincentives.runtime.conversation import ContextCompacted, Message
+from weakincentives.runtime.rewind import REWIND
+from weakincentives.runtime.saved import SavedSessionData, SavePlace, Saves
+from weakincentives.serde.exact import current_name, plain
+from weakincentives.session import type_name
+from weakincentives.text import summary_of
+
+_RECORDS, _MESSAGES, _PROMPTS = map(type_name, (ToolInvoked, Message, PromptRendered))
+_COMPACTIONS, _ENDS = type_name(ContextCompacted), type_name(PromptExecuted)
+SHOWN_ELSEWHERE = frozenset({_RECORDS, _MESSAGES, _PROMPTS})
+"""Slices that are the calls, turns and prompts themselves."""
+
+_TEXT, _USER, _ERROR, _SUMMARY = 400, 400, 200, 80
+"""Characters that stay in memory."""
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+Json = dict[str, Any]
+
+
+class Item(NamedTuple):
+    """Where a value of a LOG slice is in the file."""
+
+    place: SavePlace
+    name: str
+    """Its slice, as the file spells it."""
+    nth: int
+
+
+class CallNotes(NamedTuple):
+    """What lists show of a call, besides its record."""
+
+    item: Item
+    summary: str
+    error: str
+    turn: int
+    slices: list[str]
+    """The slices that it changed, by key."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnNotes:
+    """A turn of the model."""
+
+    number: int
+    item: Item
+    text: str
+    user: str
+    usage: TokenUsage
+    preceding: int
+    """How many calls had ended when the model answered."""
+    calls: list[int] = field(default_factory=list[int])
+
+
+class PromptNotes(NamedTuple):
+    item: Item
+    turn: int
+    """The next turn of the model."""
+
+
+class SliceStep(NamedTuple):
+    """A save that changed a slice: so many values stay, and others follow them."""
+
+    call: int
+    """The call that changed it; or the last one before the change, if that was between calls."""
+    keep: int
+    size: int
+    """How many follow them."""
+    place: SavePlace
+    name: str
+    kind: str
+    """Where the save has it: ``state`` or ``log``."""
+    between: bool
+
+
+@dataclass(slots=True)
+class SliceNotes:
+    """The history of a slice."""
+
+    key: str
+    is_log: bool
+    steps: list[SliceStep] = field(default_factory=list[SliceStep])
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(":")[2].rpartition(".")[2]
+
+    def until(self, call: int, *, before: bool = False) -> int:
+        """Return how many steps had happened after a call, or just before it."""
+        count = len(self.steps)
+        while count:
+            step = self.steps[count - 1]
+            # Just after a call, nothing between it and the next one has happened.
+            if step.call < call or (step.call == call and not before and not step.between):
+                break
+            count -= 1
+        return count
+
+
+class _Read(Run):
+    """A run whose file is read elsewhere."""
+
+    def __init__(self, path: Path, data: SavedSessionData) -> None:
+        super().__init__(path)
+        self.__dict__["data"] = data
+
+
+class RunRecords:
+    """The file of a run, indexed. Not for several threads at once.
+
+    Raises:
+        SnapshotError: The file is not that of a run, or nothing was saved in it yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._saves = Saves(path)
+        data = self._saves.head
+        self.run: Run = _Read(path, data)
+        """With records that lack arguments, results and texts."""
+        self.notes: list[CallNotes] = []
+        """By number, from 1: the first is at place 0."""
+        self.turns: list[TurnNotes] = []
+        self.prompts: list[PromptNotes] = []
+        self.slices: dict[str, SliceNotes] = {}
+        self.usage = NO_TOKENS
+        self._data = data
+        self._answers: dict[str, list[Item]] = {}
+        self._asked: dict[str, int] = {}
+        """The turn that asked for a call, by id."""
+        self._user = ""
+        self._names: dict[str, str] = {}
+        """Present names of slices by those in the file."""
+        self._is_rewound = False
+        self._rewound: list[tuple[SliceNotes, int]] = []
+        """The steps since the conversation was rewound, as places in the steps of slices."""
+        self._seen = (0, -1)
+        self.refresh()
+
+    @property
+    def damage(self) -> str:
+        return self._saves.damage or self._data.damage
+
+    def refresh(self) -> bool:
+        """Read what was added since; False if the file was replaced by another."""
+        status = os.stat(self.run.path)
+        if self._seen[0] not in (0, status.st_ino) or status.st_size < self._seen[1]:
+            return False
+        if self._seen == (status.st_ino, status.st_size) or self._data.damage:
+            return True
+        with no_collection():
+            for place, line in self._saves.new():
+                try:
+                    self._add(place, line)
+                except _UNREADABLE as error:
+                    self._data.damage = f"a save in {self.run.path} is damaged: {error!r}"
+                    break
+        self._seen = (status.st_ino, status.st_size)
+        return True
+
+    # Reading values
+
+    def fields(self, item: Item) -> Json:
+        """Return the fields of a value in a LOG slice, in JSON form."""
+        (found,) = self.all_fields([item])
+        return found
+
+    def all_fields(self, items: Sequence[Item]) -> Iterator[Json]:
+        for item, line in zip(items, self._saves.at(each.place for each in items), strict=True):
+            yield fields_of(line["log"][item.name][1][item.nth])
+
+    def answer(self, number: int) -> Item | None:
+        """Return the message that the model got for a call, if there is one."""
+        item = self.notes[number - 1].item
+        call_id = str(self._log(_RECORDS)[number - 1]["fields"].get("call_id", ""))
+        later = (each for each in self._answers.get(call_id, ()) if each.place >= item.place)
+        return next(later, None)
+
+    def answers(self) -> Iterable[tuple[str, Item]]:
+        """Return all messages that answer calls, with the ids of the calls."""
+        return [(call_id, each) for call_id, found in self._answers.items() for each in found]
+
+    def value(self, slice_: SliceNotes, steps: int) -> list[Any]:
+        """Return the values of a slice after so many of its steps."""
+        found: list[tuple[SliceStep, int]] = []
+        wanted: int | None = None
+        for step in reversed(slice_.steps[:steps]):
+            if wanted is None or step.keep < wanted:
+                count = step.size if wanted is None else min(step.size, wanted - step.keep)
+                found.append((step, count))
+                wanted = step.keep
+            if not wanted:
+                break
+        values: list[Any] = []
+        for (_, count), added in zip(
+            reversed(found), self.added([step for step, _ in reversed(found)]), strict=True
+        ):
+            values += added[:count]
+        return values
+
+    def added(self, steps: Sequence[SliceStep]) -> Iterator[list[Any]]:
+        """Yield the values that steps of a slice have added, without the names of types."""
+        lines = self._saves.at(each.place for each in steps)
+        for step, line in zip(steps, lines, strict=True):
+            yield cast("list[Any]", plain(line[step.kind][step.name][1]))
+
+    # Indexing
+
+    def _log(self, name: str) -> list[Any]:
+        return self._data.log.setdefault(name, [])
+
+    def _add(self, place: SavePlace, line: Any) -> None:
+        """Index one save."""
+        data, log, state = self._data, line["log"], line["state"]
+        data.at = float(line["at"])
+        if not log and not state:
+            data.resumed.append(data.at)
+        names = self._names
+        for kind in (log, state):
+            for spelled in kind:
+                if spelled not in names:
+                    names[spelled] = current_name(spelled)
+        fills = False
+        for spelled in log if len(log) < 2 else sorted(log, key=lambda each: _order(names[each])):
+            name = names[spelled]
+            read = _READERS.get(name)
+            if read is not None:
+                kept, items = log[spelled]
+                short = self._log(name)
+                if kept > len(short):
+                    raise ValueError(f"values are missing in the slice of {name}")
+                del short[kept:]
+                for nth, value in enumerate(items, kept):
+                    item = Item(place, spelled, nth - kept)
+                    short.append({"fields": read(self, item, fields_of(value), nth)})
+                fills = fills or (name == _RECORDS and bool(items))
+        changed = [*self._rewound_by(fills)] if self._rewound else []
+        for kind, slices in (("state", state), ("log", log)):
+            for spelled, (kept, items) in slices.items():
+                key = names[spelled]
+                if key not in SHOWN_ELSEWHERE:
+                    step = SliceStep(
+                        len(self.notes), kept, len(items), place, spelled, kind, not fills
+                    )
+                    self._add_step(key, step)
+                    changed.append(key)
+        if fills:
+            self._is_rewound = False
+            if changed:
+                self.notes[-1].slices[:] = dict.fromkeys(changed)
+
+    def _add_step(self, key: str, step: SliceStep) -> None:
+        slice_ = self.slices.get(key)
+        if slice_ is None:
+            slice_ = self.slices[key] = SliceNotes(key, step.kind == "log")
+        if self._is_rewound and step.between:
+            self._rewound.append((slice_, len(slice_.steps)))
+        slice_.steps.append(step)
+
+    def _rewound_by(self, fills: bool) -> Iterator[str]:
+        """Yield the slices that a rewind has restored: that was saved just before its record."""
+        if fills and self._rewound:
+            if self._log(_RECORDS)[-1]["fields"].get("tool_name") == REWIND:
+                for slice_, index in self._rewound:
+                    step = slice_.steps[index]
+                    slice_.steps[index] = step._replace(call=len(self.notes), between=False)
+                    yield slice_.key
+            self._rewound.clear()
+
+    # Each returns what stays in memory of a value, for what the runtime knows about runs.
+
+    def _add_message(self, item: Item, message: Json, number: int) -> Json:
+        if message.get("usage") is not None:
+            self.usage += _usage(message["usage"])
+        role = message.get("role")
+        if role == "tool":
+            self._answers.setdefault(str(message.get("call_id")), []).append(item)
+        elif message.get("depth"):
+            pass
+        elif message.get("rewound_to") is not None:
+            self._is_rewound = True
+        elif role == "user":
+            self._user = _text(message.get("text", ""))[:_USER]
+        elif role == "model":
+            self._add_turn(item, message)
+        return {name: message.get(name) for name in _OF_MESSAGE}
+
+    def _add_turn(self, item: Item, message: Json) -> None:
+        turn = TurnNotes(
+            number=len(self.turns) + 1,
+            item=item,
+            text=_text(message.get("text", ""))[:_TEXT],
+            user=self._user,
+            usage=_usage(message.get("usage")),
+            preceding=len(self.notes),
+        )
+        self._user = ""
+        self.turns.append(turn)
+        for call in message.get("tool_calls", {}).get("items", ()):
+            self._asked[str(fields_of(call).get("id"))] = turn.number
+
+    def _add_record(self, item: Item, record: Json, number: int) -> Json:
+        del self.notes[number:]
+        turn = self._asked.get(str(record.get("call_id")), 0)
+        if turn:
+            self.turns[turn - 1].calls.append(number + 1)
+        result = fields_of(record.get("result"))
+        error = ""
+        if not record.get("success"):
+            error = _text(result.get("message", "")).lstrip().partition("\n")[0][:_ERROR]
+        summary = summary_of(plain(record.get("params")), _SUMMARY)
+        self.notes.append(CallNotes(item, summary, error, turn, []))
+        failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
+        short = {name: record[name] for name in _OF_RECORD if name in record}
+        short["result"] = {
+            "fields": {
+                "failure": {"fields": {"code": failure["code"]}} if "code" in failure else None,
+                "retries": int(metadata.get("attempts", 1)) - 1,
+            }
+        }
+        return short
+
+    def _add_prompt(self, item: Item, prompt: Json, number: int) -> Json:
+        del self.prompts[number:]
+        self.prompts.append(PromptNotes(item, len(self.turns) + 1))
+        return {}
+
+    def _add_compaction(self, item: Item, compacted: Json, number: int) -> Json:
+        self.usage += _usage(compacted.get("usage"))
+        return {"summary": bool(compacted.get("summary"))}
+
+    def _add_end(self, item: Item, end: Json, number: int) -> Json:
+        return {"stop_reason": end.get("stop_reason")}
+
+
+_READERS: Mapping[str, Callable[[RunRecords, Item, Json, int], Json]] = {
+    # A message precedes the calls that it asks for, and a prompt the turn that it is for.
+    _PROMPTS: RunRecords._add_prompt,  # pyright: ignore[reportPrivateUsage]
+    _MESSAGES: RunRecords._add_message,  # pyright: ignore[reportPrivateUsage]
+    _COMPACTIONS: RunRecords._add_compaction,  # pyright: ignore[reportPrivateUsage]
+    _ENDS: RunRecords._add_end,  # pyright: ignore[reportPrivateUsage]
+    _RECORDS: RunRecords._add_record,  # pyright: ignore[reportPrivateUsage]
+}
+
+_ORDER = {name: place for place, name in enumerate(_READERS)}
+
+
+def _order(name: str) -> int:
+    return _ORDER.get(name, len(_ORDER))
+
+
+_OF_RECORD = (
+    "tool_name", "success", "timestamp", "duration", "call_id", "ran", "denied_by", "place",
+    "attempts", "conflicts", "nested_in",
+)  # fmt: skip
+_OF_MESSAGE = ("role", "depth", "conversation", "rewound_to", "as_of")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(plain(value))
+
+
+def fields_of(value: Any) -> Json:
+    """Return the fields of a dataclass; none of a value that could not be saved."""
+    found = cast("Json", value).get("fields") if isinstance(value, dict) else None
+    return cast("Json", found) if isinstance(found, dict) else {}
+
+
+def _usage(value: Any) -> TokenUsage:
+    given = {name: n for name, n in fields_of(value).items() if isinstance(n, int) and n >= 0}
+    names = ("input_tokens", "output_tokens", "cached_tokens")
+    return TokenUsage(**{name: given[name] for name in names if name in given})
