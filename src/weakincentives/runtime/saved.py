@@ -593,20 +593,20 @@ class SavedSessionData:
         *,
         session_id: str,
         about: Mapping[str, object],
-        added: Iterable[tuple[str, Sequence[object]]] = (),
+        log: Mapping[str, tuple[int, Sequence[object]]] | None = None,
     ) -> None:
         """Write what was read of a file to a new one, as a session of its own.
 
-        ``added`` are further values of LOG slices, by name. Costs what was read: no value is
-        decoded. The new file appears complete, or not at all.
+        ``log`` are other values of LOG slices, by name: how many stay, and which follow them. Costs
+        what was read: no value is decoded. The new file appears complete, or not at all.
         """
         text = _head(session_id, self.tags, self.at, about)
         lines = [text, *_unsealed_lines(path, self.size)]
-        if added := list(added):
+        if log:
             stored = partial(_media_stored, _media_directory(target))
             changes = {
-                name: [len(self.log.get(name, ())), [_changed(freeze(v), stored) for v in values]]
-                for name, values in added
+                name: [kept, [_changed(freeze(v), stored) for v in values]]
+                for name, (kept, values) in log.items()
             }
             lines.append(_json({"at": self.at, "state": {}, "log": changes}).encode())
         sealed, seals = b"", Seals(_HEAD)
