@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,16 @@ with SavedSession.open(path):
 """
 
 
+@contextmanager
+def killed(child: subprocess.Popen[Any]) -> Generator[None]:
+    """Do not wait for a process if the test has failed."""
+    try:
+        yield
+    except BaseException:
+        child.kill()
+        raise
+
+
 def test_what_a_killed_run_has_left_is_dead_and_goes_with_the_next_question(tmp_path: Path):
     from weakincentives.serde import freeze
 
@@ -284,15 +295,15 @@ def test_what_a_killed_run_has_left_is_dead_and_goes_with_the_next_question(tmp_
     with HostFilesystem(root) as files, begin_run(files.store, {"kind": "run"}) as saved:
         path = saved.path
     argv = [sys.executable, "-c", _CHILD, str(path), json.dumps(freeze(REQUEST))]
-    with subprocess.Popen(argv) as child:
+    with subprocess.Popen(argv) as child, killed(child):
         until(lambda: pending_approvals(root))
         (found,) = pending_approvals(root)
         child.send_signal(signal.SIGKILL)
     assert pending_approvals(root) == ()
-    with pytest.raises(AnswerRefused, match="ended"):
+    with pytest.raises(AnswerRefused, match="no longer waits"):
         answer_approval(found, approved=True)
 
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child, killed(child):
         until(lambda: pending_approvals(root))
         (again,) = pending_approvals(root)
         with pytest.raises(AnswerRefused, match="no longer waits"):

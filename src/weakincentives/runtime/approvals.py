@@ -3,8 +3,8 @@
 Each open request is a directory beside the file of the run's session, with two sealed files: the
 request, and its answer. An answer appears whole, and only if there is none yet, so the first one
 counts, whether it comes from here or from elsewhere. The run adds one itself before it removes the
-request: after that nobody can answer. What a killed run has left is never shown, since its session
-is not in use.
+request: after that nobody can answer. As long as a run waits, it holds a lock on the request: what a
+killed one has left is never shown.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weakincentives import locks
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused, SnapshotError
@@ -29,7 +30,6 @@ from weakincentives.filesystem.tree import remove_path
 from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime.calls import Run, runs_of
-from weakincentives.runtime.saved import SavedSession
 from weakincentives.serde import freeze, thaw
 from weakincentives.state import Seals
 
@@ -62,8 +62,7 @@ class PendingApproval:
     def is_open(self) -> bool:
         """Whether the run still waits for an answer."""
         folder = _folder_of(self.run) / self.id
-        is_there = (folder / _REQUEST).exists() and not (folder / _ANSWER).exists()
-        return is_there and _is_in_progress(self.run)
+        return _is_waiting(folder) and not (folder / _ANSWER).exists()
 
 
 class ApprovalDesk:
@@ -73,8 +72,7 @@ class ApprovalDesk:
     ``answer_approval``. To ask here as well, use ``asking``.
 
     Args:
-        session: The file of the run's session, such as ``SavedSession.path``. It must be open as
-            long as the run lasts.
+        session: The file of the run's session, such as ``SavedSession.path``.
     """
 
     def __init__(self, session: str | Path) -> None:
@@ -120,11 +118,16 @@ class Question:
         # What the process of the run does with an edited call stays there.
         self._request = replace(request, revise=None)
         self._settled: Approval | None = None
+        self._fd = -1
 
     def publish(self) -> None:
         data = {"at": SYSTEM_CLOCK.time(), "request": freeze(self._request)}
         self.folder.mkdir(mode=0o700)
-        _add(self.folder / _REQUEST, _seals(self.folder).sealed(json.dumps(data).encode()))
+        sealed = _seals(self.folder).sealed(json.dumps(data).encode())
+        with _added(self.folder / _REQUEST, sealed) as fd:
+            locks.take(fd)
+            self._fd = os.dup(fd)  # the lock is that of both
+            locks.keep_from_forks(self._fd)
 
     @property
     def is_answered(self) -> bool:
@@ -135,7 +138,8 @@ class Question:
         """Answer the request from here, unless that was done elsewhere; return what counts."""
         if self._settled is None:
             try:
-                _add(self.folder / _ANSWER, b"")  # for nobody to read: it only keeps others out
+                with _added(self.folder / _ANSWER, b""):  # for nobody to read: it keeps others out
+                    pass
                 self._settled = own
             except FileExistsError:
                 self._settled = self._elsewhere()
@@ -165,6 +169,8 @@ class Question:
             gone = self.folder.with_name(f"{self.folder.name}-closed")
             os.rename(self.folder, gone)
             remove_path(gone)
+        if self._fd >= 0:
+            locks.close(self._fd)
 
 
 # For other processes
@@ -199,8 +205,6 @@ def answer_approval(
     """
     if digest is not None and digest != pending.digest:
         raise AnswerRefused("this is not what is asked now; look at it again")
-    if not _is_in_progress(pending.run):
-        raise AnswerRefused("the run has ended; nobody waits for the answer")
     values = {
         "approved": approved,
         "by": by or _user(),
@@ -210,7 +214,10 @@ def answer_approval(
     folder = _folder_of(pending.run) / pending.id
     sealed = _seals(folder, pending.digest).sealed(json.dumps(values).encode())
     try:
-        _add(folder / _ANSWER, sealed)
+        if not _is_waiting(folder):
+            raise FileNotFoundError
+        with _added(folder / _ANSWER, sealed):
+            pass
     except FileExistsError:
         raise AnswerRefused("somebody else has answered this") from None
     except FileNotFoundError:
@@ -223,21 +230,22 @@ def _pending(run: Run) -> Iterator[PendingApproval]:
         names = [each for each in os.listdir(folder) if _ID.fullmatch(each)]
     except OSError:
         return
-    if not names or not _is_in_progress(run):
-        return
     for name in names:
         with suppress(OSError, SnapshotError, ValueError):
             data = _seals(folder / name).unsealed(_read(folder / name / _REQUEST))
-            if data is None or (folder / name / _ANSWER).exists():
+            is_open = _is_waiting(folder / name) and not (folder / name / _ANSWER).exists()
+            if data is None or not is_open:
                 continue
             values: Any = json.loads(data)
             request: ApprovalRequest = thaw(values["request"])
             yield PendingApproval(run=run, id=name, request=request, since=float(values["at"]))
 
 
-def _is_in_progress(run: Run) -> bool:
+def _is_waiting(folder: Path) -> bool:
+    """Whether a process waits for the answer to a request."""
     try:
-        return SavedSession.is_in_use(run.path)
+        with open(folder / _REQUEST, "rb+", opener=no_links) as file:
+            return locks.is_taken(file.fileno())
     except OSError:
         return False
 
@@ -261,13 +269,20 @@ def _seals(folder: Path, digest: str = "") -> Seals:
     return Seals(f"approval {folder.parent.name} {folder.name} {digest}")
 
 
-def _add(path: Path, data: bytes) -> None:
-    """Create a file as a whole; raises FileExistsError if it is there."""
+@contextmanager
+def _added(path: Path, data: bytes) -> Generator[int]:
+    """Create a file as a whole after the block, which gets its descriptor.
+
+    Raises:
+        FileExistsError: It is there.
+    """
     fd, staged = tempfile.mkstemp(dir=path.parent.parent)
     try:
         with open(fd, "wb") as file:
             file.write(data)
-        os.link(staged, path)
+            file.flush()
+            yield fd
+            os.link(staged, path)
     finally:
         os.unlink(staged)
 
