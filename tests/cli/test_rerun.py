@@ -49,8 +49,9 @@ def on_branch(project: Path, name: str) -> dict[str, str]:
         return {path: branch.read(path) for path in sorted(branch.glob("*"))}
 
 
-def newest(project: Path) -> Run:
-    return runs_of(project)[-1]
+def forked(project: Path) -> Run:
+    (found,) = (each for each in runs_of(project) if "forked_from" in each.data.about)
+    return found
 
 
 def rerun(wink: Wink, *arguments: str) -> Done:
@@ -66,7 +67,7 @@ def test_one_argument_is_changed_and_the_rest_of_the_run_follows(wink: Wink, pro
 
     assert files_of(project) == before
     assert on_branch(project, "other") == {"a.txt": "a", "x.txt": "b", "c.txt": "c"}
-    calls = Calls(project).of_run(newest(project))
+    calls = Calls(project).of_run(forked(project))
     assert [(each.number, each.outcome) for each in calls] == [(2, "committed"), (3, "committed")]
     assert done.out == "Done.\n"
     assert "wink branch diff other workspace" in done.err
@@ -95,7 +96,7 @@ def test_a_section_is_replaced_and_the_model_is_asked_again(wink: Wink, project:
     rerun(wink, "3", "--section", f"your-work={text}")
 
     assert on_branch(project, "other") == {"a.txt": "a", "b.txt": "b", "c.txt": "c"}
-    run = newest(project)
+    run = forked(project)
     assert [each.number for each in run.calls()] == [3]
     with SavedSession.open(run.path) as saved:
         rendered = saved.session[PromptRendered].all()
@@ -110,7 +111,7 @@ def test_the_changes_still_hold_when_the_run_is_resumed_later(wink: Wink, projec
     rerun(wink, "3", "--section", f"your-work={text}", "--policy", "deny=write_file")
     script = project.parent / "more.json"
     script.write_text(json.dumps([*TURNS, {"call": WRITES[:1]}, "Really done."]))
-    run = newest(project)
+    run = forked(project)
 
     done = wink("resume", run.id, "go on", "-m", f"scripted:{script}", "-q")
 
@@ -126,7 +127,7 @@ def test_the_same_call_is_made_under_another_rule(wink: Wink, project: Path):
     rerun(wink, "2", "--policy", "protect=b.txt")
 
     assert on_branch(project, "other") == {"a.txt": "a", "c.txt": "c"}
-    (second, _) = Calls(project).of_run(newest(project))
+    (second, _) = Calls(project).of_run(forked(project))
     assert (second.outcome, second.record and second.record["denied_by"]) == (
         "denied",
         "protected_paths",

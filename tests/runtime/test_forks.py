@@ -150,6 +150,24 @@ def model_message(run: Run) -> Message:
         return next(each for each in saved.session[Message] if each.role == "model")
 
 
+def test_a_rerun_can_be_looked_at_and_made_again(tmp_path: Path):
+    """As if the model had asked for the edited call from the start."""
+    with opened(tmp_path) as work:
+        work.write("a1", "b1", "c1")
+        arguments = {"name": "b", "text": "x"}
+        first = fork_run(work.run, work.call(2), turn="open", arguments=arguments)
+    with opened(tmp_path, first) as work:
+        work.say(None, resume=True)
+        assert asked_arguments(work.call(2)) == arguments
+        assert [each.text for each in work.at(2, before=True).session[Note]] == ["a1"]
+        assert work.run.turns == 2
+        arguments = {"name": "b", "text": "y"}
+        second = fork_run(work.run, work.call(2), turn="open", arguments=arguments)
+    with opened(tmp_path, second) as work:
+        work.say(None, resume=True)
+        assert work.notes == ("a1", "y", "c1")
+
+
 def test_a_turn_that_is_asked_for_again_was_never_there(tmp_path: Path):
     with opened(tmp_path) as work:
         work.write("a1")

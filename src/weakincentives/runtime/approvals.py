@@ -3,8 +3,8 @@
 Each open request is a directory beside the file of the run's session, with two sealed files: the
 request, and its answer. An answer appears whole, and only if there is none yet, so the first one
 counts, whether it comes from here or from elsewhere. The run adds one itself before it removes the
-request: after that nobody can answer. As long as a run waits, it holds a lock on the request: what a
-killed one has left is never shown.
+request: after that nobody can answer. As long as a run waits, it holds a lock on the request: what
+a killed one has left is never shown.
 """
 
 from __future__ import annotations

@@ -219,9 +219,13 @@ def fork_run(
         LookupError: No model asked for the call, so it has no turn.
     """
     if turn == "closed":
-        data, log = _closed(run, call, before=before)
+        data, changed = _closed(run, call, before=before)
+    elif turn == "open":
+        data, changed = _opened(run, call, arguments)
     else:
-        data, log = _with_turn(run, call, arguments, again=turn == "again")
+        place = _turn_of(outermost(call), messages_of(run.data))
+        until, changed = (_MESSAGES, place), {}
+        data = SavedSessionData.read(run.path, partly=True, until=until)
     forked = new_run(run.path.parent.parent, mark)
     data.fork(
         run.path,
@@ -233,15 +237,12 @@ def fork_run(
             INHERITED: len(data.log.get(_RECORDS, ())),
             **(about or {}),
         },
-        log=log,
+        **changed,
     )
     return forked
 
 
-_Log: TypeAlias = Mapping[str, tuple[int, Sequence[object]]]
-
-
-def _closed(run: Run, call: Call, *, before: bool) -> tuple[SavedSessionData, _Log]:
+def _closed(run: Run, call: Call, *, before: bool) -> tuple[SavedSessionData, dict[str, Any]]:
     """Return what was saved of a run at a call, and what closes the turn."""
     data = data_at(call, run, before=before)
     messages = messages_of(run.data)
@@ -252,20 +253,16 @@ def _closed(run: Run, call: Call, *, before: bool) -> tuple[SavedSessionData, _L
     added = [*own[has : talk.as_of], *talk.not_made_answers()]
     if talk.as_of < has:
         added.insert(0, talk.mark())
-    return data, {_MESSAGES: (known, added)} if added else {}
+    return data, {"added": {_MESSAGES: added}} if added else {}
 
 
-def _with_turn(
-    run: Run, call: Call, arguments: Mapping[str, Any] | None, *, again: bool
-) -> tuple[SavedSessionData, _Log]:
-    """Return what was saved of a run before a call or its turn, and the turn as it is now."""
+def _opened(
+    run: Run, call: Call, arguments: Mapping[str, Any] | None
+) -> tuple[SavedSessionData, dict[str, Any]]:
+    """Return what was saved of a run before a call, and its turn with the changed call."""
     call = outermost(call)
-    messages = messages_of(run.data)
+    data, messages = data_at(call, run, before=True), messages_of(run.data)
     place = _turn_of(call, messages)
-    if again:
-        before_turn = SavedSessionData.read(run.path, partly=True, until=(_MESSAGES, place))
-        return before_turn, {}
-    data = data_at(call, run, before=True)
     asked = messages[place]
     made = [each.id for each in asked.tool_calls].index(call.call_id)
     left = [replace(each, id=new_call_id()) for each in asked.tool_calls[made:]]
@@ -274,8 +271,7 @@ def _with_turn(
         # It has the arguments, or a signature of them: the adapter makes it from the calls.
         asked = replace(asked, wire=None)
     asked = replace(asked, tool_calls=(*asked.tool_calls[:made], *left))
-    rest = messages[place + 1 : len(data.log.get(_MESSAGES, ()))]
-    return data, {_MESSAGES: (place, (asked, *rest))}
+    return data, {"replaced": (_MESSAGES, place, asked)}
 
 
 def _turn_of(call: Call, messages: Sequence[Message]) -> int:
