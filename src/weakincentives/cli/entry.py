@@ -76,6 +76,7 @@ def make_app() -> typer.Typer:
     import typer
 
     from weakincentives.cli import (
+        approve,
         branches,
         chat,
         demo,
@@ -85,6 +86,7 @@ def make_app() -> typer.Typer:
         hook,
         mcp,
         program,
+        rerun,
         run,
         tools,
     )
@@ -115,7 +117,10 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    modules = (demo, run, chat, program, history, branches, tools, doctor, gc, mcp, hook)
+    modules = (
+        *(demo, run, approve, chat, program, history, branches, rerun),
+        *(tools, doctor, gc, mcp, hook),
+    )
     for module in modules:
         module.register(app)
     return app

@@ -15,7 +15,6 @@ import socket as sockets
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,10 +94,8 @@ class Actions:
     @classmethod
     def ours(cls) -> Actions:
         """Return what `wink debug` offers."""
-        try:
-            actions = import_module("weakincentives.debugger.actions")
-        except ModuleNotFoundError:
-            return cls()
+        from weakincentives.debugger import actions
+
         names = ("undo", "rewind", "fork", "rerun", "approve")
         posts = {name: getattr(actions, name) for name in names}
         return cls(posts=posts, approvals=actions.approvals)

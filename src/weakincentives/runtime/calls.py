@@ -44,16 +44,13 @@ from weakincentives.filesystem.tree import files_below
 from weakincentives.logs import get_logger
 from weakincentives.runtime.at import (
     StateAt,
-    data_at,
     moment_of,
     outermost,
     serial_at,
-    talk_at,
 )
 from weakincentives.runtime.conversation import Message, still_seen
 from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, fields_of
 from weakincentives.runtime.saved import (
-    INHERITED,
     SavedSession,
     SavedSessionData,
     inherited_calls,
@@ -146,7 +143,10 @@ class Run:
         own = [each for each in messages if each.get("conversation") == last]
         seen = still_seen((each.get("rewound_to"), each.get("as_of")) for each in own)
         is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
-        return is_over and bool(seen) and own[seen[-1]].get("role") == "model"
+        if not is_over or not seen:
+            return False
+        newest = own[seen[-1]]
+        return newest.get("role") == "model" and not plain(newest.get("tool_calls"))
 
     @property
     def turns(self) -> int:
@@ -260,44 +260,6 @@ def begin_run(store: Path, about: Mapping[str, object], mark: str = "") -> Saved
         except FileExistsError:  # another process has begun a run with this id just now
             if mark:
                 raise
-
-
-def fork_run(
-    run: Run,
-    call: Call,
-    *,
-    before: bool = False,
-    about: Mapping[str, object] | None = None,
-    mark: str = "",
-) -> Run:
-    """Return a new run, to be continued from just after a call of another, or before it.
-
-    It has the session and the conversation of then, and a file of its own. Of the turn that the
-    call belongs to, calls that were not made yet are answered as not made. ``about`` adds to what
-    is known of the run.
-    """
-    data = data_at(call, run, before=before)
-    known = len(data.log.get(MESSAGES, ()))
-    talk = talk_at(moment_of(call), run.messages, run.index, known, before=before)
-    own = [*filter(talk.is_of, run.messages)]
-    has = len(own) - sum(map(talk.is_of, run.messages.newer_than(known)))
-    added = [*own[has : talk.as_of], *talk.not_made_answers()]
-    if talk.as_of < has:
-        added.insert(0, talk.mark())
-    forked = new_run(run.path.parent.parent, mark)
-    data.fork(
-        run.path,
-        forked.path,
-        session_id=forked.id,
-        about={
-            **data.about,
-            "forked_from": f"{run.id}/{outermost(call).number}",
-            INHERITED: len(data.log.get(RECORDS, ())),
-            **(about or {}),
-        },
-        added=[(MESSAGES, added)] if added else [],
-    )
-    return forked
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:
