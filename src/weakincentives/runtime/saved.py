@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -496,6 +496,15 @@ class SavedSession:
         self._size += len(data)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save: for each changed slice, how many values stay and which follow them."""
+
+    at: float
+    state: Mapping[str, tuple[int, list[Any]]]
+    log: Mapping[str, tuple[int, list[Any]]]
+
+
 @dataclass(slots=True, kw_only=True)
 class SavedSessionData:
     """The content of a session's file as JSON data, whether or not the session is in use."""
@@ -538,6 +547,44 @@ class SavedSessionData:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
                 user.
         """
+        data, lines = cls._begun(path)
+        try:
+            for line, size in data._saves(path, lines):
+                is_last = until is not None and _fills(line, *until)
+                if is_last and not through:
+                    break
+                data.add(line)
+                data.size += size
+                if is_last:
+                    break
+        except _UNREADABLE as error:
+            raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
+        if data.damage and not partly:
+            raise SnapshotError(
+                f"{data.damage}, so the session cannot be resumed: calls on record could run twice."
+                " `wink log` shows what precedes the damage"
+            )
+        return data
+
+    @classmethod
+    def saves(cls, path: Path) -> Iterator[Save]:
+        """Yield the saves in a file up to the first damaged one, even while it is being written.
+
+        Raises:
+            SnapshotError: It is not the file of a session, or was not written by this user.
+        """
+        data, lines = cls._begun(path)
+        for line, size in data._saves(path, lines):
+            yield Save(
+                at=float(line["at"]),
+                state={current_name(name): each for name, each in line["state"].items()},
+                log={current_name(name): each for name, each in line["log"].items()},
+            )
+            data.size += size
+
+    @classmethod
+    def _begun(cls, path: Path) -> tuple[SavedSessionData, list[bytes]]:
+        """Read the first line of a file; returns the other lines, too."""
         complete, end, _ = path.read_bytes().rpartition(b"\n")  # the rest is cut short or new
         if not end:
             raise SnapshotError(f"{path} contains no session: nothing was saved in it")
@@ -551,28 +598,20 @@ class SavedSessionData:
             )
         try:
             data = _from_head(json.loads(text), _seals_after(text))
-            data.size = len(first) + 1
-            for number, sealed in enumerate(lines, 2):
-                text = data.seals.unsealed(sealed, data.size)
-                if text is None:
-                    data.damage = f"line {number} of {path} is damaged or not ours"
-                    break
-                line = _parsed(text)
-                is_last = until is not None and _fills(line, *until)
-                if is_last and not through:
-                    break
-                data.add(_with_stored(line, path) if _HAS_STORED in text else line)
-                data.size += len(sealed) + 1
-                if is_last:
-                    break
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        if data.damage and not partly:
-            raise SnapshotError(
-                f"{data.damage}, so the session cannot be resumed: calls on record could run twice."
-                " `wink log` shows what precedes the damage"
-            )
-        return data
+        data.size = len(first) + 1
+        return data, lines
+
+    def _saves(self, path: Path, lines: Iterable[bytes]) -> Iterator[tuple[Any, int]]:
+        """Yield each save and its length, after those that ``size`` counts."""
+        for number, sealed in enumerate(lines, 2):
+            text = self.seals.unsealed(sealed, self.size)
+            if text is None:
+                self.damage = f"line {number} of {path} is damaged or not ours"
+                return
+            line = _parsed(text)
+            yield _with_stored(line, path) if _HAS_STORED in text else line, len(sealed) + 1
 
     def add(self, line: Any) -> None:
         """Apply one save."""

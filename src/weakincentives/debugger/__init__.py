@@ -1,0 +1,10 @@
+"""See every file and value of a run at every call: in the browser, as a page, as tables."""
+
+from typing import TYPE_CHECKING
+
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
+
+if TYPE_CHECKING:
+    from weakincentives.debugger.query import query_run as query_run
