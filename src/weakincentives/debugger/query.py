@@ -365,7 +365,8 @@ def _recorded(call: Call) -> dict[str, object]:
         return {}
     result = cast("dict[str, Any]", plain(dict(call.result)))
     record = call.record
-    metadata, failure = result.get("metadata") or {}, result.get("failure") or {}
+    metadata: dict[str, Any] = result.get("metadata") or {}
+    failure: dict[str, Any] = result.get("failure") or {}
     return {
         "nested_in": None if call.outer is None else call.outer.number,
         "arguments": _json(call.arguments),
