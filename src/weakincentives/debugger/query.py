@@ -32,6 +32,8 @@ MAX_ROWS = 10_000
 MAX_SECONDS = 10.0
 _LONGEST = 64 << 20
 """Bytes of one value: a statement can build texts of any length."""
+_BY_NAME = re.compile(r"\b(?:using|natural)\b", re.IGNORECASE)
+"""Joins of which SQLite does not tell which columns they read."""
 _STEPS = 10_000
 """Instructions of SQLite between two looks at the clock."""
 
@@ -154,17 +156,15 @@ def query_run(
         read = _guarded(database)
         statement = _Statement(database, sql, max_seconds)
         statement.run(1)  # on empty tables: to learn what it reads
+        if _BY_NAME.search(sql):
+            read |= {(name, c.name) for name in SCHEMA for c in SCHEMA[name]}
         tables = _Tables(workspace, run, read)
         database.set_authorizer(None)
-        for name in SCHEMA:
-            if wanted := [c.name for c in SCHEMA[name] if (name, c.name) in read]:
-                marks = ", ".join("?" * len(wanted))
-                into = f"INSERT INTO {name} ({', '.join(wanted)}) VALUES ({marks})"
-                database.executemany(into, tables.rows(name, wanted))
-            elif (name, "") in read:
-                database.executemany(
-                    f"INSERT INTO {name} (run) VALUES (?)", tables.rows(name, ["run"])
-                )
+        for name in SCHEMA.keys() & {table for table, _ in read}:
+            wanted = [c.name for c in SCHEMA[name] if (name, c.name) in read] or ["run"]
+            marks = ", ".join("?" * len(wanted))
+            into = f"INSERT INTO {name} ({', '.join(wanted)}) VALUES ({marks})"
+            database.executemany(into, tables.rows(name, wanted))
         _guarded(database)
         columns, rows = statement.run(max_rows + 1)
     return Answer(columns=columns, rows=rows[:max_rows], is_cut=len(rows) > max_rows)
@@ -397,7 +397,7 @@ class _Event:
         return _is_turn(self.kind, self.fields)
 
 
-_MESSAGE = Message.__name__
+_MESSAGE, _MESSAGES, _RECORDS = Message.__name__, type_name(Message), type_name(ToolInvoked)
 
 
 def _is_turn(kind: str, fields: Mapping[str, Any]) -> bool:
@@ -408,8 +408,9 @@ def _events_of(run: Run) -> Iterator[_Event]:
     """Yield the events of a run in the order in which they were saved."""
     calls = turn = 0
     for save in SavedSessionData.saves(run.path):
-        for name, (_, values) in save.log.items():
-            if name == type_name(ToolInvoked):
+        # A message of the model is saved at once, with what came before it.
+        for name, (_, values) in sorted(save.log.items(), key=lambda each: each[0] == _MESSAGES):
+            if name == _RECORDS:
                 calls += len(values)
                 continue
             kind = name.rpartition(":")[2]
