@@ -381,12 +381,15 @@ class _Data:
         for key in keys:
             value = self._cleaner(views.slices(run, key))
             self._add(_Rank.SLICE, f"{start}/slices?key={quote_key(key)}", value)
-        for value in map(self._cleaner, views.calls(run)):
+        for number in [each["n"] for each in view["calls"]]:
+            value = self._cleaner(views.call(run, number))
             self._add(_Rank.CALL, f"{start}/calls/{value['n']}", value)
-        for value in map(self._cleaner.versions, views.all_versions(run, sorted(changed - {""}))):
+        for path in sorted(changed - {""}):
+            value = self._cleaner.versions(views.versions(run, path))
             key = f"{start}/versions?path={quote_key(value['path'])}"
             self._add(_Rank.FILE, key, value)
-        self._add_unchanged(start, map(self._cleaner.versions, views.all_versions(run, unchanged)))
+        versions = (views.versions(run, path) for path in unchanged)
+        self._add_unchanged(start, map(self._cleaner.versions, versions))
         if view.get("note"):
             self._notes.append(view["note"])
         if self._cleaner.cut:

@@ -24,8 +24,8 @@ from weakincentives.filesystem import FileChange
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Calls, Run
 from weakincentives.runtime.conversation import Message
-from weakincentives.runtime.saved import SavedSessionData
-from weakincentives.serde.exact import plain
+from weakincentives.runtime.saved import Saves
+from weakincentives.serde.exact import current_name, plain
 from weakincentives.session import type_name
 
 MAX_ROWS = 10_000
@@ -407,9 +407,10 @@ def _is_turn(kind: str, fields: Mapping[str, Any]) -> bool:
 def _events_of(run: Run) -> Iterator[_Event]:
     """Yield the events of a run in the order in which they were saved."""
     calls = turn = 0
-    for save in SavedSessionData.saves(run.path):
+    for _, save in Saves(run.path).new():
+        log = {current_name(name): values for name, (_, values) in save["log"].items()}
         # A message of the model is saved at once, with what came before it.
-        for name, (_, values) in sorted(save.log.items(), key=lambda each: each[0] == _MESSAGES):
+        for name, values in sorted(log.items(), key=lambda each: each[0] == _MESSAGES):
             if name == _RECORDS:
                 calls += len(values)
                 continue
@@ -418,7 +419,9 @@ def _events_of(run: Run) -> Iterator[_Event]:
                 data = plain(value)
                 fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {"value": data}
                 turn += _is_turn(kind, fields)
-                yield _Event(kind=kind, time=save.at, after_call=calls, turn=turn, fields=fields)
+                yield _Event(
+                    kind=kind, time=save["at"], after_call=calls, turn=turn, fields=fields
+                )
 
 
 def _json(value: object) -> str:
