@@ -164,6 +164,12 @@ _SHAPES = tuple(
 )
 
 
+_ANY_NEEDLE = re.compile("|".join(re.escape(each) for some, _ in _SHAPES for each in some))
+_SHORT = 400
+"""Characters up to which one search for all of them is faster than one for each."""
+_KEYS = 10_000
+
+
 class Redaction:
     """Replaces secrets in texts and in JSON data.
 
@@ -182,6 +188,8 @@ class Redaction:
 
         known = {*_secrets_in(settings), *_secrets_in(os.environ)}
         self._known: list[tuple[str, str]] = []
+        self._keys: dict[str, str] = {}
+        """Keys of JSON data: most are the same ones again."""
         for secret in sorted(known, key=len, reverse=True):
             if len(secret) >= _SHORTEST:
                 escaped = json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]
@@ -194,6 +202,8 @@ class Redaction:
             return text
         for secret, hidden in self._known:
             text = text.replace(secret, hidden)
+        if len(text) < _SHORT and not _ANY_NEEDLE.search(text):
+            return text
         for needles, pattern in _SHAPES:
             if any(needle in text for needle in needles):
                 text = pattern.sub(_without_group, text)
@@ -207,10 +217,17 @@ class Redaction:
             return self(value)
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
-            return {self(key): self.value(each, key) for key, each in pairs}
+            return {self._key(key): self.value(each, key) for key, each in pairs}
         if isinstance(value, list | tuple):
             return [self.value(each, name) for each in cast("Sequence[Any]", value)]
         return value
+
+    def _key(self, key: str) -> str:
+        if len(self._keys) > _KEYS:
+            self._keys.clear()
+        if key not in self._keys:
+            self._keys[key] = self(key)
+        return self._keys[key]
 
 
 def without_secrets(text: str, settings: object = ()) -> str:

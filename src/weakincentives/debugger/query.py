@@ -84,7 +84,7 @@ SCHEMA = {
         ("name", "TEXT", "as in calls"),
         ("path", "TEXT", "the changed file"),
         ("origin", "TEXT", "where a moved file was; NULL for others"),
-        ("kind", "TEXT", "added, changed or deleted"),
+        ("kind", "TEXT", "added (a moved file, too), changed or deleted"),
         ("added", "INTEGER", "lines"),
         ("removed", "INTEGER", "lines"),
         ("binary", "INTEGER", "1 if it is no text"),
@@ -353,6 +353,8 @@ def _key(call: Call) -> dict[str, object]:
 
 
 def _kind(change: FileChange) -> str:
+    if change.origin:
+        return "added"
     start = change.text.split("\n", 2)[1:2]
     if start and start[0].startswith(("new file", "deleted file")):
         return "added" if start[0].startswith("new") else "deleted"
@@ -419,9 +421,7 @@ def _events_of(run: Run) -> Iterator[_Event]:
                 data = plain(value)
                 fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {"value": data}
                 turn += _is_turn(kind, fields)
-                yield _Event(
-                    kind=kind, time=save["at"], after_call=calls, turn=turn, fields=fields
-                )
+                yield _Event(kind=kind, time=save["at"], after_call=calls, turn=turn, fields=fields)
 
 
 def _json(value: object) -> str:
