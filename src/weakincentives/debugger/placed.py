@@ -169,7 +169,3 @@ def _lanes(joined: RunCalls) -> dict[int, int]:
             ends[lane : lane + 1] = [end]
             lanes[call.number] = lane
     return lanes
-
-
-_CLOCK = 1e-4
-"""Seconds by which two clocks may differ: a call's beginning and its duration have one each."""

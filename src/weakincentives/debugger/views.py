@@ -113,6 +113,8 @@ class Views:
         self._histories: dict[str, _History] = {}
         self._lock = threading.Lock()
         self._store = location_of(self.path)
+        self.runs = self._store / "runs"
+        """The folder with the files of runs."""
         self._tree = Tree(self.path)
         reserved = Reserved(self.path, store=self._store)
         self._present: Look = reserved.without_hidden(Disk(self._tree))
@@ -417,6 +419,13 @@ class Views:
             paths.difference_update(each.found_at for each in commit.steps if each.before)
             paths.update(each.parts for each in commit.steps if each.after)
         return paths
+
+    def warm(self, run_id: str = "") -> None:
+        """Read a run, by default the newest, and the history, so that a later look is fast."""
+        with contextlib.suppress(OSError, WinkError, NotFound):
+            newest = max(runs_of(self.path), key=lambda run: run.saved_at, default=None)
+            if run_id or newest is not None:
+                self.joined(run_id or cast("Run", newest).id)
 
     def run_ids(self) -> list[str]:
         return [run.id for run in runs_of(self.path)]
