@@ -31,7 +31,7 @@ export default defineConfig({
   base: "./",
   plugins: [licences()],
   build: {
-    outDir: process.env.WINK_UI_OUT ?? "../static",
+    outDir: "../static",
     emptyOutDir: true,
     target: "es2022",
     cssTarget: ["chrome123", "firefox120", "safari17.5"],

@@ -20,7 +20,7 @@ interface Props {
   setBefore: (before: boolean) => void;
 }
 
-const LANE = 16;
+const LANE = 14;
 const LANES = 4;
 
 export function Strip(props: Props) {
@@ -43,7 +43,7 @@ export function Strip(props: Props) {
           <button type="button" class="small" aria-pressed={!point.before} title="The state after this call (b)"
             onClick={() => props.setBefore(false)}>after</button>
         </div>
-        <span class="grow" />
+        <div class="strip-tools">
         <div class="choice" role="group" aria-label="Scale">
           <button type="button" class="small" aria-pressed={props.scale === "calls"} onClick={() => props.setScale("calls")}>calls</button>
           <button type="button" class="small" aria-pressed={props.scale === "time"} onClick={() => props.setScale("time")}>time</button>
@@ -52,6 +52,7 @@ export function Strip(props: Props) {
           onClick={() => props.setZoom(props.zoom - 1)}>−</button>
         <button type="button" class="small" aria-label="Zoom in" title="Zoom in (+)" disabled={props.zoom >= ZOOMS.length - 1}
           onClick={() => props.setZoom(props.zoom + 1)}>+</button>
+        </div>
       </div>
       <Map {...props} index={index} />
     </section>
