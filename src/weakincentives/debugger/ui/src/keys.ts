@@ -15,11 +15,14 @@ const origin = (event: KeyboardEvent) => event.composedPath()[0] ?? event.target
 const inForce = new Set<Shortcut[]>();
 
 /** Every key that does something now, for the help. */
-export const allKeys = (): Shortcut[] => [...inForce].flat();
+export const allKeys = (): Shortcut[] => [...inForce].sort((a, b) => order.get(b)! - order.get(a)!).flat();
+const order = new WeakMap<Shortcut[], number>();
 
-export function useKeys(shortcuts: Shortcut[]): void {
+/** Keys of an inner view come first in the help. */
+export function useKeys(shortcuts: Shortcut[], depth = 0): void {
   useEffect(() => {
     inForce.add(shortcuts);
+    order.set(shortcuts, depth);
     const onKey = (event: KeyboardEvent) => {
       if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
       if (isTyping(origin(event)) || document.querySelector("dialog[open]")) return;

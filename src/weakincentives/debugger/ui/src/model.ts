@@ -68,7 +68,11 @@ export function splitLines(text: string): string[] {
 }
 
 /** A file at a serial. `by[i]` is the step that wrote line i; -1: it was there before the run. */
-export interface Blamed { exists: boolean; lines: string[]; by: number[]; note: string; step: number }
+export interface Blamed {
+  exists: boolean; lines: string[]; by: number[]; note: string;
+  /** Where the file was then, if it was moved later. */
+  path: string;
+}
 
 function apply(lines: string[], by: number[], edits: Edit[], step: number): [string[], number[]] {
   const newLines: string[] = [];
@@ -97,18 +101,18 @@ export function fileAt(versions: Versions, serial: number): Blamed {
   let lines = splitLines(versions.base ?? "");
   let by: number[] = lines.map(() => -1);
   let note = versions.note;
-  let last = -1;
+  let path = versions.steps[0]?.path ?? versions.path;
   for (const [index, step] of versions.steps.entries()) {
     if (step.serial > serial) break;
-    last = index;
     note = step.note;
+    path = step.path ?? path;
     if (step.edits === null) [exists, lines, by] = [false, [], []];
     else {
       [lines, by] = apply(lines, by, step.edits, index);
       exists = true;
     }
   }
-  return { exists, lines, by, note, step: last };
+  return { exists, lines, by, note, path };
 }
 
 export function textAt(versions: Versions, serial: number): string | null {
@@ -163,12 +167,11 @@ function traceItems(values: unknown[], call: number, old: Traced[]): Traced[] {
   });
 }
 
-/** The steps that had happened at a point. Concurrent calls may commit out of order. */
+/** The steps that had happened at a point. Just after a call, nothing between it and the next has. */
 function stepsAt(history: SliceHistory, point: Point): SliceHistory["steps"] {
-  const own = history.steps.findLastIndex((s) => s.call === point.call);
-  if (own >= 0 && point.call > 0) return history.steps.slice(0, point.before ? own : own + 1);
-  const later = history.steps.findIndex((s) => s.call > point.call);
-  return later < 0 ? history.steps : history.steps.slice(0, later);
+  const last = history.steps.findLastIndex((s) =>
+    s.call < point.call || (s.call === point.call && !point.before && (!s.between || point.call === 0)));
+  return history.steps.slice(0, last + 1);
 }
 
 /** The values of a slice at a point, each with the call that wrote it. */
@@ -278,11 +281,17 @@ function symmetricDifference(a: Set<string>, b: Set<string>): string[] {
   return [...[...a].filter((x) => !b.has(x)), ...[...b].filter((x) => !a.has(x))];
 }
 
-/** How many calls two runs have in common from the beginning: same tool, same main argument, same outcome. */
-export function commonCalls(a: CallRow[], b: CallRow[]): number {
-  let n = 0;
-  while (n < a.length && n < b.length && a[n]!.tool === b[n]!.tool && a[n]!.summary === b[n]!.summary
-    && a[n]!.outcome === b[n]!.outcome) n++;
+/** The number of the first call in which two runs differ. The calls of a fork are numbered on. */
+export function partAt(a: CallRow[], b: CallRow[]): number {
+  const start = Math.max(a[0]?.n ?? 1, b[0]?.n ?? 1);
+  const theirs = new Map(b.map((c) => [c.n, c]));
+  let n = start;
+  for (const mine of a) {
+    const other = theirs.get(mine.n);
+    if (mine.n < n) continue;
+    if (!other || mine.tool !== other.tool || mine.summary !== other.summary || mine.outcome !== other.outcome) break;
+    n = mine.n + 1;
+  }
   return n;
 }
 

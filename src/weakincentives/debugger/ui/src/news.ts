@@ -49,6 +49,8 @@ export function useNews(run: string): News {
       forget(`runs/${id}`);
       setView((old) => (old?.run.id === id && last ? merged(old, news) : news));
       setVersion((n) => n + 1);
+      // What is undone or rewound changes earlier rows.
+      if (news.calls.some((c) => c.outcome === "undo")) void load(id);
       for (const call of news.calls.filter((c) => c.n > last).slice(-1)) say(`Call ${call.n}, ${call.tool}, ${call.outcome}`);
     }, fail).finally(() => {
       const again = asking.current === "again";

@@ -36,6 +36,8 @@ export interface SliceRow { name: string; key: string; log: boolean; versions: n
 export interface RunView {
   run: RunSummary; turns: Turn[]; calls: CallRow[]; commits: Commit[]; base: number; prompts: number;
   slices: SliceRow[];
+  /** Why the files of some calls are not known: their serials are -1. */
+  note?: string;
 }
 
 export interface FileDiff {
@@ -56,9 +58,13 @@ export interface FileView {
   path: string; serial: number; exists: boolean; text: string | null; note: string; size: number;
 }
 export type Edit = [start: number, removed: number, added: string[]];
-export interface FileStep { serial: number; call: number | null; name: string; edits: Edit[] | null; note: string }
+/** `path` is where the file was then: its history continues when it is moved. */
+export interface FileStep {
+  serial: number; call: number | null; name: string; path?: string; edits: Edit[] | null; note: string;
+}
 export interface Versions { path: string; base: string | null; note: string; steps: FileStep[] }
-export interface SliceStep { call: number; keep: number; added: unknown[] }
+/** `between`: nobody called; it happened after that call, before the next one. */
+export interface SliceStep { call: number; keep: number; added: unknown[]; between?: boolean }
 export interface SliceHistory { key: string; name: string; log: boolean; steps: SliceStep[] }
 export interface Prompt {
   turn: number; time: number; text: string; tools: string[]; sections: { path: string; text: string }[];

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import {
-  asFolders, author, commonCalls, compareWorlds, diffLines, fileAt, filtered, merged, parsePatch, rows, search, serialAt,
+  asFolders, author, compareWorlds, diffLines, fileAt, filtered, merged, parsePatch, partAt, rows, search, serialAt,
   sliceAt, splitLines, textAt, treeAt, type Traced,
 } from "../src/model.ts";
 import type { CallRow, CallView, Commit, RunView, SliceHistory, Tree, Versions } from "../src/types.ts";
@@ -46,7 +46,7 @@ test("a file that is deleted and made again is blamed on who made it again", () 
   const file = versions("1\n", step(11, 1, null), step(12, 2, [[0, 0, ["1\n"]]]));
 
   assert.equal(textAt(file, 11), null);
-  assert.deepEqual(fileAt(file, 12), { exists: true, lines: ["1\n"], by: [1], note: "", step: 1 });
+  assert.deepEqual(fileAt(file, 12), { exists: true, lines: ["1\n"], by: [1], note: "", path: "a.py" });
 });
 
 test("an author is a call of this run, another name, or nobody yet", () => {
@@ -148,8 +148,26 @@ test("two worlds of a run differ in files and slices, and what came back is the 
   assert.deepEqual(compare(1, 3).slices, [{ key: "P", name: "P", a: [], b: [1] }]);
 });
 
-test("two runs have their first calls in common", () => {
-  assert.equal(commonCalls([call(1), call(2), call(3)], [call(1), call(2, { summary: "b.py" })]), 1);
+test("two runs part at the first call that differs; those of a fork are numbered on", () => {
+  const run = [call(1), call(2), call(3)];
+
+  assert.equal(partAt(run, [call(1), call(2, { summary: "b.py" })]), 2);
+  assert.equal(partAt(run, [call(3, { outcome: "denied" })]), 3);
+  assert.equal(partAt(run, [call(2), call(3), call(4)]), 4);
+});
+
+test("the history of a moved file goes on under its new path", () => {
+  const file = versions("1\n", { ...step(11, 1, [[0, 0, ["0\n"]]]), path: "old.py" }, { ...step(12, 2, []), path: "a.py" });
+
+  assert.equal(fileAt(file, 11).path, "old.py");
+  assert.deepEqual(fileAt(file, 12), { exists: true, lines: ["0\n", "1\n"], by: [0, -1], note: "", path: "a.py" });
+});
+
+test("what happens between two calls is there before the second, and not yet after the first", () => {
+  const slice = history(false, { call: 1, keep: 0, added: [1] }, { call: 1, keep: 0, added: [2], between: true });
+  const value = (n: number, before: boolean) => sliceAt(slice, { call: n, before })[0]?.value;
+
+  assert.deepEqual([value(1, true), value(1, false), value(2, true)], [undefined, 1, 2]);
 });
 
 test("a filter by tool, outcome or path keeps the calls that pass all", () => {

@@ -4,22 +4,22 @@ import type { ComponentChildren } from "preact";
 import type { Outcome as OutcomeName } from "../types.ts";
 
 /** Each outcome has a shape, so that colour is never the only sign. Drawn on a grid of 16. */
-const SHAPES: Record<OutcomeName, { path: string; filled?: boolean }> = {
-  committed: { path: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8.2l2.1 2.1L11 6.2" },
-  ok: { path: "M8 5a3 3 0 1 1 0 6a3 3 0 1 1 0-6z" },
-  "rolled back": { path: "M3 6h6.5a3.5 3.5 0 0 1 0 7H6M6 3L3 6l3 3" },
-  denied: { path: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM4 4l8 8" },
-  refused: { path: "M4 4l8 8M12 4l-8 8" },
-  suspended: { path: "M5.5 3.5v9M10.5 3.5v9" },
-  undone: { path: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8h6" },
-  undo: { path: "M13 13a5 5 0 0 0-5-6H3M6 4L3 7l3 3" },
-  "dry run": { path: "M8 2.5a5.5 5.5 0 0 1 5.5 5.5M8 13.5a5.5 5.5 0 0 1-5.5-5.5" },
+const SHAPES: Record<OutcomeName, string> = {
+  committed: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8.2l2.1 2.1L11 6.2",
+  ok: "M8 5a3 3 0 1 1 0 6a3 3 0 1 1 0-6z",
+  "rolled back": "M3 6h6.5a3.5 3.5 0 0 1 0 7H6M6 3L3 6l3 3",
+  denied: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM4 4l8 8",
+  refused: "M4 4l8 8M12 4l-8 8",
+  suspended: "M5.5 3.5v9M10.5 3.5v9",
+  undone: "M8 2a6 6 0 1 1 0 12a6 6 0 1 1 0-12zM5 8h6",
+  undo: "M13 13a5 5 0 0 0-5-6H3M6 4L3 7l3 3",
+  "dry run": "M8 2.5a5.5 5.5 0 0 1 5.5 5.5M8 13.5a5.5 5.5 0 0 1-5.5-5.5",
 };
 
 export function OutcomeIcon({ outcome }: { outcome: OutcomeName }) {
   return (
     <svg class={`icon is-${slug(outcome)}`} viewBox="0 0 16 16" aria-hidden="true">
-      <path d={SHAPES[outcome]?.path ?? ""} />
+      <path d={SHAPES[outcome] ?? ""} />
     </svg>
   );
 }
@@ -56,10 +56,6 @@ export function Section({ title, children, aside }: {
       {children}
     </section>
   );
-}
-
-export function Key({ name }: { name: string }) {
-  return <kbd aria-hidden="true">{name}</kbd>;
 }
 
 export function count(n: number, one: string, many = `${one}s`): string {

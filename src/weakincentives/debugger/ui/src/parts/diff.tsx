@@ -44,6 +44,8 @@ const THEME = EditorView.theme({
   ".cm-collapsedLines": {
     color: "var(--muted)", background: "var(--raised)", borderBlock: "1px solid var(--rule)", padding: "2px 8px",
   },
+  // The font may lack the sign that it has by default.
+  ".cm-collapsedLines:before, .cm-collapsedLines:after": { content: '"⋯"' },
   ".cm-cursor": { borderLeftColor: "var(--text)" },
   "&.cm-focused": { outline: "2px solid var(--accent)", outlineOffset: "-2px" },
 });

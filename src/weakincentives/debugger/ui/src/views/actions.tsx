@@ -152,7 +152,7 @@ function Fork({ run, row, close }: { run: string; row: CallRow; close: () => voi
     <Dialog title={`Fork at call ${row.n}, ${row.tool}`} close={close}>
       <p class="muted">A branch has its own files, session and conversation. This run stays as it is.</p>
       <Side value={before} set={setBefore} row={row} />
-      <label>Name <input type="text" value={name} placeholder="chosen for you" onInput={(e) => setName(e.currentTarget.value)} /></label>
+      <label>Name <input autofocus type="text" value={name} placeholder="chosen for you" onInput={(e) => setName(e.currentTarget.value)} /></label>
       {real.error && <Problem text={real.error} />}
       <footer>
         <button type="button" onClick={close}>Cancel</button>
@@ -179,7 +179,7 @@ export function ArgumentEditor({ value, set }: { value: unknown; set: (value: un
   };
   return (
     <label class="wide">Arguments (JSON)
-      <textarea spellcheck={false} rows={Math.min(14, typed.split("\n").length + 1)} value={typed} aria-invalid={Boolean(error)}
+      <textarea autofocus spellcheck={false} rows={Math.min(14, typed.split("\n").length + 1)} value={typed} aria-invalid={Boolean(error)}
         onInput={(e) => type(e.currentTarget.value)} />
       <span class="problem-line" role="alert">{error}</span>
     </label>
@@ -228,7 +228,7 @@ function Rerun({ run, call, close }: { run: string; call: CallView; close: () =>
             onInput={(e) => setTexts({ ...texts, [section]: e.currentTarget.value })} />}
         </label>
       )}
-      <label class="wide">Policies, one a line, as for <code>--policy</code>
+      <label class="wide"><span>Policies, one a line, as for <code>--policy</code></span>
         <textarea rows={2} spellcheck={false} value={policies} onInput={(e) => setPolicies(e.currentTarget.value)} />
       </label>
       <details class="wide">

@@ -133,17 +133,15 @@ function FileChange({ run, change, call }: { run: string; change: FileDiff; call
   return (
     <PatchView change={{ ...change, patch: "" }}>
       {offers}
-      <Beside run={run} path={change.path} origin={change.origin} from={call.before} to={call.after} />
+      <Beside run={run} path={change.path} from={call.before} to={call.after} />
     </PatchView>
   );
 }
 
-function Beside({ run, path, origin, from, to }: { run: string; path: string; origin: string; from: number; to: number }) {
-  const now = useData<Versions>(at.versions(run, path));
-  const then = useData<Versions>(origin ? at.versions(run, origin) : null);
-  if (now.error) return <Problem text={now.error} />;
-  if (!now.data || then.loading) return null;
-  return <SideBySide a={textAt(then.data ?? now.data, from) ?? ""} b={textAt(now.data, to) ?? ""} label={path} />;
+function Beside({ run, path, from, to }: { run: string; path: string; from: number; to: number }) {
+  const { data, error } = useData<Versions>(at.versions(run, path));
+  if (error) return <Problem text={error} />;
+  return data ? <SideBySide a={textAt(data, from) ?? ""} b={textAt(data, to) ?? ""} label={path} /> : null;
 }
 
 function SliceChange({ slice }: { slice: SliceDiff }) {

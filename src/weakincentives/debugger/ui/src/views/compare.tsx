@@ -2,7 +2,7 @@
 
 import { useState } from "preact/hooks";
 import { useData } from "../data.ts";
-import { commonCalls, jsonLines, serialAt, type Point } from "../model.ts";
+import { jsonLines, partAt, serialAt, type Point } from "../model.ts";
 import { count, Empty, lasted, money, Outcome, Problem, Section, short } from "../parts/bits.tsx";
 import { SideBySide } from "../parts/diff.tsx";
 import { at, source } from "../source.ts";
@@ -147,14 +147,14 @@ const SHOWN = 12;
 
 /** Where two runs part, and what each did then. */
 function Divergence({ a, b }: { a: RunView; b: RunView }) {
-  const same = commonCalls(a.calls, b.calls);
-  const side = (view: RunView) => view.calls.slice(same, same + SHOWN).map((c) => (
+  const first = partAt(a.calls, b.calls);
+  const side = (view: RunView) => view.calls.filter((c) => c.n >= first).slice(0, SHOWN).map((c) => (
     <li key={c.n}><button type="button" class="link" onClick={() => go({ run: view.run.id, call: c.n, panel: "call", before: false })}>#{c.n} {c.tool}</button> {c.summary} <Outcome outcome={c.outcome} /></li>
   ));
   return (
     <Section title="Where they part">
-      <p class="muted">{same ? `The first ${count(same, "call")} are the same.` : "They differ from the first call on."}</p>
-      <div class="sides"><ol class="plain">{side(a)}</ol><ol class="plain">{side(b)}</ol></div>
+      <p class="muted">{first > 1 ? `Calls 1 to ${first - 1} are the same.` : "They differ from the first call on."}</p>
+      <div class="sides"><div><span class="badge">A</span><ol class="plain">{side(a)}</ol></div><div><span class="badge">B</span><ol class="plain">{side(b)}</ol></div></div>
     </Section>
   );
 }

@@ -23,6 +23,7 @@ export function FilesPanel({ view, place, point, calls, version }: {
     () => new Set(here && !point.before ? touched(view.commits, here.before, here.after).keys() : []),
     [view.commits, here, point.before],
   );
+  if (serial < 0) return <div class="world-main"><Empty>{view.note || "The files at this call are not known."}</Empty></div>;
   const open = place.path || [...now][0] || [...changed.keys()].at(-1) || "";
   return (
     <div class="world">
@@ -146,10 +147,17 @@ function FileAt({ view, path, serial, place, point, calls, version }: {
   const error = versions.error && !plain.data ? versions.error : "";
   const note = file?.note || plain.data?.note || "";
   const chosen = lines[place.line - 1];
+  // From a search: the line that was looked for.
+  useEffect(() => {
+    const wanted = place.q.toLowerCase();
+    const found = wanted && !place.line && file ? lines.findIndex((l) => l.text.toLowerCase().includes(wanted)) : -1;
+    if (found >= 0) go({ line: found + 1 }, "replace");
+  }, [file, lines]);
   return (
     <>
       <header class="file-head">
         <h2 class="path" title={path}>{path}</h2>
+        {file && file.exists && file.path !== path && <p class="note">At this point it is {file.path}.</p>}
         <p class="facts">
           <span>{point.before ? "before" : "after"} call {point.call}</span>
           {exists && <span>{count(lines.length, "line")}</span>}

@@ -17,13 +17,9 @@ export function Help({ close }: { close: () => void }) {
   ];
   return (
     <Dialog title="Keys" close={close}>
-      <table class="keys">
-        <tbody>
-          {rows.map(([keys, does]) => (
-            <tr key={does}><td>{keys.map((k) => <kbd key={k}>{k}</kbd>)}</td><td>{does}</td></tr>
-          ))}
-        </tbody>
-      </table>
+      <ul class="keys">
+        {rows.map(([keys, does]) => <li key={does}><span>{keys.map((k) => <kbd key={k}>{k}</kbd>)}</span><span>{does}</span></li>)}
+      </ul>
     </Dialog>
   );
 }

@@ -20,7 +20,7 @@ export function Home({ workspace }: { workspace: Workspace }) {
     { keys: ["j", "ArrowDown"], does: "Next run", run: () => step(1) },
     { keys: ["k", "ArrowUp"], does: "Previous run", run: () => step(-1) },
     { keys: ["/"], does: "Find a run", run: () => document.getElementById("search")?.focus() },
-  ]);
+  ], 1);
   return (
     <main class="home" id="main">
       <div class="home-head">

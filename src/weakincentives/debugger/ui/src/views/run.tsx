@@ -73,7 +73,7 @@ export function RunPage({ view, place, workspace, version, writable }: {
       { keys: ["o"], does: "Fork at this call", run: () => act("fork") },
       { keys: ["e"], does: "Edit this call and rerun", run: () => act("rerun") },
     ] : []),
-  ]);
+  ], 1);
 
   return (
     <main class="run" id="main">

@@ -54,7 +54,7 @@ const NAMES = { text: "model's text", arguments: "arguments", result: "result", 
 
 function HitItem({ hit, call, length }: { hit: Hit; call: CallRow | undefined; length: number }) {
   const open = () => {
-    const change = call ? { call: call.n, before: false } : {};
+    const change = { call: call?.n ?? null, before: false };
     if (hit.where === "file") go({ ...change, panel: "files", path: hit.path, line: 0 });
     else go({ ...change, panel: "call" });
   };
@@ -62,7 +62,7 @@ function HitItem({ hit, call, length }: { hit: Hit; call: CallRow | undefined; l
   return (
     <button type="button" class="hit" onClick={open}>
       <span class="hit-head">
-        {call ? <b>#{call.n} {call.tool}</b> : <b>before the run</b>}
+        {call ? <b>#{call.n} {call.tool}</b> : <b>{hit.serial === null ? "before the run" : "at the end"}</b>}
         <span class="muted">{hit.where === "file" ? hit.path : NAMES[hit.where]}</span>
       </span>
       <span class="excerpt">{excerpt.slice(0, start)}<mark>{excerpt.slice(start, start + length)}</mark>{excerpt.slice(start + length)}</span>
