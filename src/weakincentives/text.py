@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 from weakincentives.errors import InvalidPattern
 
@@ -119,3 +120,44 @@ def letters(data: bytes) -> str:
 
 
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+
+
+# What people read of a call
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return a text on one line of at most ``limit`` characters."""
+    start = harmless(text[: 4 * limit])
+    if len(start) <= limit and len(text) <= 4 * limit:
+        return start
+    return f"{start[: limit - 3]}..."
+
+
+_MAIN_ARGUMENTS = (
+    "command",
+    "path",
+    "source",
+    "pattern",
+    "query",
+    "code",
+    "objective",
+    "step",
+    "branch",
+)
+
+
+def summary_of(arguments: object, limit: int = 60) -> str:
+    """Return the main argument of a call, or all of them, on one short line."""
+    if not isinstance(arguments, Mapping):
+        return "" if arguments is None else shortened(str(arguments), limit)
+    given = cast("Mapping[str, object]", arguments)
+    if "source" in given and "destination" in given:
+        return shortened(f"{given['source']} -> {given['destination']}", limit)
+    if "step" in given and "status" in given:
+        return shortened(f"{given['step']} {given['status']}", limit)
+    main = next((given[name] for name in _MAIN_ARGUMENTS if given.get(name)), None)
+    if isinstance(main, (list, tuple)):
+        main = " ".join(map(str, cast("Sequence[object]", main)))
+    if main is None:
+        main = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    return shortened(str(main), limit)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weakincentives.text import harmless
+from weakincentives.text import shortened as shortened
+from weakincentives.text import summary_of as summary_of
 
 if TYPE_CHECKING:
     from weakincentives.errors import WorkspaceLocked
@@ -65,44 +67,6 @@ _DIFF_STYLES = {
 def diff_style(line: str) -> str:
     """Return the style of a line of a diff."""
     return next((style for start, style in _DIFF_STYLES.items() if line.startswith(start)), "")
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return a text on one line of at most ``limit`` characters."""
-    start = harmless(text[: 4 * limit])
-    if len(start) <= limit and len(text) <= 4 * limit:
-        return start
-    return f"{start[: limit - 3]}..."
-
-
-_MAIN_ARGUMENTS = (
-    "command",
-    "path",
-    "source",
-    "pattern",
-    "query",
-    "code",
-    "objective",
-    "step",
-    "branch",
-)
-
-
-def summary_of(arguments: object, limit: int = 60) -> str:
-    """Return the main argument of a call, or all of them, on one short line."""
-    if not isinstance(arguments, Mapping):
-        return "" if arguments is None else shortened(str(arguments), limit)
-    given = cast("Mapping[str, object]", arguments)
-    if "source" in given and "destination" in given:
-        return shortened(f"{given['source']} -> {given['destination']}", limit)
-    if "step" in given and "status" in given:
-        return shortened(f"{given['step']} {given['status']}", limit)
-    main = next((given[name] for name in _MAIN_ARGUMENTS if given.get(name)), None)
-    if isinstance(main, (list, tuple)):
-        main = " ".join(map(str, cast("Sequence[object]", main)))
-    if main is None:
-        main = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return shortened(str(main), limit)
 
 
 # Workspaces and runs

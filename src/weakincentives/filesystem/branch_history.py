@@ -91,6 +91,10 @@ class BranchHistory:
         """Return the files after so many commits."""
         return FilesAt(self, serial, self._points[serial], self._tree)
 
+    def point(self, serial: int) -> Layer:
+        """Return the state after so many commits."""
+        return self._points[serial]
+
     @property
     def files(self) -> FilesAt:
         """The files as they are now."""

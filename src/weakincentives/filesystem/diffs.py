@@ -161,23 +161,10 @@ def file_changes(
     """Return the differences of two looks at some paths, in order."""
     effort = effort or Effort()
     nodes = {parts: (_node(before, parts), _node(now, parts)) for parts in paths}
-    filled = [{parts[:-1] for parts, two in nodes.items() if two[n] is not None} for n in (0, 1)]
     every = (parts for parts in nodes if detail is None or detail(join_path(parts)))
     wanted = set(islice(every, effort.files))
-    origins = _origins(nodes, wanted)
-    moved = set(origins.values())
     found: list[FileChange] = []
-    for parts, (_, new_node) in nodes.items():
-        origin = origins.get(parts)
-        old_node = nodes[origin or parts][0]
-        two = old_node, new_node
-        if parts in moved or (origin is None and _is_same(*two)):
-            continue
-        if None in two and any(
-            node is not None and node.is_directory and parts in full
-            for node, full in zip(two, filled, strict=True)
-        ):
-            continue  # the paths of its files imply it
+    for parts, origin, old_node, new_node in _changed_nodes(nodes, wanted):
         if parts not in wanted:
             found.append(FileChange(path=join_path(parts)))
             continue
@@ -186,6 +173,53 @@ def file_changes(
         if origin is not None or _differ(old, new):
             found.append(_change(parts, old, new, effort, origin))
     return found
+
+
+def changed_nodes(
+    paths: Iterable[Parts], before: Look, now: Look
+) -> Iterator[tuple[Parts, Parts | None, Node | None, Node | None]]:
+    """Yield the paths where two looks differ: previous path if it was moved, and both nodes."""
+    nodes = {parts: (_node(before, parts), _node(now, parts)) for parts in paths}
+    return _changed_nodes(nodes, nodes.keys())
+
+
+def _changed_nodes(
+    nodes: Mapping[Parts, tuple[Node | None, Node | None]], wanted: AbstractSet[Parts]
+) -> Iterator[tuple[Parts, Parts | None, Node | None, Node | None]]:
+    filled = [{parts[:-1] for parts, two in nodes.items() if two[n] is not None} for n in (0, 1)]
+    origins = _origins(nodes, wanted)
+    moved = set(origins.values())
+    for parts, (_, new_node) in nodes.items():
+        origin = origins.get(parts)
+        two = nodes[origin or parts][0], new_node
+        if parts in moved or (origin is None and _is_same(*two)):
+            continue
+        if None in two and any(
+            node is not None and node.is_directory and parts in full
+            for node, full in zip(two, filled, strict=True)
+        ):
+            continue  # the paths of its files imply it
+        yield parts, origin, *two
+
+
+def change_between(
+    path: Parts,
+    old: tuple[Node | None, bytes | None],
+    new: tuple[Node | None, bytes | None],
+    *,
+    origin: Parts | None = None,
+    effort: Effort | None = None,
+) -> FileChange:
+    """Return the change of one path, given what was and what is there: nodes, and their contents.
+
+    A content is None if it is not known.
+    """
+    return _change(path, _known_side(*old), _known_side(*new), effort or Effort(), origin)
+
+
+def _known_side(node: Node | None, data: bytes | None) -> _Side:
+    is_unknown = data is None and node is not None and node.kind in ("file", "link")
+    return _Side(_UNKNOWN, problem="unknown") if is_unknown else _Side(node, data)
 
 
 def _node(look: Look, parts: Parts) -> Node | None:
@@ -390,11 +424,11 @@ def _names(origin: str, path: str, old: _Side, new: _Side) -> Iterator[str]:
 
 def _hunks(old: bytes, new: bytes, effort: Effort) -> Iterator[str]:
     if old != new:
-        before, after = (_lines(data.decode(errors="surrogateescape")) for data in (old, new))
+        before, after = (lines_of(data.decode(errors="surrogateescape")) for data in (old, new))
         yield from hunks(before, after, effort)
 
 
-def _lines(text: str) -> list[str]:
+def lines_of(text: str) -> list[str]:
     """Return the lines with their ends; only ``\\n`` ends a line, as in git."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
@@ -435,15 +469,35 @@ class _Matcher(SequenceMatcher[str]):
         return self._blocks
 
 
-def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[str]:
-    """Yield the lines of a patch's hunks, from one text's lines to the other's."""
+def line_edits(
+    old: Sequence[str], new: Sequence[str], effort: Effort | None = None
+) -> list[tuple[int, int, list[str]]]:
+    """Return the edits from one text's lines to the other's, in order.
+
+    Each has the place in the old lines, how many of them go, and the lines that come instead.
+    """
+    found: list[tuple[int, int, list[str]]] = []
+    i = j = 0
+    for x, y, size in _matching(old, new, effort or Effort()):
+        if x > i or y > j:
+            found.append((i, x - i, list(new[j:y])))
+        i, j = x + size, y + size
+    return found
+
+
+def _matching(old: Sequence[str], new: Sequence[str], effort: Effort) -> list[Match]:
+    """Return the runs of matching lines; the last one is empty, at both ends."""
     # Numbers compare faster than lines.
     known: dict[str, int] = {}
     old_ids, new_ids = (
         [known.setdefault(line, len(known)) for line in each] for each in (old, new)
     )
-    blocks = [*_blocks(_same(old_ids, new_ids, effort)), Match(len(old), len(new), 0)]
-    for group in _Matcher(blocks).get_grouped_opcodes(_CONTEXT):
+    return [*_blocks(_same(old_ids, new_ids, effort)), Match(len(old), len(new), 0)]
+
+
+def hunks(old: Sequence[str], new: Sequence[str], effort: Effort) -> Iterator[str]:
+    """Yield the lines of a patch's hunks, from one text's lines to the other's."""
+    for group in _Matcher(_matching(old, new, effort)).get_grouped_opcodes(_CONTEXT):
         if {opcode[0] for opcode in group} == {"equal"}:
             return  # nothing differs
         (_, start, _, new_start, _), (_, _, end, _, new_end) = group[0], group[-1]

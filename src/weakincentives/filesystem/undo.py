@@ -131,7 +131,7 @@ class WorkspaceHistory:
         Raises:
             LookupError: The history no longer goes back that far, or is damaged since.
         """
-        return FilesAt(self, serial, self._look_at(serial), self._disk.tree)
+        return FilesAt(self, serial, self.look_at(serial), self._disk.tree)
 
     def diff_between(
         self, one: int, other: int, *, detail: Detail | None = None
@@ -141,11 +141,16 @@ class WorkspaceHistory:
         past = Past(self.store, self._seals)
         deltas = past.readable(each for each in past.serials() if first < each <= last)
         records = [record for delta in deltas for record in delta.records]
-        before, after = self._look_at(one), self._look_at(other)
+        before, after = self.look_at(one), self.look_at(other)
         paths = changed_paths(records, before, after)
         return tuple(file_changes(paths, before, after, detail=detail))
 
-    def _look_at(self, serial: int) -> Look:
+    def past(self) -> Past:
+        """Return the commits themselves; each has its own memory of what was read."""
+        return Past(self.store, self._seals)
+
+    def look_at(self, serial: int) -> Look:
+        """Return the directory as it was after a commit; raises LookupError as ``files_at``."""
         root = self._disk.tree.path
         past = Past(self.store, self._seals)  # commits may have been added since
         try:

@@ -452,7 +452,7 @@ class Call:
         if self.record is None or self.run is None:
             return ""
         answer = self.run.answer_to(self.call_id)
-        return _rendered(self.record["result"]) if answer is None else answer
+        return rendered_result(self.record["result"]) if answer is None else answer
 
 
 class Calls:
@@ -707,7 +707,7 @@ def _fields(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value.get("fields", {}))
 
 
-def _rendered(result: Any) -> str:
+def rendered_result(result: Any) -> str:
     """Return a result as the model saw it, if its types can be loaded; else its fields."""
     from weakincentives.serde import thaw
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from weakincentives import locks
 from weakincentives.call import ToolCall
@@ -538,35 +538,20 @@ class SavedSessionData:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
                 user.
         """
-        complete, end, _ = path.read_bytes().rpartition(b"\n")  # the rest is cut short or new
-        if not end:
-            raise SnapshotError(f"{path} contains no session: nothing was saved in it")
-        first, *lines = complete.split(b"\n")
-        text = Seals(_HEAD).unsealed(first)
-        if text is None:
-            raise SnapshotError(
-                f"{path} does not carry your seal: it is not the file of a session, an earlier"
-                " version of wink or someone else wrote it, or it is damaged. If it is yours,"
-                " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
-            )
+        saves = Saves(path)
+        data = saves.head
         try:
-            data = _from_head(json.loads(text), _seals_after(text))
-            data.size = len(first) + 1
-            for number, sealed in enumerate(lines, 2):
-                text = data.seals.unsealed(sealed, data.size)
-                if text is None:
-                    data.damage = f"line {number} of {path} is damaged or not ours"
-                    break
-                line = _parsed(text)
+            for place, line in saves.new():
                 is_last = until is not None and _fills(line, *until)
                 if is_last and not through:
                     break
-                data.add(_with_stored(line, path) if _HAS_STORED in text else line)
-                data.size += len(sealed) + 1
+                data.add(line)
+                data.size = place.end
                 if is_last:
                     break
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
+        data.damage = saves.damage
         if data.damage and not partly:
             raise SnapshotError(
                 f"{data.damage}, so the session cannot be resumed: calls on record could run twice."
@@ -639,6 +624,73 @@ class SavedSessionData:
             for name, each in self.log.items()
         }
         return Snapshot.from_items(state, log, self.at, types=types)
+
+
+class SavePlace(NamedTuple):
+    """Where a save is in a file."""
+
+    start: int
+    end: int
+    """After its line."""
+
+
+class Saves:
+    """The saves in a file, one by one, and later those that were added since.
+
+    Raises:
+        SnapshotError: It is not the file of a session, or was not written by this user.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damage = ""
+        """What is wrong with the next save, if it cannot be read."""
+        with open(path, "rb") as file:
+            first = file.readline()
+        if not first.endswith(b"\n"):
+            raise SnapshotError(f"{path} contains no session: nothing was saved in it")
+        text = Seals(_HEAD).unsealed(first[:-1])
+        if text is None:
+            raise SnapshotError(
+                f"{path} does not carry your seal: it is not the file of a session, an earlier"
+                " version of wink or someone else wrote it, or it is damaged. If it is yours,"
+                " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
+            )
+        try:
+            self.head = _from_head(json.loads(text), _seals_after(text))
+        except _UNREADABLE as error:
+            raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
+        self.head.size = len(first)
+        self._end, self._number = len(first), 1
+
+    def new(self) -> Generator[tuple[SavePlace, Any]]:
+        """Yield the complete saves after the last one, up to the first damaged one."""
+        with open(self.path, "rb") as file:
+            file.seek(self._end)
+            complete, end, _ = file.read().rpartition(b"\n")  # the rest is cut short or new
+        for sealed in complete.split(b"\n") if end else ():
+            text = self.head.seals.unsealed(sealed, self._end)
+            if text is None:
+                self.damage = f"line {self._number + 1} of {self.path} is damaged or not ours"
+                return
+            place = SavePlace(self._end, self._end + len(sealed) + 1)
+            yield place, self._values(text)
+            self._end, self._number = place.end, self._number + 1
+
+    def at(self, places: Iterable[SavePlace]) -> Generator[Any]:
+        """Yield some saves again."""
+        with open(self.path, "rb") as file:
+            for place in places:
+                file.seek(place.start)
+                sealed = file.read(place.end - place.start - 1)
+                text = self.head.seals.unsealed(sealed, place.start)
+                if text is None:
+                    raise SnapshotError(f"{self.path} has changed while it was read")
+                yield self._values(text)
+
+    def _values(self, text: bytes) -> Any:
+        line = _parsed(text)
+        return _with_stored(line, self.path) if _HAS_STORED in text else line
 
 
 def _fills(line: Any, name: str, place: int) -> bool:

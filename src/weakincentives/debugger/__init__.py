@@ -1,0 +1,11 @@
+"""See every file and value of a run at every call: in the browser, as a page, as tables."""
+
+from typing import TYPE_CHECKING
+
+from weakincentives.lazy import load_lazily
+
+load_lazily(__name__)
+
+if TYPE_CHECKING:
+    from weakincentives.debugger.server import serve as serve
+    from weakincentives.debugger.views import Views as Views

@@ -1,0 +1,198 @@
+"""The contents of files as the page has them: names, texts, patches, and versions as edits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weakincentives.debugger.records import Json
+from weakincentives.errors import WinkError
+from weakincentives.filesystem.diffs import Effort, line_edits, lines_of
+from weakincentives.filesystem.entry import Entry
+from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.store import checked_parts
+from weakincentives.filesystem.versions import CommitSteps, FileStep, Versions
+from weakincentives.text import size_of
+
+MAX_TEXT = 2 << 20
+"""Bytes; the text of a larger file is not shown."""
+MAX_PATCH = 64 << 10
+"""Characters of the patch of one file."""
+_OUTSIDE = "outside wink"
+
+Content = tuple[Entry | None, Callable[[], bytes]]
+"""What is at a path, and a function that reads it, which may raise OSError."""
+
+
+class World(NamedTuple):
+    """The files after a commit."""
+
+    versions: Versions
+    serial: int
+
+
+# Names of files. JSON and URLs are Unicode; a name that is not UTF-8 has lone surrogates in Python,
+# which go through as characters for private use.
+
+_PRIVATE = 0x10_0000
+_TO_WIRE = {code: code + _PRIVATE for code in range(0xDC80, 0xDD00)}
+_FROM_WIRE = {wire: code for code, wire in _TO_WIRE.items()}
+
+
+def to_wire(path: str) -> str:
+    """Return a path as the page has it."""
+    return path if path.isascii() else path.translate(_TO_WIRE)
+
+
+def from_wire(path: str) -> Parts:
+    """Return the path that the page has; raises ValueError if it leads out of the workspace."""
+    parts = checked_parts(path.translate(_FROM_WIRE))
+    if not parts:
+        raise ValueError("path= is missing")
+    return parts
+
+
+def wire_path(parts: Parts) -> str:
+    return to_wire("/".join(parts))
+
+
+# Files
+
+
+def no_content() -> bytes:
+    raise FileNotFoundError("there is no file")
+
+
+def kind_of(step: FileStep) -> str:
+    if step.after is None:
+        return "deleted"
+    return "added" if step.before is None or step.origin is not None else "changed"
+
+
+def text_of(entry: Entry | None, read: Callable[[], bytes]) -> tuple[str | None, str]:
+    """Return the text of a file, or None; and what to know about it."""
+    if entry is None:
+        return None, ""
+    if entry.kind == "link":
+        return None, f"a symbolic link to {entry.target}" if entry.target else "a symbolic link"
+    if entry.kind != "file":
+        return None, "not a regular file"
+    if entry.size > MAX_TEXT:
+        return None, f"too large to show: {size_of(entry.size)}"
+    try:
+        return _decoded(read())
+    except (OSError, LookupError, WinkError) as error:
+        return None, f"not known: {getattr(error, 'strerror', None) or error}"
+
+
+def _decoded(data: bytes) -> tuple[str | None, str]:
+    if b"\0" not in data:
+        with contextlib.suppress(UnicodeDecodeError):
+            return data.decode(), ""
+    return None, f"binary, {size_of(len(data))}"
+
+
+def bytes_of(
+    read: Callable[[CommitSteps, FileStep], bytes],
+    commit: CommitSteps,
+    step: FileStep,
+    entry: Entry | None,
+) -> bytes | None:
+    if entry is None:
+        return None
+    try:
+        return read(commit, step)
+    except (OSError, LookupError, WinkError):
+        return None
+
+
+def capped(patch: str, note: str) -> tuple[str, str]:
+    if len(patch) <= MAX_PATCH:
+        return patch, note
+    cut = patch[:MAX_PATCH].rpartition("\n")
+    more = f"only the first {cut[0].count(chr(10)) + 1} lines of the diff are shown"
+    return cut[0] + cut[1], f"{note}; {more}" if note else more
+
+
+def difference(one: Content, two: Content) -> str:
+    if one[0] is None or two[0] is None:
+        return "" if one[0] is two[0] else "only b" if one[0] is None else "only a"
+    a, b = one[0], two[0]
+    if (a.kind, a.size) != (b.kind, b.size):
+        return "differs"
+    if None not in (a.digest, b.digest):
+        return "" if a.digest == b.digest else "differs"
+    try:
+        return "" if one[1]() == two[1]() else "differs"
+    except (OSError, LookupError, WinkError):
+        return "differs"
+
+
+_Link = tuple[CommitSteps, FileStep, Parts]
+
+
+def chain_of(versions: Versions, parts: Parts, base: int, top: int) -> list[_Link]:
+    """Return what commits did to a file, oldest first, and its path at that time.
+
+    The history of a file that was moved to a new path continues there.
+    """
+    found: list[_Link] = []
+    while True:
+        own = [
+            (commit, step, parts)
+            for commit, step in versions.touching(parts)
+            if base < commit.call.serial <= top
+        ]
+        found[:0] = own
+        if not own or own[0][1].parts != parts or own[0][1].origin is None:
+            return found
+        top, parts = own[0][0].call.serial - 1, own[0][1].origin
+
+
+class VersionSteps:
+    """Makes the steps of a file's versions: each as edits of the one before it."""
+
+    def __init__(self, versions: Versions, base: str | None, digest: str | None) -> None:
+        self.found: list[Json] = []
+        self._versions = versions
+        self._text = base
+        self._digest = digest
+        self._exists = base is not None
+
+    def add(
+        self, commit: CommitSteps, step: FileStep, here: Parts, call: int | None, name: str
+    ) -> None:
+        serial, effort = commit.call.serial, Effort()
+        about: Json = {"serial": serial, "call": call, "name": name, "path": wire_path(here)}
+        if step.parts != here:
+            self._put(about, None, f"moved to {wire_path(step.parts)}", effort)
+            return
+        arrives = step.origin is not None and not self._follows(here)
+        if not arrives and not (step.before and step.before.digest == self._digest is not None):
+            before, note = text_of(step.before, lambda: self._versions.before(commit, step))
+            if before != self._text and self._is_known(before, note):
+                outside = about | {"call": None, "name": _OUTSIDE}
+                self._put(outside, before, note, effort)
+        after, note = text_of(step.after, lambda: self._versions.after(commit, step))
+        self._digest = None if step.after is None else step.after.digest
+        if step.origin is not None and not note:
+            note = f"moved from {wire_path(step.origin)}"
+        self._put(about, after, note, effort)
+
+    def _follows(self, here: Parts) -> bool:
+        """Tell whether the versions so far are those of what is moved here now."""
+        return not self.found or self.found[-1]["path"] != wire_path(here)
+
+    def _is_known(self, before: str | None, note: str) -> bool:
+        return before is not None or not note or self._text is None
+
+    def _put(self, about: Json, text: str | None, note: str, effort: Effort) -> None:
+        edits = None
+        if text is not None:
+            old = lines_of(self._text or "")
+            edits = [list(each) for each in line_edits(old, lines_of(text), effort)]
+        self._text = text
+        if text is None:
+            self._digest = None
+        self.found.append(about | {"edits": edits, "note": note})

@@ -1,0 +1,148 @@
+"""Search in the texts, arguments and results of a run, and in the contents of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Literal, TypeVar, cast, get_args
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.debugger.contents import World, text_of, wire_path
+from weakincentives.debugger.placed import RunCalls
+from weakincentives.debugger.records import Json
+from weakincentives.debugger.views import Views
+from weakincentives.serde.exact import plain
+
+T = TypeVar("T")
+
+Where = Literal["text", "arguments", "results", "files"]
+_KINDS: tuple[Where, ...] = get_args(Where)
+_MOST = 200
+"""Hits."""
+_SECONDS = 3.0
+_AROUND = 60
+"""Characters shown on each side of a match."""
+
+
+def search(views: Views, run_id: str, text: str, kinds: Sequence[str] = ()) -> Json:
+    """Return where a text occurs, newest first within each kind; case does not matter.
+
+    It stops after some seconds, or many hits; then ``truncated`` is true.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise ValueError(f"in= takes {', '.join(_KINDS)}, got {kind!r}")
+    joined = views.joined(run_id)
+    found = _Search(views, joined, text)
+    ways = {
+        "text": found.texts,
+        "arguments": found.calls,
+        "results": found.calls,
+        "files": found.files,
+    }
+    hits: list[Json] = []
+    wanted = [kind for kind in _KINDS if not kinds or kind in kinds]
+    for kind in wanted:
+        hits += islice(ways[kind](kind), _MOST - len(hits) + 1)
+    return {"hits": hits[:_MOST], "truncated": len(hits) > _MOST or found.is_late}
+
+
+class _Search:
+    def __init__(self, views: Views, joined: RunCalls, text: str) -> None:
+        self._views = views
+        self._joined = joined
+        self._pattern = re.compile(re.escape(text), re.IGNORECASE)
+        self._end = SYSTEM_CLOCK.monotonic() + _SECONDS
+        self.is_late = False
+
+    def texts(self, kind: str) -> Iterator[Json]:
+        """Yield hits in what the model and the user wrote."""
+        records = self._joined.records
+        turns = list(reversed(records.turns))
+        fields = records.all_fields([turn.item for turn in turns])
+        for turn, message in self._in_time(zip(turns, fields, strict=True)):
+            call = next(iter(turn.calls), None)
+            for each in (str(plain(message.get("text", ""))), turn.user):
+                yield from self._hits(each, call=call, where="text")
+
+    def calls(self, kind: str) -> Iterator[Json]:
+        """Yield hits in arguments, or in results as the model saw them."""
+        records = self._joined.records
+        calls = list(reversed(self._joined.calls))
+        items = [records.notes[call.number - 1].item for call in calls]
+        for call, record in self._in_time(zip(calls, records.all_fields(items), strict=True)):
+            value = record.get("params") if kind == "arguments" else record.get("result")
+            shown = plain(value)
+            if kind == "results":
+                shown = _shown(shown)
+            text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+            where = "arguments" if kind == "arguments" else "result"
+            yield from self._hits(text, call=call.number, where=where)
+
+    def files(self, kind: str) -> Iterator[Json]:
+        """Yield hits in the files after the last call, and in versions that calls wrote before."""
+        joined, views = self._joined, self._views
+        last = World(joined.versions, joined.top)
+        for parts in self._in_time(sorted(views.paths_at(last))):
+            text, _ = text_of(*views.content_at(last, parts))
+            yield from self._hits(
+                text or "", serial=joined.top, where="file", path=wire_path(parts)
+            )
+        for commit in self._in_time(reversed(joined.versions.since(joined.base))):
+            serial = commit.call.serial
+            for step in commit.steps if serial <= joined.top else ():
+                content = views.content_at(World(joined.versions, serial), step.parts)
+                now = views.content_at(last, step.parts)[0]
+                if now is not None and step.after is not None and now.digest == step.after.digest:
+                    continue  # found already
+                text, _ = text_of(*content)
+                call = joined.commits.get(serial)
+                path = wire_path(step.parts)
+                yield from self._hits(text or "", call=call, serial=serial, where="file", path=path)
+
+    def _hits(
+        self,
+        text: str,
+        *,
+        where: str,
+        call: int | None = None,
+        serial: int | None = None,
+        path: str = "",
+    ) -> Iterator[Json]:
+        """Yield the first match in a text."""
+        found = self._pattern.search(text)
+        if found is None:
+            return
+        start = max(text.rfind("\n", 0, found.start()) + 1, found.start() - _AROUND)
+        end = text.find("\n", found.end())
+        end = min(len(text) if end < 0 else end, found.end() + _AROUND)
+        yield {
+            "call": call,
+            "serial": serial,
+            "where": where,
+            "path": path,
+            "excerpt": text[start:end],
+            "at": found.start() - start,
+        }
+
+    def _in_time(self, items: Iterable[T]) -> Iterator[T]:
+        for item in items:
+            if SYSTEM_CLOCK.monotonic() > self._end:
+                self.is_late = True
+                return
+            yield item
+
+
+def _shown(result: object) -> str:
+    """Return the message and the value of a result."""
+    if not isinstance(result, dict):
+        return ""
+    fields = cast("Json", result)
+    value = fields.get("value")
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "\n".join(str(part) for part in (fields.get("message"), value and shown) if part)

@@ -1,0 +1,299 @@
+"""The debugger's server: on loopback, for one browser, with a link that works once.
+
+The link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
+has an Origin, ours. The page may load nothing from elsewhere, and no script but its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket as sockets
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from weakincentives.debugger.live import Watch
+from weakincentives.debugger.placed import NotFound
+from weakincentives.debugger.records import Json
+from weakincentives.debugger.views import Views
+from weakincentives.errors import MissingExtra, WinkError
+
+try:
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.datastructures import Headers, MutableHeaders, QueryParams
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.requests import Request
+    from starlette.responses import (
+        FileResponse,
+        HTMLResponse,
+        PlainTextResponse,
+        RedirectResponse,
+        Response,
+        StreamingResponse,
+    )
+    from starlette.routing import Route
+
+    from weakincentives.serving import LOOPBACK, foreign, listen, serve_app
+except ImportError as error:
+    raise MissingExtra("debug", "starlette") from error
+
+if TYPE_CHECKING:
+    from http.cookies import SimpleCookie
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+Action = Callable[[Path, str, Json], Json]
+"""Does what the page asks for: gets the workspace, the id of a run or an approval, and the body.
+
+Raises WinkError if it is refused now, ValueError if the request is wrong, NotFound."""
+
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_STATIC = Path(__file__).parent / "static"
+_FILES = {
+    "": ("index.html", "text/html"),
+    "app.js": ("app.js", "text/javascript"),
+    "app.css": ("app.css", "text/css"),
+    "LICENSES.txt": ("LICENSES.txt", "text/plain"),
+}
+_MAX_BODY = 4 << 20
+_POLL = 0.5
+"""Seconds between looks at the files of runs, while a page is open."""
+_SILENCE = 15.0
+"""Seconds after which a silent connection gets a sign of life."""
+_USED = """<!doctype html>
+<meta charset="utf-8">
+<title>This link does not work</title>
+<h1>This link does not work any more</h1>
+<p>Each link opens the page once, in one browser. Run <code>wink debug</code> again for a new one.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """What the page can do besides looking."""
+
+    posts: Mapping[str, Action] = field(default_factory=dict[str, Action])
+    """By name: undo, rewind, fork and rerun for a run; approve for an approval."""
+    approvals: Callable[[Path], Sequence[Json]] = lambda _: ()
+    """Returns the calls of live runs that wait for a person."""
+
+    @classmethod
+    def ours(cls) -> Actions:
+        """Return what `wink debug` offers."""
+        try:
+            actions = import_module("weakincentives.debugger.actions")
+        except ModuleNotFoundError:
+            return cls()
+        names = ("undo", "rewind", "fork", "rerun", "approve")
+        posts = {name: getattr(actions, name) for name in names}
+        return cls(posts=posts, approvals=actions.approvals)
+
+
+class Debugger:
+    """The application, and its link."""
+
+    def __init__(self, views: Views, *, port: int, actions: Actions | None = None) -> None:
+        self.views = views
+        self.token = secrets.token_urlsafe(32)
+        """In the link; it works once."""
+        self._posts = (actions or Actions()).posts
+        self._stopping = asyncio.Event()
+        app = Starlette(
+            routes=[
+                Route("/api/events", self._events),
+                Route("/api/runs/{target}/{action}", self._post, methods=["POST"]),
+                Route("/api/{action:str}/{target}", self._post, methods=["POST"]),
+                Route("/api/{path:path}", self._get),
+                Route("/{name:str}", self._file),
+            ]
+        )
+        self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=5), self, port)
+
+    def stop(self) -> None:
+        """End the streams of events."""
+        self._stopping.set()
+
+    # Requests
+
+    async def _get(self, request: Request) -> Response:
+        path, query = request.path_params["path"], dict(request.query_params)
+        return await _answer(lambda: self.views.get(path, query))
+
+    async def _post(self, request: Request) -> Response:
+        name, target = request.path_params["action"], request.path_params["target"]
+        name = "approve" if name == "approvals" else name
+        action = self._posts.get(name)
+        if action is None or not self.views.writable:
+            return _json({"error": f"{name} is not possible here"}, 404)
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return _json({"error": "send application/json"}, 400)
+        if "origin" not in request.headers:
+            return _json({"error": "Origin header missing"}, 403)
+        try:
+            body = json.loads(await _body(request))
+        except (ValueError, RecursionError) as error:
+            return _json({"error": f"the body is not JSON: {error}"}, 400)
+        if not isinstance(body, dict):
+            return _json({"error": "the body must be an object"}, 400)
+        return await _answer(lambda: action(self.views.path, target, cast("Json", body)))
+
+    async def _events(self, request: Request) -> Response:
+        return StreamingResponse(self._stream(), media_type="text/event-stream")
+
+    async def _stream(self) -> AsyncIterator[str]:
+        watch, silent = Watch(self.views), 0.0
+        yield "retry: 1000\n\n"
+        while not self._stopping.is_set():
+            for name, data in await run_in_threadpool(lambda: list(watch.news())):
+                yield f"event: {name}\ndata: {json.dumps(data)}\n\n"
+                silent = 0.0
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _POLL)
+            silent += _POLL
+            if silent >= _SILENCE:
+                yield ":\n\n"
+                silent = 0.0
+
+    async def _file(self, request: Request) -> Response:
+        found = _FILES.get(request.path_params["name"])
+        if found is None or not (_STATIC / found[0]).is_file():
+            return PlainTextResponse("Not found\n", 404)
+        return FileResponse(_STATIC / found[0], media_type=found[1])
+
+
+async def _answer(made: Callable[[], Any]) -> Response:
+    """Return the answer of a function that may take long, or why there is none."""
+    try:
+        return await run_in_threadpool(lambda: _json(made()))
+    except NotFound as error:
+        return _json({"error": str(error)}, 404)
+    except (WinkError, OSError) as error:
+        return _json({"error": str(error)}, 409)
+    except (LookupError, ValueError) as error:
+        return _json({"error": str(error)}, 400)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    # All ASCII: a text may have half a surrogate pair, which UTF-8 cannot carry.
+    data = json.dumps(value, separators=(",", ":"))
+    return Response(data, status, media_type="application/json")
+
+
+async def _body(request: Request) -> bytes:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > _MAX_BODY:
+            raise ValueError("too large")
+    return data
+
+
+class _Guard:
+    """Refuses foreign requests, exchanges the token for a cookie, and sets the headers."""
+
+    def __init__(self, app: ASGIApp, debugger: Debugger, port: int) -> None:
+        self._app = app
+        self._token: bytes | None = debugger.token.encode()
+        """None once it was used."""
+        self._port = port
+        self._secret = secrets.token_urlsafe(32)
+        # Cookies do not distinguish ports: another debugger may run at another one.
+        self._cookie = f"wink_debug_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._own_answer(scope) or self._app
+        await answer(scope, receive, send_with_headers)
+
+    def _own_answer(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if refused := foreign(headers, LOOPBACK, self._port):
+            return PlainTextResponse(f"{refused}\n", 403)
+        given = QueryParams(scope["query_string"]).get("token") if scope["path"] == "/" else None
+        if given is not None:
+            return self._exchanged(given)
+        if not hmac.compare_digest(self._sent(headers).encode(), self._secret.encode()):
+            return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
+        return None
+
+    def _exchanged(self, given: str) -> Response:
+        """Return the page with the cookie, for the token; it does so once."""
+        if self._token is None or not hmac.compare_digest(given.encode(), self._token):
+            return HTMLResponse(_USED, 401)
+        self._token = None
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(self._cookie, self._secret, path="/", httponly=True, samesite="strict")
+        return answer
+
+    def _sent(self, headers: Headers) -> str:
+        from http.cookies import CookieError, SimpleCookie
+
+        cookies: SimpleCookie = SimpleCookie()
+        with contextlib.suppress(CookieError):
+            cookies.load(headers.get("cookie", ""))
+        found = cookies.get(self._cookie)
+        return "" if found is None else found.value
+
+
+def serve(
+    workspace: Path,
+    *,
+    on_ready: Callable[[str], object],
+    run: str = "",
+    port: int = 0,
+    actions: Actions | None = None,
+) -> None:
+    """Serve the debugger of a workspace until interrupted.
+
+    Args:
+        on_ready: Gets the link.
+        run: The id of a run to open the page with.
+        port: By default any free one.
+
+    Raises:
+        OSError: The port cannot be opened.
+    """
+    actions = actions or Actions.ours()
+    views = Views(workspace, approvals=lambda: actions.approvals(views.path))
+    with listen(port=port) as listening, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(views, listening, actions, run, on_ready))
+
+
+async def _serve(
+    views: Views,
+    listening: sockets.socket,
+    actions: Actions,
+    run: str,
+    on_ready: Callable[[str], object],
+) -> None:
+    port = listening.getsockname()[1]
+    debugger = Debugger(views, port=port, actions=actions)
+    # Most of the work for the first page, while the browser starts.
+    threading.Thread(target=views.warm, args=[run], daemon=True).start()
+    on_ready(f"http://127.0.0.1:{port}/?token={debugger.token}{f'#run={run}' if run else ''}")
+    await serve_app(debugger.app, listening, on_stop=debugger.stop)

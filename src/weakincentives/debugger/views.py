@@ -1,0 +1,839 @@
+"""What the page shows, as JSON data: runs, calls, files, slices and prompts.
+
+Nothing is changed and no lock is taken, so an agent may be running. Each answer has a path, such as
+``runs/ID/calls/7``: the live page asks the server for it, and an export has it embedded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weakincentives.adapters.catalog import known_price
+from weakincentives.budget import TokenPrice, TokenUsage
+from weakincentives.debugger.contents import (
+    Content,
+    VersionSteps,
+    World,
+    bytes_of,
+    capped,
+    chain_of,
+    difference,
+    from_wire,
+    kind_of,
+    no_content,
+    text_of,
+    to_wire,
+    wire_path,
+)
+from weakincentives.debugger.placed import UNKNOWN, History, NotFound, RunCalls, turn_of
+from weakincentives.debugger.records import (
+    SHOWN_ELSEWHERE,
+    Json,
+    RunRecords,
+    SliceNotes,
+    TurnNotes,
+    fields_of,
+)
+from weakincentives.errors import SnapshotError, WinkError
+from weakincentives.events import EDITED
+from weakincentives.filesystem import BranchInfo, WorkspaceHistory, branches_of
+from weakincentives.filesystem.diffs import Effort, change_between
+from weakincentives.filesystem.ignored import IgnoredFiles
+from weakincentives.filesystem.layers import Disk, Look
+from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.reserved import Reserved
+from weakincentives.filesystem.scratch import TEMPORARY
+from weakincentives.filesystem.store import location_of
+from weakincentives.filesystem.tree import Tree
+from weakincentives.filesystem.versions import (
+    BranchVersions,
+    CommitSteps,
+    Versions,
+    WorkspaceVersions,
+)
+from weakincentives.runtime.at import outermost
+from weakincentives.runtime.calls import Call, Run, rendered_result, runs_of
+from weakincentives.runtime.saved import SavedSession, not_undone
+from weakincentives.serde.exact import plain
+
+MAX_PATCHES = 1 << 20
+"""Characters of the patches of one call."""
+_MAX_PATHS = 50_000
+_MAX_COMPARED = 2_000
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is in memory of one run."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the file is read, never while an answer is made."""
+    records: RunRecords | None = None
+    calls: RunCalls | None = None
+    size: int = -1
+    """Of the file when it could not be read."""
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class _History:
+    """What is in memory of the history of the directory, or of a branch."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    versions: Versions | None = None
+    undone: tuple[int, frozenset[str]] = (-1, frozenset())
+
+
+class Views:
+    """All that the page shows of one workspace. For use by several threads.
+
+    Args:
+        approvals: Returns the calls of live runs that wait for a person.
+    """
+
+    def __init__(
+        self,
+        workspace: Path,
+        *,
+        approvals: Callable[[], Sequence[Json]] = tuple,
+        writable: bool = True,
+    ) -> None:
+        self.path = Path(os.path.realpath(workspace))
+        self.approvals = approvals
+        self.writable = writable
+        self._runs: dict[str, _Known] = {}
+        self._histories: dict[str, _History] = {}
+        self._lock = threading.Lock()
+        self._store = location_of(self.path)
+        self.runs = self._store / "runs"
+        """The folder with the files of runs."""
+        self._tree = Tree(self.path)
+        reserved = Reserved(self.path, store=self._store)
+        self._present: Look = reserved.without_hidden(Disk(self._tree))
+
+    # By path
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> Any:
+        """Return the value of a path.
+
+        Raises:
+            NotFound: There is none.
+            ValueError: The query is wrong.
+        """
+        query = query or {}
+        match path.split("/"):
+            case ["workspace"]:
+                return self.workspace()
+            case ["runs", run]:
+                return self.run(run, after=_number(query, "after", 0))
+            case ["runs", run, "calls", number] if number.isdecimal():
+                return self.call(run, int(number))
+            case ["runs", run, "tree"]:
+                return self.tree(run)
+            case ["runs", run, "file"]:
+                return self.file(run, _number(query, "serial"), _asked(query, "path"))
+            case ["runs", run, "versions"]:
+                return self.versions(run, _asked(query, "path"))
+            case ["runs", run, "slices"]:
+                return self.slices(run, _asked(query, "key"))
+            case ["runs", run, "prompts"]:
+                return self.prompts(run)
+            case ["runs", run, "search"]:
+                from weakincentives.debugger.search import search
+
+                kinds = query.get("in", "")
+                return search(self, run, _asked(query, "q"), kinds.split(",") if kinds else ())
+            case ["compare"]:
+                a, b = _asked(query, "a"), _asked(query, "b")
+                before = bool(query.get("before_a")), bool(query.get("before_b"))
+                return self.compare(a, b, before=before)
+            case _:
+                raise NotFound(f"there is no {path}")
+
+    # The workspace
+
+    def workspace(self) -> Json:
+        runs = runs_of(self.path)
+        return {
+            "name": self.path.name,
+            "path": str(self.path),
+            "writable": self.writable,
+            "runs": [self.summary(run) for run in runs],
+            "branches": self.branches(runs),
+            "approvals": list(self.approvals()),
+        }
+
+    def branches(self, runs: Sequence[Run] | None = None) -> list[Json]:
+        """Return the branches; the run of each is the newest one that works on it."""
+        by_branch: dict[str, str] = {}
+        for run in runs_of(self.path) if runs is None else runs:
+            with contextlib.suppress(OSError, WinkError, NotFound):
+                by_branch[self.records(run.id).run.branch] = run.id
+        with contextlib.suppress(OSError, WinkError):
+            return [
+                {
+                    "name": each.name,
+                    "run": by_branch.get(each.name),
+                    "base": each.base,
+                    "commits": len(each.commits),
+                    "files": [to_wire(path) for path in each.paths],
+                    "inUse": each.is_in_use,
+                    "time": each.commits[-1].time if each.commits else each.began,
+                }
+                for each in branches_of(self.path)
+            ]
+        return []
+
+    def summary(self, run: Run) -> Json:
+        """Return what lists show of a run; of one that cannot be read, why."""
+        summary = {
+            "id": run.id,
+            "mark": run.mark,
+            "title": "",
+            "kind": "",
+            "model": "",
+            "began": run.saved_at,
+            "saved": run.saved_at,
+            "state": "interrupted",
+            "branch": "",
+            "dry": False,
+            "forkedFrom": None,
+            "turns": 0,
+            "calls": 0,
+            "tokens": 0,
+            "cost": None,
+            "damage": None,
+        }
+        try:
+            return summary | _summary(self.records(run.id))
+        except (OSError, WinkError, NotFound) as error:
+            return summary | {"damage": str(error), "state": _state(run)}
+
+    # One run
+
+    def run(self, run_id: str, *, after: int = 0) -> Json:
+        """Return the turns and calls of a run, or only those after a call, and the commits."""
+        joined = self.joined(run_id)
+        records, run = joined.records, joined.records.run
+        known = [end for call, (_, end) in joined.placed if call.number <= after]
+        sent = max(known, default=joined.base) if after else joined.base
+        price = _price(run)
+        return {
+            "run": _summary(records),
+            "turns": [
+                _turn(turn, price, run.inherited)
+                for turn in records.turns
+                if _is_shown(turn, run.inherited) and _is_shown(turn, after)
+            ],
+            "calls": [
+                _row(call, joined, place) for call, place in joined.placed if call.number > after
+            ],
+            "commits": self._commits(joined, sent),
+            "base": joined.base,
+            "prompts": len(records.prompts),
+            "slices": [
+                {
+                    "name": each.name,
+                    "key": each.key,
+                    "log": each.is_log,
+                    "versions": len(each.steps),
+                }
+                for each in records.slices.values()
+                if each.key not in SHOWN_ELSEWHERE
+            ],
+            "note": _note(joined),
+        }
+
+    def call(self, run_id: str, number: int) -> Json:
+        joined = self.joined(run_id)
+        call, place = joined.find(number)
+        notes = joined.records.notes[number - 1]
+        row = _row(call, joined, place)
+        records = joined.records
+        record = records.fields(notes.item)
+        answer = records.answer(number)
+        commit = joined.commit_of(number)
+        changes = [] if commit is None else self._changes(joined.versions, commit)
+        return {
+            **row,
+            **_details(record),
+            "text": _text_of_turn(records, row["turn"]),
+            "result": _shown(record, None if answer is None else records.fields(answer)),
+            "changes": changes,
+            "state": [_slice_diff(records, records.slices[k], number) for k in notes.slices],
+            "canUndo": self.writable and commit is not None and not call.is_undone,
+        }
+
+    def slices(self, run_id: str, key: str) -> Json:
+        records = self.records(run_id)
+        found = records.slices.get(key)
+        if found is None:
+            raise NotFound(f"the run has no slice {key}")
+        steps = zip(found.steps, records.added(found.steps), strict=True)
+        return {
+            "key": key,
+            "name": found.name,
+            "log": found.is_log,
+            "steps": [
+                {"call": each.call, "keep": each.keep, "added": added, "between": each.between}
+                for each, added in steps
+            ],
+        }
+
+    def prompts(self, run_id: str) -> Json:
+        records = self.records(run_id)
+        found = list(records.prompts)
+        fields = records.all_fields([each.item for each in found])
+        return {
+            "prompts": [
+                {
+                    "turn": each.turn,
+                    "time": prompt.get("timestamp", 0.0),
+                    "text": str(plain(prompt.get("text", ""))),
+                    "tools": plain(prompt.get("tool_names", [])),
+                    "sections": plain(prompt.get("sections", [])),
+                }
+                for each, prompt in zip(found, fields, strict=True)
+            ]
+        }
+
+    # Files
+
+    def tree(self, run_id: str) -> Json:
+        joined = self.joined(run_id)
+        found = self.paths_at(World(joined.versions, joined.base))
+        paths = sorted(to_wire("/".join(parts)) for parts in found)
+        return {
+            "serial": joined.base,
+            "paths": paths[:_MAX_PATHS],
+            "truncated": len(paths) > _MAX_PATHS,
+        }
+
+    def file(self, run_id: str, serial: int, path: str) -> Json:
+        parts = from_wire(path)
+        joined = self.joined(run_id)
+        if serial > joined.versions.last:
+            raise NotFound(f"there is no commit {serial}")
+        entry, read = self.content_at(World(joined.versions, serial), parts)
+        text, note = text_of(entry, read)
+        size = 0 if entry is None else entry.size
+        exists = entry is not None
+        found = {"path": path, "serial": serial, "exists": exists, "text": text}
+        return found | {"note": note, "size": size}
+
+    def versions(self, run_id: str, path: str) -> Json:
+        parts = from_wire(path)
+        joined = self.joined(run_id)
+        versions = joined.versions
+        chain = chain_of(versions, parts, joined.base, joined.top)
+        first = chain[0][2] if chain else parts
+        entry, read = self.content_at(World(versions, joined.base), first)
+        base, note = text_of(entry, read)
+        names = self._names(joined, [commit for commit, _, _ in chain])
+        steps = VersionSteps(versions, base, None if entry is None else entry.digest)
+        for commit, step, here in chain:
+            number = joined.commits.get(commit.call.serial)
+            steps.add(commit, step, here, number, names[commit.call.serial])
+        return {"path": path, "base": base, "note": note, "steps": steps.found}
+
+    def compare(self, a: str, b: str, *, before: tuple[bool, bool] = (False, False)) -> Json:
+        """Return what differs between the worlds of two calls, given as RUN/N."""
+        sides: list[tuple[World, RunRecords, int, bool]] = []
+        for name, is_before in zip((a, b), before, strict=True):
+            run, _, number = name.rpartition("/")
+            if not number.isdecimal():
+                raise ValueError(f"{name!r} is not RUN/N")
+            joined = self.joined(run)
+            call, place = joined.find(int(number))
+            serial = place[0 if is_before else 1]
+            if serial == UNKNOWN:
+                raise NotFound(_note(joined) or f"the files at {name} are not known")
+            world = World(joined.versions, serial)
+            sides.append((world, joined.records, outermost(call).number, is_before))
+        files = list(self._differing(sides[0][0], sides[1][0]))
+        return {
+            "files": files[:_MAX_COMPARED],
+            "slices": _differing_slices(sides[0][1:], sides[1][1:]),
+            "truncated": len(files) > _MAX_COMPARED,
+        }
+
+    # What others share
+
+    def records(self, run_id: str) -> RunRecords:
+        """Return the records of a run as they are now; raises SnapshotError if none can be read."""
+        path = _run_path(self._store, run_id)
+        known = self._known(run_id)
+        with known.lock:
+            return _refreshed(known, path)
+
+    def joined(self, run_id: str) -> RunCalls:
+        """Return the calls of a run with their places in the history."""
+        records = self.records(run_id)
+        main = own = self._history("")
+        branch = records.run.branch
+        branch = branch if branch and branch in _branches(self.path) else ""
+        if branch:
+            own = self._history(branch)
+        known = self._known(run_id)
+        calls = known.calls
+        state = len(records.notes), main[0].last, own[0].last, id(own[0])
+        if calls is None or calls.records is not records or calls.state != state:
+            calls = known.calls = RunCalls(records, branch, main, own)
+        return calls
+
+    def content_at(self, world: World, parts: Parts) -> Content:
+        """Return what is at a path, and a function that reads it, which may raise OSError."""
+        versions, serial = world
+        touching = versions.touching(parts)
+        place = bisect_right(touching, serial, key=lambda each: each[0].call.serial)
+        if place:
+            commit, step = touching[place - 1]
+            if step.parts == parts:
+                return step.after, lambda: versions.after(commit, step)
+            return None, no_content
+        if touching:
+            commit, step = touching[0]
+            if step.found_at == parts:
+                return step.before, lambda: versions.before(commit, step)
+            return None, no_content  # it came from elsewhere
+        if isinstance(versions, BranchVersions):
+            return self.content_at(World(self._history("")[0], versions.info.base), parts)
+        return self._now(parts)
+
+    def paths_at(self, world: World) -> set[Parts]:
+        """Return the files of a world; ignored ones only if a commit changed them."""
+        versions, serial = world
+        if not isinstance(versions, BranchVersions):
+            return versions.paths_at(serial, self._walk())
+        paths = self._history("")[0].paths_at(versions.info.base, self._walk())
+        for commit in versions.commits[:serial]:
+            paths.difference_update(each.found_at for each in commit.steps if each.before)
+            paths.update(each.parts for each in commit.steps if each.after)
+        return paths
+
+    def warm(self, run_id: str = "") -> None:
+        """Read a run, by default the newest, and the history, so that a later look is fast."""
+        with contextlib.suppress(OSError, WinkError, NotFound):
+            newest = max(runs_of(self.path), key=lambda run: run.saved_at, default=None)
+            if run_id or newest is not None:
+                self.joined(run_id or cast("Run", newest).id)
+
+    def run_ids(self) -> list[str]:
+        return [run.id for run in runs_of(self.path)]
+
+    # Reading
+
+    def _known(self, run_id: str) -> _Known:
+        with self._lock:
+            return self._runs.setdefault(run_id, _Known())
+
+    def _history(self, branch: str) -> History:
+        """Return the commits of a branch, or of the directory, and the calls undone there."""
+        with self._lock:
+            known = self._histories.setdefault(branch, _History())
+        with known.lock:
+            if branch:
+                info, last = _branches(self.path)[branch], known.versions
+                if not isinstance(last, BranchVersions) or last.info != info:
+                    last = last if isinstance(last, BranchVersions) else None
+                    known.versions = BranchVersions(self.path, info, last)
+            versions = known.versions
+            if versions is None:
+                versions = known.versions = WorkspaceVersions(WorkspaceHistory(self.path))
+            versions.refresh()
+            if known.undone[0] != versions.last or branch:
+                history = [each.call for each in versions.commits]
+                undone = {each.call_id for each in history} - not_undone(history)
+                known.undone = versions.last, frozenset(undone)
+            return versions, known.undone[1]
+
+    def _now(self, parts: Parts) -> Content:
+        try:
+            node = self._present.node(parts)
+            if node is not None and node.kind == "link":
+                node = node._replace(target=self._present.link_target(parts))
+        except OSError:
+            return None, no_content
+        if node is None or node.is_directory:
+            return None, no_content
+        return node, lambda: self._present.read(parts)
+
+    def _walk(self) -> Iterable[Parts]:
+        """Yield the files that are there now, without ignored ones."""
+        ignored = IgnoredFiles(self.path)
+        pending: list[Parts] = [()]
+        while pending:
+            above = pending.pop()
+            with contextlib.suppress(OSError):
+                for name, kind in self._present.kinds(above):
+                    parts = (*above, name)
+                    if name == ".git" or name.startswith(TEMPORARY) or ignored("/".join(parts)):
+                        continue
+                    if kind == "directory":
+                        pending.append(parts)
+                    else:
+                        yield parts
+
+    def _commits(self, joined: RunCalls, after: int) -> list[Json]:
+        since = joined.versions.since(max(after, joined.base))
+        commits = [each for each in since if each.call.serial <= joined.top]
+        names = self._names(joined, commits)
+        return [
+            {
+                "serial": each.call.serial,
+                "call": joined.commits.get(each.call.serial),
+                "name": names[each.call.serial],
+                "tool": each.call.tool,
+                "time": each.call.time,
+                "files": [
+                    [
+                        wire_path(step.parts),
+                        kind_of(step),
+                        wire_path(step.origin) if step.origin else "",
+                    ]
+                    for step in each.steps
+                ],
+            }
+            for each in commits
+        ]
+
+    def _names(self, joined: RunCalls, commits: Sequence[CommitSteps]) -> dict[int, str]:
+        """Return names for people of commits, by serial."""
+        mark = joined.records.run.mark
+        names = {serial: f"{mark}/{number}" for serial, number in joined.commits.items()}
+        foreign = [each.call for each in commits if each.call.serial not in names]
+        others = self._other_calls(joined, [each.time for each in foreign]) if foreign else {}
+        return names | {each.serial: others.get(each.call_id, each.call_id) for each in foreign}
+
+    def _other_calls(self, joined: RunCalls, times: Sequence[float]) -> dict[str, str]:
+        """Return names of the calls of other runs at that time, by id."""
+        found: dict[str, str] = {}
+        for run in runs_of(self.path):
+            if run.id == joined.records.run.id or run.saved_at < min(times):
+                continue
+            with contextlib.suppress(OSError, WinkError, NotFound):
+                records = self.records(run.id)
+                if records.run.data.began <= max(times):
+                    found |= {each.call_id: each.name for each in records.run.calls()}
+        return found
+
+    # Differences
+
+    def _changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:
+        ignored, effort, left = IgnoredFiles(self.path), Effort(raw=False), MAX_PATCHES
+        found: list[Json] = []
+        for step in commit.steps:
+            path = "/".join(step.parts)
+            change = {
+                "path": to_wire(path),
+                "origin": wire_path(step.origin or ()),
+                "kind": kind_of(step),
+                "added": 0,
+                "removed": 0,
+                "binary": False,
+                "note": "",
+                "patch": "",
+            }
+            if left <= 0 or ignored(path):
+                note = "ignored by git" if left > 0 else "too much has changed to show it all"
+                found.append(change | {"note": note})
+                continue
+            old = step.before, bytes_of(versions.before, commit, step, step.before)
+            new = step.after, bytes_of(versions.after, commit, step, step.after)
+            diff = change_between(step.parts, old, new, origin=step.origin, effort=effort)
+            patch, note = ("", diff.note) if diff.is_binary else capped(diff.text, diff.note)
+            left -= len(patch)
+            found.append(
+                change
+                | {"added": diff.added, "removed": diff.removed, "binary": diff.is_binary}
+                | {"note": note, "patch": patch}
+            )
+        return found
+
+    def _differing(self, a: World, b: World) -> Iterable[tuple[str, str]]:
+        for parts in sorted(self._candidates(a, b)):
+            one, two = self.content_at(a, parts), self.content_at(b, parts)
+            kind = difference(one, two)
+            if kind:
+                yield wire_path(parts), kind
+
+    def _candidates(self, a: World, b: World) -> set[Parts]:
+        """Return the paths that commits changed between two worlds."""
+        found: set[Parts] = set()
+        serials: list[int] = []
+        if a.versions is b.versions:
+            serials = sorted((a.serial, b.serial))
+            commits = [e for e in a.versions.since(serials[0]) if e.call.serial <= serials[1]]
+            return {parts for each in commits for step in each.steps for parts in step.paths}
+        for versions, serial in (a, b):
+            if isinstance(versions, BranchVersions):
+                own = versions.commits[:serial]
+                found |= {parts for each in own for step in each.steps for parts in step.paths}
+                serials.append(versions.info.base)
+            else:
+                serials.append(serial)
+        between = self._history("")[0].since(min(serials))
+        commits = [each for each in between if each.call.serial <= max(serials)]
+        return found | {parts for each in commits for step in each.steps for parts in step.paths}
+
+
+def _refreshed(known: _Known, path: Path) -> RunRecords:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise NotFound(f"there is no run {path.stem}") from error
+    if known.records is None and known.problem and known.size == size:
+        raise SnapshotError(known.problem)
+    try:
+        if known.records is None or not known.records.refresh():
+            known.records = RunRecords(path)
+    except SnapshotError as error:
+        known.records, known.size, known.problem = None, size, str(error)
+        raise
+    return known.records
+
+
+def _run_path(store: Path, run_id: str) -> Path:
+    if not run_id or "/" in run_id or "\0" in run_id or run_id.startswith("."):
+        raise NotFound(f"there is no run {run_id!r}")
+    return store / "runs" / f"{run_id}.jsonl"
+
+
+def _branches(workspace: Path) -> dict[str, BranchInfo]:
+    with contextlib.suppress(OSError, WinkError):
+        return {each.name: each for each in branches_of(workspace)}
+    return {}
+
+
+def _number(query: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    given = query.get(name)
+    if given is None and otherwise is not None:
+        return otherwise
+    if given is None or not given.isdecimal() or len(given) > 15:
+        raise ValueError(f"{name}= must be a number, got {given!r}")
+    return int(given)
+
+
+def _asked(query: Mapping[str, str], name: str) -> str:
+    if not query.get(name):
+        raise ValueError(f"{name}= is missing")
+    return query[name]
+
+
+def _note(joined: RunCalls) -> str:
+    """Say why the files of some calls are not known, if so."""
+    if all(before != UNKNOWN for before, _ in joined.places):
+        return ""
+    run = joined.records.run
+    if run.branch and not joined.branch:
+        return f"The run worked on the branch {run.branch}, which is gone: its files are not known"
+    return "The history no longer goes back to the first calls: their files are not known"
+
+
+# Rows
+
+
+def _summary(records: RunRecords) -> Json:
+    run, about = records.run, records.run.data.about
+    price = _price(run)
+    usages = [turn.usage for turn in records.turns]
+    return {
+        "id": run.id,
+        "mark": run.mark,
+        "title": run.title,
+        "kind": str(about.get("kind") or ""),
+        "model": str(about.get("model") or ""),
+        "began": run.data.began,
+        "saved": run.data.at,
+        "state": _state(run, records),
+        "branch": run.branch,
+        "dry": run.is_dry,
+        "forkedFrom": about.get("forked_from"),
+        "turns": run.turns,
+        "calls": len(records.notes),
+        "tokens": records.usage.total_tokens,
+        "cost": None if price is None else sum(map(price.of, usages)),
+        "damage": records.damage or None,
+    }
+
+
+def _state(run: Run, records: RunRecords | None = None) -> str:
+    with contextlib.suppress(OSError):
+        if SavedSession.is_in_use(run.path):
+            return "running"
+    if records is None:
+        return "interrupted"
+    return "finished" if not records.turns or run.has_ended else "interrupted"
+
+
+def _price(run: Run) -> TokenPrice | None:
+    """Return the price of the model that a run asked, if it is known."""
+    about = run.data.about
+    kind, _, name = str(about.get("model") or "").partition(":")
+    if kind == "local":
+        return TokenPrice(input=0, output=0)
+    known = known_price(name or kind) or known_price(f"{kind}/{name}")
+    flags = about.get("flags")
+    given = cast("Mapping[str, object]", flags).get("price") if isinstance(flags, Mapping) else None
+    if known is None and given:
+        with contextlib.suppress(ValueError):
+            read, written = map(float, str(given).split("/"))
+            return TokenPrice(input=read, output=written)
+    return known
+
+
+def _is_shown(turn: TurnNotes, after: int) -> bool:
+    """Tell whether a turn has calls after one, or came after it."""
+    return turn.preceding >= after or any(number > after for number in turn.calls)
+
+
+def _turn(turn: TurnNotes, price: TokenPrice | None, inherited: int) -> Json:
+    usage: TokenUsage = turn.usage
+    return {
+        "n": turn.number,
+        "text": turn.text,
+        "calls": [number for number in turn.calls if number > inherited],
+        "tokens": [usage.input_tokens, usage.output_tokens],
+        "cost": None if price is None else price.of(usage),
+        "user": turn.user,
+    }
+
+
+def _row(call: Call, joined: RunCalls, place: tuple[int, int]) -> Json:
+    commit, slices = joined.commit_of(call.number), joined.records.slices
+    notes = joined.records.notes[call.number - 1]
+    record = call.record or {}
+    return {
+        "n": call.number,
+        "id": call.call_id,
+        "tool": call.tool,
+        "summary": notes.summary,
+        "outcome": call.outcome,
+        "time": call.time,
+        "duration": record.get("duration", 0.0),
+        "turn": turn_of(call, joined),
+        "nestedIn": None if call.outer is None else call.outer.number,
+        "place": record.get("place"),
+        "lane": joined.lanes[call.number],
+        "attempts": record.get("attempts", 1),
+        "retries": call.result.get("retries", 0),
+        "conflicts": plain(record.get("conflicts", [])),
+        "before": place[0],
+        "after": place[1],
+        "files": 0 if commit is None else len(commit.steps),
+        "slices": [slices[key].name for key in notes.slices],
+        "error": notes.error,
+    }
+
+
+# One call
+
+
+def _details(record: Json) -> Json:
+    result = fields_of(record.get("result"))
+    failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
+    message = str(plain(result.get("message", "")))
+    notes = [str(each) for each in _list(record.get("notes"))]
+    return {
+        "arguments": plain(record.get("params")),
+        "edited": EDITED in notes,
+        "problems": _problems(message),
+        "policies": _policies(record, notes),
+        "message": message,
+        "value": plain(result.get("value")),
+        "failure": {
+            "code": str(plain(failure.get("code", ""))),
+            "message": str(plain(failure.get("message", ""))),
+            "recoverable": bool(failure.get("recoverable", True)),
+            "suggestions": _list(failure.get("suggestions")),
+        }
+        if failure
+        else None,
+        "undone": _list(metadata.get("undone")),
+        "notUndone": _list(metadata.get("not_undone")),
+        "notes": [*notes, *map(str, _list(metadata.get("degraded")))],
+    }
+
+
+def _list(value: Any) -> list[Any]:
+    found = plain(value)
+    return cast("list[Any]", found) if isinstance(found, list) else []
+
+
+def _problems(message: str) -> dict[str, str]:
+    """Return what is wrong with arguments, by path, from the message that the model got."""
+    if message.startswith("{"):
+        with contextlib.suppress(ValueError, AttributeError):
+            return {str(path): str(text) for path, text in json.loads(message)["details"].items()}
+    return {}
+
+
+def _policies(record: Json, notes: Sequence[str]) -> list[Json]:
+    """Return the policies that were asked; a record from an earlier version only has a denial."""
+    names, denied_by = (
+        [str(each) for each in _list(record.get("policies"))],
+        record.get("denied_by"),
+    )
+    if denied_by and denied_by not in names:
+        names.append(str(denied_by))
+    found: list[Json] = []
+    is_denied = False
+    for name in names:
+        answer = "not asked" if is_denied else "allowed"
+        if name == denied_by and not is_denied:
+            answer, is_denied = "denied", True
+        own = (note for note in notes if note.startswith(f"{name}: "))
+        note = next(own, "").removeprefix(f"{name}: ")
+        found.append({"name": name, "answer": answer, "note": note})
+    return found
+
+
+def _text_of_turn(records: RunRecords, turn: int) -> str:
+    if not turn:
+        return ""
+    return str(plain(records.fields(records.turns[turn - 1].item).get("text", "")))
+
+
+def _shown(record: Json, answer: Json | None) -> str:
+    """Return a result as the model saw it."""
+    if answer is not None:
+        return str(plain(answer.get("text", "")))
+    return rendered_result(record["result"]) if record.get("result") else ""
+
+
+def _slice_diff(records: RunRecords, slice_: SliceNotes, number: int) -> Json:
+    steps = slice_.until(number)
+    start = slice_.until(number, before=True)
+    if slice_.is_log:
+        before, after = [], [v for some in records.added(slice_.steps[start:steps]) for v in some]
+    else:
+        before, after = records.value(slice_, start), records.value(slice_, steps)
+    found = {"name": slice_.name, "key": slice_.key, "log": slice_.is_log}
+    return found | {"before": before, "after": after}
+
+
+def _differing_slices(
+    one: tuple[RunRecords, int, bool], two: tuple[RunRecords, int, bool]
+) -> list[Json]:
+    found: list[Json] = []
+    for key in {**one[0].slices, **two[0].slices}:
+        if key in SHOWN_ELSEWHERE:
+            continue
+        values: list[list[Any]] = []
+        name = ""
+        for records, number, before in (one, two):
+            slice_ = records.slices.get(key)
+            name = name if slice_ is None else slice_.name
+            steps = 0 if slice_ is None else slice_.until(number, before=before)
+            values.append([] if slice_ is None else records.value(slice_, steps))
+        if values[0] != values[1]:
+            found.append({"key": key, "name": name, "a": values[0], "b": values[1]})
+    return found

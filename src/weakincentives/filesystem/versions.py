@@ -1,0 +1,402 @@
+"""Every version of every file in a history: what each commit found and left, read without a lock.
+
+Commits are read once; later looks read only those added since.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from weakincentives.errors import HistoryDamaged
+from weakincentives.filesystem.branch_history import BranchHistory
+from weakincentives.filesystem.branches import BranchInfo, changed_between
+from weakincentives.filesystem.diffs import changed_nodes
+from weakincentives.filesystem.entry import Entry, matches
+from weakincentives.filesystem.history import Committed, Delta
+from weakincentives.filesystem.layers import Disk, Look, walk
+from weakincentives.filesystem.past import FilesAt
+from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.tree import Tree
+from weakincentives.filesystem.undo import WorkspaceHistory
+
+MAX_CONTENT = 32 << 20
+"""Bytes; a larger file is not read."""
+
+
+class FileStep(NamedTuple):
+    """What a commit did at one path: a file, link or pipe before, after, or both."""
+
+    parts: Parts
+    before: Entry | None
+    after: Entry | None
+    origin: Parts | None = None
+    """Where it was before, if the commit moved it; ``before`` is what was there."""
+    saved: Parts | None = None
+    """Where its content is among the removed directories."""
+
+    @property
+    def found_at(self) -> Parts:
+        """The path of what was there before."""
+        return self.parts if self.origin is None else self.origin
+
+    @property
+    def paths(self) -> tuple[Parts, ...]:
+        return (self.parts,) if self.origin is None else (self.parts, self.origin)
+
+
+class CommitSteps(NamedTuple):
+    """A commit, and what it did to files."""
+
+    call: Committed
+    steps: tuple[FileStep, ...]
+
+    def at(self, parts: Parts) -> FileStep | None:
+        """Return what it did at a path: changed or moved something there, or moved it away."""
+        found = [each for each in self.steps if parts in each.paths]
+        return next((each for each in found if each.parts == parts), found[0] if found else None)
+
+
+class Versions(ABC):
+    """The commits of a history, and the content of each file before and after each.
+
+    One thread may refresh it while others read.
+    """
+
+    def __init__(self) -> None:
+        self.commits: list[CommitSteps] = []
+        """Oldest first; ``refresh`` adds new ones."""
+        self._touching: dict[Parts, list[int]] = {}
+        """For each path the commits that changed it, as places in ``commits``."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Read the commits that were added since."""
+
+    @abstractmethod
+    def before(self, commit: CommitSteps, step: FileStep) -> bytes:
+        """Return what a file had before a commit; raises OSError if that is not known."""
+
+    @abstractmethod
+    def after(self, commit: CommitSteps, step: FileStep) -> bytes:
+        """Return what a file had after a commit; raises OSError if that is not known."""
+
+    @abstractmethod
+    def files_at(self, serial: int) -> FilesAt:
+        """Return the files after a commit; raises LookupError if the history lacks it."""
+
+    @property
+    def oldest(self) -> int:
+        """The serial before the first commit that is known."""
+        return self.commits[0].call.serial - 1 if self.commits else 0
+
+    @property
+    def last(self) -> int:
+        return self.commits[-1].call.serial if self.commits else 0
+
+    def since(self, serial: int) -> Sequence[CommitSteps]:
+        """Return the commits after one."""
+        return self.commits[bisect_left(self.commits, serial + 1, key=_serial) :]
+
+    def touching(self, parts: Parts) -> list[tuple[CommitSteps, FileStep]]:
+        """Return the commits that changed a path, or moved something from it, oldest first."""
+        places = self._touching.get(parts, ())
+        found = ((self.commits[place], self.commits[place].at(parts)) for place in places)
+        return [(commit, step) for commit, step in found if step is not None]
+
+    def touched(self) -> Iterable[Parts]:
+        """Return all paths that commits changed."""
+        return self._touching.keys()
+
+    def paths_at(self, serial: int, present: Iterable[Parts]) -> set[Parts]:
+        """Return the paths of files after a commit, given those that are there now.
+
+        What no commit changed is taken to be as it is now.
+        """
+        paths = set(present)
+        for commit in reversed(self.since(serial)):
+            for step in commit.steps:
+                if step.after is not None:
+                    paths.discard(step.parts)
+            paths.update(step.found_at for step in commit.steps if step.before is not None)
+        return paths
+
+    def _add(self, commit: CommitSteps) -> None:
+        self.commits.append(commit)
+        for parts in {parts for step in commit.steps for parts in step.paths}:
+            self._touching.setdefault(parts, []).append(len(self.commits) - 1)
+
+
+def _serial(commit: CommitSteps) -> int:
+    return commit.call.serial
+
+
+class WorkspaceVersions(Versions):
+    """The versions of files in the history of a directory."""
+
+    def __init__(self, history: WorkspaceHistory) -> None:
+        super().__init__()
+        self._history = history
+        self._past = history.past()
+        """Replaced by each refresh: others may be reading."""
+        self._changed_at = (-1, -1)
+
+    def refresh(self) -> None:
+        changed_at = self._past.changed_at()
+        if changed_at == self._changed_at:
+            return
+        past = self._past = self._history.past()
+        for delta in past.readable(reversed(past.after(self.last))):
+            self._add(CommitSteps(delta.committed, tuple(self._steps(delta))))
+        self._changed_at = changed_at
+
+    def files_at(self, serial: int) -> FilesAt:
+        return self._history.files_at(serial)
+
+    def before(self, commit: CommitSteps, step: FileStep) -> bytes:
+        entry = step.before
+        if entry is None or entry.target is not None:
+            return _target(entry)
+        _check_size(entry)
+        if entry.digest is not None:
+            return self._past.objects.read(entry.digest)
+        if step.saved is not None:
+            tree = Tree(self._past.trees(commit.call.serial))
+            try:
+                return tree.read(step.saved)[0]
+            finally:
+                tree.close()
+        for other, known in reversed(self._others(commit, step.found_at, later=False)):
+            if known.parts == step.found_at and matches(known.after, entry):
+                return self._left(other, known)
+            break
+        if step.after is not None and matches(entry, step.after):  # it was only moved
+            return self._left(commit, step)
+        return self.files_at(commit.call.serial - 1).read_bytes("/".join(step.found_at))
+
+    def after(self, commit: CommitSteps, step: FileStep) -> bytes:
+        entry = step.after
+        if entry is None or entry.target is not None:
+            return _target(entry)
+        _check_size(entry)
+        with suppress(FileNotFoundError):
+            return self._left(commit, step)
+        for other, known in self._others(commit, step.parts, later=True):
+            if known.found_at == step.parts and _is_content(known.before, entry):
+                with suppress(FileNotFoundError):
+                    return self.before(other, known)
+            break
+        data = self.files_at(commit.call.serial).read_bytes("/".join(step.parts))
+        if entry.digest not in (None, hashlib.sha256(data).hexdigest()):
+            raise FileNotFoundError(errno.ENOENT, "it was changed since by somebody else")
+        return data
+
+    def _left(self, commit: CommitSteps, step: FileStep) -> bytes:
+        """Return what a commit left, if the history has it."""
+        if step.after is None or step.after.digest is None:
+            raise FileNotFoundError(errno.ENOENT, "its content was not saved")
+        try:
+            return self._past.left(self._past.read(commit.call.serial), step.after)
+        except (KeyError, HistoryDamaged) as error:
+            raise FileNotFoundError(errno.ENOENT, "its content was not saved") from error
+
+    def _others(
+        self, commit: CommitSteps, parts: Parts, *, later: bool
+    ) -> list[tuple[CommitSteps, FileStep]]:
+        serial = commit.call.serial
+        return [
+            each
+            for each in self.touching(parts)
+            if (each[0].call.serial > serial if later else each[0].call.serial < serial)
+        ]
+
+    # What a commit did
+
+    def _steps(self, delta: Delta) -> Iterator[FileStep]:
+        before: dict[Parts, Entry | None] = {}
+        saved: dict[Parts, Parts] = {}
+        moves: list[tuple[Parts, Parts]] = []
+        """Directories that were moved."""
+        for record in delta.records:
+            if record.op == "moved" and record.origin is not None:
+                if record.before is not None and record.before.is_directory:
+                    moves.append((record.origin, record.path))
+                before.setdefault(record.path, None)
+                _note(before, moves, record.origin, record.before)
+                continue
+            _note(before, moves, record.path, record.before)
+            if record.before is not None and record.before.is_directory and record.saved:
+                for place, entry in self._removed(delta, record.saved):
+                    parts = (*record.path, *place[1:])
+                    _note(before, moves, parts, entry)
+                    saved.setdefault(parts, place)
+        after = dict(delta.after)
+        if moves:
+            self._note_moved(delta, moves, before, after)
+        return _paired(before, after, saved)
+
+    def _removed(self, delta: Delta, saved: str) -> Iterator[tuple[Parts, Entry]]:
+        """Yield what is in a directory that a commit removed, by its place in the store."""
+        folder = self._past.trees(delta.committed.serial)
+        with suppress(OSError):
+            tree = Tree(folder)
+            try:
+                yield from list(walk(Disk(tree), [(saved,)]))
+            finally:
+                tree.close()
+
+    def _note_moved(
+        self,
+        delta: Delta,
+        moves: Sequence[tuple[Parts, Parts]],
+        before: dict[Parts, Entry | None],
+        after: dict[Parts, Entry | None],
+    ) -> None:
+        """Note the files in moved directories, which no record names."""
+        try:
+            look = self._history.look_at(delta.committed.serial)
+        except LookupError:
+            return
+        for parts, entry in walk(look, [path for _, path in moves]):
+            if not entry.is_directory:
+                after.setdefault(parts, entry)
+                origin = _original(moves, parts)
+                before.setdefault(parts, None)
+                before.setdefault(origin, entry)
+
+
+def _note(
+    before: dict[Parts, Entry | None],
+    moves: Sequence[tuple[Parts, Parts]],
+    parts: Parts,
+    entry: Entry | None,
+) -> None:
+    """Note what was at a path, where it was before the directories above it were moved."""
+    origin = _original(moves, parts)
+    if origin != parts:
+        before.setdefault(parts, None)
+    before.setdefault(origin, entry)
+
+
+def _original(moves: Sequence[tuple[Parts, Parts]], parts: Parts) -> Parts:
+    for origin, target in reversed(moves):
+        if parts[: len(target)] == target and len(parts) > len(target):
+            parts = (*origin, *parts[len(target) :])
+    return parts
+
+
+def _paired(
+    before: Mapping[Parts, Entry | None],
+    after: Mapping[Parts, Entry | None],
+    saved: Mapping[Parts, Parts],
+) -> Iterator[FileStep]:
+    two = {
+        parts: (_no_directory(before.get(parts)), _no_directory(after.get(parts)))
+        for parts in sorted({*before, *after})
+    }
+    # A file that is gone at one path and came at another was moved.
+    gone = {old.ino: parts for parts, (old, new) in two.items() if old and old.ino and new is None}
+    origins = {
+        parts: gone.pop(new.ino)
+        for parts, (old, new) in two.items()
+        if new is not None and old is None and new.ino in gone
+    }
+    moved = set(origins.values())
+    for parts, (old, new) in two.items():
+        origin = origins.get(parts)
+        if origin is not None:
+            yield FileStep(parts, two[origin][0], new, origin, saved.get(origin))
+        elif parts not in moved and (old, new) != (None, None) and not _is_same(old, new):
+            yield FileStep(parts, old, new, None, saved.get(parts))
+
+
+def _no_directory(entry: Entry | None) -> Entry | None:
+    return None if entry is None or entry.is_directory else entry
+
+
+def _is_same(old: Entry | None, new: Entry | None) -> bool:
+    if old is None or new is None or None in (old.digest, new.digest):
+        return False
+    return old.kind == new.kind and old.is_like(new)
+
+
+def _is_content(known: Entry | None, entry: Entry) -> bool:
+    """Tell whether an entry that was found later is the one that was left."""
+    if known is None or None in (known.digest, entry.digest):
+        return known is not None and matches(known, entry)
+    return known.digest == entry.digest
+
+
+def _target(entry: Entry | None) -> bytes:
+    if entry is None:
+        raise FileNotFoundError(errno.ENOENT, "there was no file")
+    return os.fsencode(entry.target or "")
+
+
+def _check_size(entry: Entry) -> None:
+    if entry.kind not in ("file", "link"):
+        raise OSError(errno.EINVAL, "not a regular file")
+    if entry.size > MAX_CONTENT:
+        raise OSError(errno.EFBIG, "too large to show")
+
+
+class BranchVersions(Versions):
+    """The versions of files on a branch. Make a new one when the branch has changed."""
+
+    def __init__(self, root: Path, info: BranchInfo, known: BranchVersions | None = None) -> None:
+        super().__init__()
+        self.info = info
+        self._branch = BranchHistory(root, info)
+        same = known is not None and (known.info.base, known.info.began) == (info.base, info.began)
+        self._known = known.commits if known is not None and same else []
+        self._reading = threading.Lock()
+        """The base of a branch is not for several threads at once."""
+        self.refresh()
+
+    def refresh(self) -> None:
+        for number, call in enumerate(self.info.calls[len(self.commits) :], len(self.commits)):
+            if number < len(self._known) and self._known[number].call == call:
+                self._add(self._known[number])
+                continue
+            before, after = self._branch.point(number), self._branch.point(number + 1)
+            steps = (
+                FileStep(parts, _no_directory(old), _no_directory(new), origin)
+                for parts, origin, old, new in changed_nodes(
+                    changed_between(before, after), before, after
+                )
+            )
+            self._add(CommitSteps(call, tuple(s for s in steps if (s.before, s.after) != _NONE)))
+
+    def files_at(self, serial: int) -> FilesAt:
+        if serial > len(self.info.commits):
+            raise LookupError(f"the branch has {len(self.info.commits)} commits")
+        return self._branch.files_at(serial)
+
+    def before(self, commit: CommitSteps, step: FileStep) -> bytes:
+        with self._reading:
+            look = self._branch.point(commit.call.serial - 1)
+            return _read(look, step.found_at, step.before)
+
+    def after(self, commit: CommitSteps, step: FileStep) -> bytes:
+        with self._reading:
+            return _read(self._branch.point(commit.call.serial), step.parts, step.after)
+
+
+_NONE = (None, None)
+
+
+def _read(look: Look, parts: Parts, entry: Entry | None) -> bytes:
+    if entry is not None and entry.kind == "link":
+        return os.fsencode(look.link_target(parts))
+    if entry is None:
+        return _target(entry)
+    _check_size(entry)
+    return look.read(parts)
