@@ -78,6 +78,7 @@ def make_app() -> typer.Typer:
     from weakincentives.cli import (
         branches,
         chat,
+        debug,
         demo,
         doctor,
         gc,
@@ -115,7 +116,7 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    modules = (demo, run, chat, program, history, branches, tools, doctor, gc, mcp, hook)
+    modules = (demo, run, chat, program, history, debug, branches, tools, doctor, gc, mcp, hook)
     for module in modules:
         module.register(app)
     return app
