@@ -25,6 +25,7 @@ export function useNews(run: string): News {
   const open = useRef("");
   const asking = useRef<"" | "now" | "again">("");
   const known = useRef<RunView | undefined>(undefined);
+  const latest = useRef<RunSummary | undefined>(undefined);
   open.current = run;
   known.current = view;
 
@@ -34,6 +35,8 @@ export function useNews(run: string): News {
     if (open.current !== id) return;
     setError("");
     setView(found);
+    const later = latest.current;
+    if (later?.id === id && hasGrown(found.run, later)) update(id);
   }, fail);
 
   // One request at a time: what happens meanwhile is in the next one.
@@ -80,11 +83,16 @@ export function useNews(run: string): News {
       },
       runs: (runs) => {
         setWorkspace((old) => old && { ...old, runs: joined(old.runs, runs) });
-        const mine = runs.find((r) => r.id === open.current);
-        if (mine) setView((old) => old && old.run.id === mine.id ? { ...old, run: mine } : old);
         forget("compare");
+        for (const { id } of runs) if (id !== open.current) forget(`runs/${id}`);
+        const mine = runs.find((r) => r.id === open.current);
+        if (!mine) return;
+        latest.current = mine;
+        const shown = known.current;
+        if (shown?.run.id !== mine.id) return; // it is being loaded
+        if (hasGrown(shown.run, mine)) update(mine.id);
+        else setView((old) => (old?.run.id === mine.id ? { ...old, run: mine } : old));
       },
-      run: ({ id }) => id === open.current && update(id),
       approvals: (approvals) => {
         setWorkspace((old) => {
           const fresh = approvals.find((a) => !old?.approvals.some((b: Approval) => b.id === a.id));
@@ -100,6 +108,8 @@ export function useNews(run: string): News {
   }, []);
   return { workspace, view, version, connected, error };
 }
+
+const hasGrown = (old: RunSummary, now: RunSummary) => old.saved !== now.saved || old.calls !== now.calls;
 
 function joined(old: RunSummary[], news: RunSummary[]): RunSummary[] {
   const again = new Map(news.map((r) => [r.id, r]));

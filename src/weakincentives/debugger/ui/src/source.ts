@@ -9,7 +9,6 @@ import type {
 
 export interface Events {
   runs?: (runs: RunSummary[]) => void;
-  run?: (news: { id: string; calls: number }) => void;
   approvals?: (approvals: Approval[]) => void;
   connected?: (connected: boolean) => void;
 }
@@ -75,7 +74,6 @@ class Served implements Source {
     const on = <T>(name: string, take?: (data: T) => void) =>
       take && stream.addEventListener(name, (e) => take(JSON.parse((e as MessageEvent<string>).data) as T));
     on("runs", events.runs);
-    on("run", events.run);
     on("approvals", events.approvals);
     stream.onopen = () => events.connected?.(true);
     stream.onerror = () => events.connected?.(false);

@@ -20,8 +20,8 @@ interface Props {
   setBefore: (before: boolean) => void;
 }
 
-const LANE = 14;
 const LANES = 4;
+const laneHeight = (lanes: number) => (lanes === 1 ? 24 : 14);
 
 export function Strip(props: Props) {
   const { calls, point, scrub } = props;
@@ -90,18 +90,20 @@ function Map({ calls, point, scrub, zoom, setZoom, scale, index }: Props & { ind
   }, []);
 
   const all = spans(calls, scale);
+  const count = Math.min(LANES, calls.reduce((n, c) => Math.max(n, c.lane), 0) + 1);
+  const high = laneHeight(count);
   const [from, to] = windowOf(all, index, ZOOMS[zoom]!);
   useLayoutEffect(() => {
     if (!width) return;
     const colours = palette(mini.current!);
     drawMini(paper(mini.current!, width, 18), width, calls, from, to, scale, all, colours);
-    drawLanes(paper(lanes.current!, width, LANE * LANES), width, calls, all, from, to, index, colours);
+    drawLanes(paper(lanes.current!, width, high * count), width, high, calls, all, from, to, index, colours);
   }, [calls, calls.length, index, width, zoom, scale, theme]);
 
   const pick = (event: MouseEvent) => {
     const box = lanes.current!.getBoundingClientRect();
     const x = from + ((event.clientX - box.left) / box.width) * (to - from);
-    const lane = Math.floor((event.clientY - box.top) / LANE);
+    const lane = Math.floor((event.clientY - box.top) / high);
     const near = nearest(all, x, (i) => Math.min(calls[i]!.lane, LANES - 1) === lane) ?? nearest(all, x, () => true);
     if (near !== undefined) scrub(calls[near]!.n);
   };
@@ -121,7 +123,7 @@ function Map({ calls, point, scrub, zoom, setZoom, scale, index }: Props & { ind
           const call = calls[Number(e.currentTarget.value)];
           if (call) scrub(call.n);
         }} />
-      <canvas class="lanes-canvas" ref={lanes} aria-hidden="true" onClick={pick} onWheel={wheel} />
+      <canvas class="lanes-canvas" ref={lanes} style={{ height: `${high * count}px` }} aria-hidden="true" onClick={pick} onWheel={wheel} />
     </div>
   );
 }
@@ -193,8 +195,8 @@ function drawMini(
 }
 
 function drawLanes(
-  ink: CanvasRenderingContext2D, width: number, calls: CallRow[], all: [number, number][], from: number, to: number,
-  index: number, colour: Palette,
+  ink: CanvasRenderingContext2D, width: number, lane: number, calls: CallRow[], all: [number, number][], from: number,
+  to: number, index: number, colour: Palette,
 ) {
   const x = (value: number) => ((value - from) / (to - from)) * width;
   ink.font = "11px system-ui, sans-serif";
@@ -204,8 +206,8 @@ function drawLanes(
     if (b < from || a > to) continue;
     const left = x(a);
     const wide = Math.max(1, x(b) - left - (x(b) - left > 4 ? 1 : 0));
-    const top = Math.min(call.lane, LANES - 1) * LANE + 2 + (call.nestedIn === null ? 0 : 4);
-    const high = LANE - 4 - (call.nestedIn === null ? 0 : 4);
+    const top = Math.min(call.lane, LANES - 1) * lane + 2 + (call.nestedIn === null ? 0 : 4);
+    const high = lane - 4 - (call.nestedIn === null ? 0 : 4);
     const tone = colour(slug(call.outcome));
     ink.fillStyle = tone;
     ink.strokeStyle = tone;
