@@ -218,15 +218,15 @@ def test_a_table_for_people_has_a_line_for_each_row(wink: Wink, run: Run):  # no
 
 
 def test_json_has_an_object_a_line_and_csv_is_exact(wink: Wink, run: Run):  # noqa: F811
-    sql = "select path, patch, null as nothing, x'00ff' as bytes, 9e999 as big from changes"
+    sql = "select path, patch, null as empty, x'00ff' as bytes, 9e999 as big from changes"
 
     found = [json.loads(line) for line in wink("query", sql, "--format", "json").out.splitlines()]
     table = list(csv.reader(wink("query", "all", sql, "--format", "csv").out.splitlines(True)))
 
     assert [each["path"] for each in found] == ["src/calc.py", "new.txt"]
-    assert (found[0]["nothing"], found[0]["bytes"], found[0]["big"]) == (None, "00ff", None)
+    assert (found[0]["empty"], found[0]["bytes"], found[0]["big"]) == (None, "00ff", None)
     assert "+    return a + b\n" in found[0]["patch"]
-    assert table[0] == ["path", "patch", "nothing", "bytes", "big"]
+    assert table[0] == ["path", "patch", "empty", "bytes", "big"]
     assert table[1][:2] == ["src/calc.py", found[0]["patch"]]
 
 
