@@ -571,13 +571,15 @@ class _Rewind:
 
     def _show(self, force: bool) -> int:
         from weakincentives.errors import UndoRefused
+        from weakincentives.runtime.at import moment_of
         from weakincentives.runtime.rewind import since
 
         history = self.calls.history_of(self.target)
         if self.parts == "conversation":
             echo("No files would change.", err=True)
             return 0
-        undone = since(self.target, self.run, history.newest_first(), before=self.before)
+        moment, own = moment_of(self.target), self.run.index
+        undone = since(moment, own, history.newest_first(), before=self.before)
         edited = history.changed_since(undone)
         if not force and any(edited.values()):
             raise UndoRefused({path: by for path, by in edited.items() if by})

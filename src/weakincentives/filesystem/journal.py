@@ -198,6 +198,35 @@ def read_journal(
     return records, "whole"
 
 
+def read_paths(path: Path, seals: Seals) -> tuple[dict[str, Any], set[str]] | None:
+    """Return the data of a commit and the paths that it changed; several times as fast.
+
+    None if the journal is damaged, incomplete, of an earlier version, or gone.
+    """
+    try:
+        with open(path, "rb", opener=no_links) as file:
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    paths: set[str] = set()
+    saved: set[str] = set()
+    values: list[Any] = [None]
+    offset = 0
+    for line in lines[:-1]:
+        text = seals.unsealed(line, offset)
+        values = [None] if text is None else json.loads(text)
+        if values[0] != _VERSION:
+            return None
+        offset += len(line) + 1
+        # Later records with the same saved file only say what else the call put there.
+        if values[1] in ("was", "moved") and values[6] not in saved:
+            found = (values[2], *values[13]) if values[3] is None else values[2:4]
+            paths.update(path or "." for path in found)
+        if values[6] is not None:
+            saved.add(values[6])
+    return None if lines[-1] or values[1:2] != ["commit"] else (values[12], paths)
+
+
 def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:
     """Return the record in a line, or None if it is damaged or invalid."""
     text = seals.unsealed(line[:-1], offset) if line.endswith(b"\n") else None

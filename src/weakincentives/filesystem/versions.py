@@ -23,8 +23,8 @@ from weakincentives.filesystem.diffs import changed_nodes
 from weakincentives.filesystem.entry import Entry, matches
 from weakincentives.filesystem.history import Committed, Delta
 from weakincentives.filesystem.layers import Disk, Look, walk
-from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.states import FilesAt
 from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.undo import WorkspaceHistory
 
