@@ -24,7 +24,7 @@ from weakincentives.filesystem.diffs import lines_of
 from weakincentives.runtime.calls import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SECRET = "correct-horse-battery"
+SECRET = "qz7-horse-battery-x"
 TURNS = [
     calls(("setup_plan", {"objective": "Set the port", "steps": ["read", "edit"]})),
     calls(("read_file", {"path": "app.py"}), text="First I read it."),
@@ -183,10 +183,11 @@ def test_numbers_that_json_does_not_have_are_texts(project: Path, tmp_path: Path
 
     page = export_run(project, run, tmp_path / "run.html").path
 
-    packed = Parsed(page).data["blocks"]
-    texts = b"".join(gzip.decompress(base64.b64decode(each)) for each in packed)
-    assert b"NaN" not in texts
-    assert b"Infinity" not in texts
+    def refuse(number: str) -> None:
+        raise AssertionError(f"{number} is no JSON")
+
+    for each in Parsed(page).data["blocks"]:
+        json.loads(gzip.decompress(base64.b64decode(each)), parse_constant=refuse)
     assert values(page)[f"runs/{run.id}/calls/1"]["value"][2] == 1.5
 
 
