@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope
 FRAMEWORKS := claude-agent-sdk google-adk langchain openai-agents pydantic-ai smolagents
 FRAMEWORK_VENVS := .venv-integrations
 
-.PHONY: demo test test-all torture check lint bench picture servers clean integrations $(FRAMEWORKS)
+.PHONY: demo test test-all torture check lint bench picture servers ui clean integrations $(FRAMEWORKS)
 
 demo: $(CLI)  ## Watch an agent be denied, rolled back, and repair a project. No key, no network.
 	@$(BIN)/wink demo
@@ -47,8 +47,11 @@ bench: $(READY)  ## Measure; add ARGS=--peers to measure the peers beside us.
 picture: $(READY)  ## Draw the README's picture of the demo again.
 	$(BIN)/python docs/draw_demo.py
 
+ui:  ## Check, test and build the debugger's page into debugger/static. Needs Node; nothing else here does.
+	cd src/weakincentives/debugger/ui && npm ci --silent && npm run --silent check && npm run --silent test && npm run --silent build
+
 clean:
-	rm -rf $(VENV) .venv-servers $(FRAMEWORK_VENVS) .bench .site dist
+	rm -rf src/weakincentives/debugger/ui/node_modules $(VENV) .venv-servers $(FRAMEWORK_VENVS) .bench .site dist
 
 $(CLI): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -25,7 +25,14 @@ pytest_collect_file = Sybil(
 ).pytest()
 
 
-SLOW_SETUP = ("test_docs_site.py", "test_local.py", "test_package.py", "test_public_servers.py")
+SLOW_SETUP = (
+    "test_docs_site.py",
+    "test_local.py",
+    "test_package.py",
+    "test_page.py",
+    "test_public_servers.py",
+    "test_ui.py",
+)
 
 
 class ByTest(LoadScopeScheduling):

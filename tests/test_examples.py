@@ -76,3 +76,12 @@ def test_of_three_repairs_the_one_that_passes_the_check_is_merged():
     assert "repair-1 failed: IndexError: list index out of range\n" in shown
     assert "Merged: ('shop.py',)\nLeft: ['repair-1', 'repair-3']\n" in shown
     assert shown.endswith("    return sum(prices)\n\n")
+
+
+def test_the_call_that_broke_a_value_is_found_in_sql():
+    shown = shown_by("debugger_query.py")
+
+    assert shown.startswith("Calls by outcome:\n  committed: 4\n  ok: 2\n")
+    assert "TAX = 0.91 was written by call 3, edit_file.\n" in shown
+    assert "The model said: The currency is next; I rewrite the line above it, too.\n" in shown
+    assert "-TAX = 0.19\n" in shown

@@ -34,6 +34,8 @@ WinkError
 ├── HistoryDamaged                   the record of a committed call cannot be read
 │   └── ContentDamaged                 stored content is damaged (also an OSError)
 ├── UndoRefused                      paths to be undone have changed since
+├── QueryError                       a statement over runs is wrong, or takes too long
+├── ExportRefused                    a run cannot be exported to this file, or at this size
 ├── SandboxUnavailable               the operator must act: no sandbox works here
 ├── McpServerError                   an MCP server cannot be started or reached, or has ended
 ├── MissingExtra                     the operator must install something (also an ImportError)
@@ -281,6 +283,14 @@ class MissingExtra(WinkError, ImportError):
 
     def __init__(self, extra: str, package: str) -> None:
         super().__init__(f"{package} is not installed: run `pip install 'wink-runtime[{extra}]'`")
+
+
+class QueryError(WinkError):
+    """A statement over runs is wrong, not a SELECT, or takes too long; the message says which."""
+
+
+class ExportRefused(WinkError):
+    """The page of a run cannot be written: the file exists, or its size limit is too small."""
 
 
 class WorkspaceLocked(WinkError):

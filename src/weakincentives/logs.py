@@ -1,16 +1,19 @@
 """Structured logging: every line written during a call carries that call's id.
 
 The library logs to ``weakincentives`` with the standard library and configures nothing.
-``configure_logging`` is for programs that want readable lines or JSON.
+``configure_logging`` is for programs that want readable lines or JSON. ``Redaction`` has the rules
+for what is secret, and therefore neither logged nor exported.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import MutableMapping
-from typing import IO, Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import IO, Any, cast
 
 from weakincentives.call import transaction_under_way
 from weakincentives.text import harmless
@@ -112,3 +115,155 @@ def configure_logging(
             root.removeHandler(other)
     root.addHandler(handler)
     return handler
+
+
+# Secrets
+
+HIDDEN = "(the key)"
+"""What a secret is replaced with."""
+_SHORTEST = 8
+"""Characters; a placeholder is shorter."""
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTHORIZATION|COOKIE", re.IGNORECASE)
+_IN_URL = re.compile(r"://([^/@\s]+)@|[?&][^=&#\s]*=([^&#\s]+)")
+# In data and source code, where `key` alone says nothing.
+_FIELDS = re.compile(
+    r"(?:.*[_-])?(?:(?:api|access|private|secret)[_-]?key|token|secret|passw(?:or)?d|passphrase"
+    r"|authorization|cookie|credential)s?",
+    re.IGNORECASE,
+)
+# Each with texts of which one must be there, because searching for a text is much faster. Every
+# pattern takes linear time, whatever the text.
+_SHAPES = tuple(
+    (needles, re.compile(pattern))
+    for needles, pattern in (
+        (("sk-",), r"(?<![\w-])(?P<secret>sk-[\w-]{20,})"),
+        (("gh",), r"(?<!\w)(?P<secret>gh[pousr]_\w{20,}|github_pat_\w{20,})"),
+        (("glpat-",), r"(?<![\w-])(?P<secret>glpat-[\w-]{16,})"),
+        (("hf_",), r"(?<!\w)(?P<secret>hf_\w{20,})"),
+        (("xox",), r"(?<![\w-])(?P<secret>xox[abeprs]-[\w-]{10,})"),
+        (("AKIA", "ASIA"), r"(?<!\w)(?P<secret>A[KS]IA[0-9A-Z]{16})(?!\w)"),
+        (("AIza",), r"(?<![\w-])(?P<secret>AIza[\w-]{30,})"),
+        (("eyJ",), r"(?<![\w-])(?P<secret>eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"),
+        (("earer ",), r"\b[Bb]earer (?P<secret>[\w.~+/=-]{8,})"),
+        (("://",), r"://(?P<secret>[^/@\s:]*:[^/@\s]+)@"),
+        (
+            ("PRIVATE KEY-----",),
+            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----(?P<secret>.+?)"
+            r"(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        ),
+        (  # as in .env
+            ("=",),
+            r"(?m)^\+?[ \t]*(?:export )?(?P<variable>[A-Z][A-Z0-9_]*)=(?P<secret>[^\s$(]\S{7,})",
+        ),
+        (
+            ("='", '="', ": '", ': "', "= '", '= "', ":'", ':"'),
+            r"(?<![\w-])(?P<field>[\w-]{5,64})[\"']?[ \t]*[=:][ \t]*(?P<quote>[\"'])"
+            r"(?P<secret>[^\s\"']{8,200})(?P=quote)",
+        ),
+    )
+)
+
+
+_ANY_NEEDLE = re.compile("|".join(re.escape(each) for some, _ in _SHAPES for each in some))
+_SHORT = 400
+"""Characters up to which one search for all of them is faster than one for each."""
+_KEYS = 10_000
+
+
+class Redaction:
+    """Replaces secrets in texts and in JSON data.
+
+    Secret are values of the environment and of ``settings`` whose names say so, what precedes the
+    host or follows a `?` in their URLs; and in any text what looks like a key of a well-known
+    service, a private key, a password in a URL, or a literal assigned to such a name.
+
+    >>> Redaction({"api_key": "correct horse"})("Incorrect key: correct horse")
+    'Incorrect key: (the key)'
+    >>> Redaction()("API_KEY=abcdefgh123")
+    'API_KEY=(the key)'
+    """
+
+    def __init__(self, settings: object = ()) -> None:
+        from urllib.parse import quote
+
+        known = {*_secrets_in(settings), *_secrets_in(os.environ)}
+        self._known: list[tuple[str, str]] = []
+        self._keys: dict[str, str] = {}
+        """Keys of JSON data: most are the same ones again."""
+        for secret in sorted(known, key=len, reverse=True):
+            if len(secret) >= _SHORTEST:
+                escaped = json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1]
+                spelled = {secret, quote(secret, safe=""), *escaped}
+                self._known += [(each, _hidden(each)) for each in sorted(spelled)]
+
+    def __call__(self, text: str) -> str:
+        """Return a text without secrets; it has as many lines as before."""
+        if len(text) < _SHORTEST:
+            return text
+        for secret, hidden in self._known:
+            text = text.replace(secret, hidden)
+        if len(text) < _SHORT and not _ANY_NEEDLE.search(text):
+            return text
+        for needles, pattern in _SHAPES:
+            if any(needle in text for needle in needles):
+                text = pattern.sub(_without_group, text)
+        return text
+
+    def value(self, value: Any, name: str = "") -> Any:
+        """Return JSON data without secrets, keys included."""
+        if isinstance(value, str):
+            if len(value) >= _SHORTEST and _FIELDS.fullmatch(name):
+                return _hidden(value)
+            return self(value)
+        if isinstance(value, dict):
+            pairs = cast("dict[str, Any]", value).items()
+            return {self._key(key): self.value(each, key) for key, each in pairs}
+        if isinstance(value, list | tuple):
+            return [self.value(each, name) for each in cast("Sequence[Any]", value)]
+        return value
+
+    def _key(self, key: str) -> str:
+        if len(self._keys) > _KEYS:
+            self._keys.clear()
+        if key not in self._keys:
+            self._keys[key] = self(key)
+        return self._keys[key]
+
+
+def without_secrets(text: str, settings: object = ()) -> str:
+    """Return a text without the secrets that ``Redaction`` knows."""
+    return Redaction(settings)(text)
+
+
+def _hidden(secret: str) -> str:
+    return HIDDEN + "\n" * secret.count("\n")
+
+
+def _without_group(found: re.Match[str]) -> str:
+    named = found.groupdict()
+    if "variable" in named and not _NAMES.search(named["variable"]):
+        return found[0]
+    if "field" in named and not _FIELDS.fullmatch(named["field"]):
+        return found[0]
+    start, end = (place - found.start() for place in found.span("secret"))
+    return found[0][:start] + _hidden(found["secret"]) + found[0][end:]
+
+
+def _secrets_in(settings: object, name: str = "") -> Iterator[str]:
+    """Yield values that may be secret: by their name, or by their place in a URL."""
+    if isinstance(settings, Mapping):
+        for key, value in cast("Mapping[Any, object]", settings).items():
+            yield from _secrets_in(value, str(key))
+    elif isinstance(settings, list | tuple):
+        for each in cast("Sequence[object]", settings):
+            yield from _secrets_in(each, name)
+    elif isinstance(settings, str):
+        from urllib.parse import unquote
+
+        if _NAMES.search(name):
+            yield settings
+            yield settings.rpartition(" ")[2]  # Bearer
+        for found in _IN_URL.finditer(settings):
+            user, query = found.groups()
+            parts = (user, user.rpartition(":")[2]) if user else (query,)
+            yield from (*parts, *map(unquote, parts))

@@ -35,7 +35,6 @@ from weakincentives.adapters.claude_program import (
     outside,
     with_path,
 )
-from weakincentives.adapters.failures import without_secrets
 from weakincentives.adapters.media import IMAGES, PDF, MediaFilter, in_words, mcp_block
 from weakincentives.budget import TokenPrice, TokenUsage
 from weakincentives.call import ToolCall, new_call_id
@@ -50,7 +49,7 @@ from weakincentives.errors import (
 )
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem
-from weakincentives.logs import get_logger
+from weakincentives.logs import get_logger, without_secrets
 from weakincentives.media import Media
 from weakincentives.prompt.structured_output import output_instructions
 from weakincentives.prompt.tool import Tool, ToolContext

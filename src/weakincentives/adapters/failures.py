@@ -6,16 +6,14 @@ LiteLLM raises subclasses of the same errors for every provider.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import traceback
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import (
@@ -27,6 +25,7 @@ from weakincentives.errors import (
     ProviderThrottled,
     ProviderUnavailable,
 )
+from weakincentives.logs import without_secrets
 from weakincentives.retry import NETWORK, TIMEOUT
 
 if TYPE_CHECKING:
@@ -187,37 +186,6 @@ class Provider:
 
     def _without_secrets(self, text: str) -> str:
         return without_secrets(text, [{"key": self.key}, self.secrets])
-
-
-def without_secrets(text: str, settings: object = ()) -> str:
-    """Return a text without the secrets of the environment and of some settings."""
-    for secret in sorted({*_secrets_in(settings), *_secrets_in(os.environ)}, key=len, reverse=True):
-        if len(secret) > 7:  # a placeholder is shorter
-            for spelled in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
-                text = text.replace(spelled, "(the key)")
-    return text
-
-
-_SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTHORIZATION|COOKIE", re.IGNORECASE)
-_IN_URL = re.compile(r"://([^/@\s]+)@|[?&][^=&#\s]*=([^&#\s]+)")
-
-
-def _secrets_in(settings: object, name: str = "") -> Iterator[str]:
-    """Yield values that may be secret: by their name, or by their place in a URL."""
-    if isinstance(settings, Mapping):
-        for key, value in cast("Mapping[Any, object]", settings).items():
-            yield from _secrets_in(value, str(key))
-    elif isinstance(settings, list | tuple):
-        for each in cast("Sequence[object]", settings):
-            yield from _secrets_in(each, name)
-    elif isinstance(settings, str):
-        if _SECRET_NAMES.search(name):
-            yield settings
-            yield settings.rpartition(" ")[2]  # Bearer
-        for found in _IN_URL.finditer(settings):
-            user, query = found.groups()
-            parts = (user, user.rpartition(":")[2]) if user else (query,)
-            yield from (*parts, *map(unquote, parts))
 
 
 def _transport_errors(name: str) -> tuple[type[Exception], ...]:

@@ -79,6 +79,7 @@ def make_app() -> typer.Typer:
         approve,
         branches,
         chat,
+        debug,
         demo,
         doctor,
         gc,
@@ -118,7 +119,7 @@ def make_app() -> typer.Typer:
         pass
 
     modules = (
-        *(demo, run, approve, chat, program, history, branches, rerun),
+        *(demo, run, approve, chat, program, history, debug, branches, rerun),
         *(tools, doctor, gc, mcp, hook),
     )
     for module in modules:

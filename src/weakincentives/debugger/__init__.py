@@ -7,5 +7,9 @@ from weakincentives.lazy import load_lazily
 load_lazily(__name__)
 
 if TYPE_CHECKING:
+    from weakincentives.debugger.export import Exported as Exported
+    from weakincentives.debugger.export import export_run as export_run
+    from weakincentives.debugger.query import Answer as Answer
+    from weakincentives.debugger.query import query_run as query_run
     from weakincentives.debugger.server import serve as serve
     from weakincentives.debugger.views import Views as Views

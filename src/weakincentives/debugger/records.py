@@ -7,6 +7,7 @@ from the file when one of them is asked for.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,14 +105,9 @@ class SliceNotes:
 
     def until(self, call: int, *, before: bool = False) -> int:
         """Return how many steps had happened after a call, or just before it."""
-        count = len(self.steps)
-        while count:
-            step = self.steps[count - 1]
-            # Just after a call, nothing between it and the next one has happened.
-            if step.call < call or (step.call == call and not before and not step.between):
-                break
-            count -= 1
-        return count
+        # Just after a call, nothing between it and the next one has happened.
+        find = bisect_left if before else bisect_right
+        return find(self.steps, (call, False), key=lambda step: (step.call, step.between))
 
 
 class _Read(Run):

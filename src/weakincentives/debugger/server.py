@@ -116,7 +116,7 @@ class Debugger:
                 Route("/api/runs/{target}/{action}", self._post, methods=["POST"]),
                 Route("/api/{action:str}/{target}", self._post, methods=["POST"]),
                 Route("/api/{path:path}", self._get),
-                Route("/{name:str}", self._file),
+                Route("/{name:path}", self._file),  # also "/"
             ]
         )
         self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=2), self, port)

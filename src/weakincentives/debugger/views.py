@@ -120,6 +120,7 @@ class Views:
         self._tree = Tree(self.path)
         reserved = Reserved(self.path, store=self._store)
         self._present: Look = reserved.without_hidden(Disk(self._tree))
+        self._ignored = IgnoredFiles(self.path)
 
     # By path
 
@@ -472,7 +473,7 @@ class Views:
 
     def _walk(self) -> Iterable[Parts]:
         """Yield the files that are there now, without ignored ones."""
-        ignored = IgnoredFiles(self.path)
+        ignored = self._ignored = IgnoredFiles(self.path)
         pending: list[Parts] = [()]
         while pending:
             above = pending.pop()
@@ -511,11 +512,15 @@ class Views:
 
     def _names(self, joined: RunCalls, commits: Sequence[CommitSteps]) -> dict[int, str]:
         """Return names for people of commits, by serial."""
-        mark = joined.records.run.mark
-        names = {serial: f"{mark}/{number}" for serial, number in joined.commits.items()}
-        foreign = [each.call for each in commits if each.call.serial not in names]
+        mark, own = joined.records.run.mark, joined.commits
+        foreign = [each.call for each in commits if each.call.serial not in own]
         others = self._other_calls(joined, [each.time for each in foreign]) if foreign else {}
-        return names | {each.serial: others.get(each.call_id, each.call_id) for each in foreign}
+        return {
+            each.call.serial: f"{mark}/{own[each.call.serial]}"
+            if each.call.serial in own
+            else others.get(each.call.call_id, each.call.call_id)
+            for each in commits
+        }
 
     def _other_calls(self, joined: RunCalls, times: Sequence[float]) -> dict[str, str]:
         """Return names of the calls of other runs at that time, by id."""
@@ -532,7 +537,7 @@ class Views:
     # Differences
 
     def _changes(self, versions: Versions, commit: CommitSteps) -> list[Json]:
-        ignored, effort, left = IgnoredFiles(self.path), Effort(raw=False), MAX_PATCHES
+        ignored, effort, left = self._ignored, Effort(raw=False), MAX_PATCHES
         found: list[Json] = []
         for step in commit.steps:
             path = "/".join(step.parts)

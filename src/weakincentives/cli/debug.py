@@ -1,0 +1,275 @@
+"""`wink debug`, `export`, `query`: a run in the browser, as a page to share, and as tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from weakincentives.cli.common import (
+    Misuse,
+    Workspace,
+    complete_runs,
+    echo,
+    examples,
+    existing_directory,
+    find_run,
+    say,
+    shortened,
+)
+from weakincentives.errors import QueryError
+from weakincentives.text import counted, size_of
+
+if TYPE_CHECKING:
+    from weakincentives.debugger.query import Answer, Value
+
+_PAGE = 'In the documentation: "Debugger".'
+_DEBUG_EXAMPLES = examples(
+    "wink debug                    # all runs and branches of the directory",
+    "wink debug k3f                # one run: timeline, files, state, blame",
+    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
+    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
+)
+_EXPORT_EXAMPLES = examples(
+    "wink export k3f -o run.html",
+    "wink export k3f -o run.html --changed-only --max-size 5",
+    more=f"The file opens from disk and makes no request. {_PAGE}",
+)
+_QUERY_EXAMPLES = examples(
+    "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
+    'wink query "select tool, count(*), avg(duration) from calls group by tool"',
+    "wink query k3f \"select n from changes where patch like '%+port = 8080%'\" --format json",
+    "wink query --schema",
+    more=f"Nothing is changed, and an agent may be running. {_PAGE}",
+)
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run: a prefix of its id, or the letters at its end.",
+        autocompletion=complete_runs,
+        show_default=False,
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("debug", epilog=_DEBUG_EXAMPLES)(debug)
+    app.command("export", epilog=_EXPORT_EXAMPLES)(export)
+    app.command("query", epilog=_QUERY_EXAMPLES)(query)
+
+
+# debug
+
+
+def debug(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run to begin with: a prefix of its id, or the letters at its end.",
+            autocompletion=complete_runs,
+            show_default=False,
+        ),
+    ] = None,
+    workspace: Workspace = Path(),
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="0 is any free port.")
+    ] = 0,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Only print the link; open no browser.")
+    ] = False,
+) -> None:
+    """See every file and value at every call in the browser; undo, fork and rerun there."""
+    from weakincentives.debugger import serve
+
+    directory = existing_directory(workspace)
+    chosen = "" if run is None else find_run(directory, run).id
+
+    def opened(link: str) -> None:
+        echo(link)
+        if no_open or not _has_browser() or not _open(link):
+            say("open this link in a browser on this machine; it works once")
+        say("Ctrl-C ends it")
+
+    try:
+        serve(directory, on_ready=opened, run=chosen, port=port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Misuse(f"cannot listen on port {port}: {reason}; choose another") from error
+
+
+def _has_browser() -> bool:
+    """Tell whether a browser would appear before the person who gave the command."""
+    if any(os.environ.get(name) for name in ("SSH_CONNECTION", "SSH_TTY")):
+        return False
+    displays = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in displays)
+
+
+def _open(link: str) -> bool:
+    import webbrowser
+
+    try:
+        return webbrowser.open(link)
+    except webbrowser.Error:
+        return False
+
+
+# export
+
+
+def export(
+    run: RunName,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+    ],
+    workspace: Workspace = Path(),
+    max_size: Annotated[
+        float, typer.Option(metavar="MB", min=0.1, help="The largest size of the file.")
+    ] = 20.0,
+    changed_only: Annotated[
+        bool, typer.Option("--changed-only", help="Leave out files that the run did not change.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write the page of a run to one HTML file with all its data: to keep, or to share.
+
+    Secrets are replaced. Look at the file before you share it: no rule finds every secret.
+    """
+    from weakincentives.debugger import export_run
+
+    directory = existing_directory(workspace)
+    done = export_run(
+        directory,
+        find_run(directory, run),
+        output,
+        max_size=round(max_size * 1_000_000),
+        changed_only=changed_only,
+        force=force,
+    )
+    files = counted(done.changed, "changed file")
+    if done.unchanged:
+        files += f" and {done.unchanged} that it did not change"
+    echo(f"{done.path}: {size_of(done.size)}, {counted(done.calls, 'call')}, {files}")
+    if done.note:
+        say(f"left out: {done.note}")
+
+
+# query
+
+_WIDEST = 60
+"""Characters of a cell in a table."""
+Format = Literal["table", "json", "csv"]
+
+
+def _complete_runs_or_all(context: typer.Context, incomplete: str) -> list[str]:
+    every = ["all"] if "all".startswith(incomplete) else []
+    return every + complete_runs(context, incomplete)
+
+
+def query(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run, or all: every call on the directory, which is the default.",
+            autocompletion=_complete_runs_or_all,
+            show_default=False,
+        ),
+    ] = None,
+    sql: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SQL",
+            help="One SELECT over the tables calls, changes and events.",
+            show_default=False,
+        ),
+    ] = None,
+    workspace: Workspace = Path(),
+    form: Annotated[
+        Format, typer.Option("--format", help="json prints one object per line.")
+    ] = "table",
+    limit: Annotated[int, typer.Option(metavar="N", min=1, help="How many rows at most.")] = 10_000,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long the statement may take.")
+    ] = 10.0,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the tables and exit.")] = False,
+) -> None:
+    """Ask about calls, changed files and events of runs in SQL; nothing is changed."""
+    from weakincentives.debugger.query import query_run, schema_text
+
+    if schema:
+        echo(schema_text().removesuffix("\n"))
+        return
+    if sql is None:
+        run, sql = None, run
+    if sql is None:
+        raise Misuse('name a statement, such as "select * from calls"; --schema prints the tables')
+    directory = existing_directory(workspace)
+    only = None if run in (None, "all") else find_run(directory, run)
+    try:
+        answer = query_run(directory, sql, run=only, max_rows=limit, max_seconds=timeout)
+    except QueryError as error:
+        raise Misuse(str(error)) from error
+    if form == "csv":
+        _print_csv(answer)
+    else:
+        for line in (_table if form == "table" else _json)(answer):
+            echo(line)
+    if answer.is_cut:
+        say(f"these are the first {counted(limit, 'row')}; --limit shows more")
+
+
+def _table(answer: Answer) -> Iterator[str]:
+    cells = [[shortened(_text(value), _WIDEST) for value in row] for row in answer.rows]
+    heads = [shortened(name, _WIDEST) for name in answer.columns]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    is_number = [
+        all(isinstance(row[n], int | float | None) for row in answer.rows)
+        for n in range(len(heads))
+    ]
+    for line in [heads, ["-" * width for width in widths], *cells]:
+        padded = (
+            f"{cell:>{width}}" if right else f"{cell:<{width}}"
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        )
+        yield "  ".join(padded).rstrip()
+
+
+def _json(answer: Answer) -> Iterator[str]:
+    for row in answer.rows:
+        yield json.dumps(dict(zip(answer.columns, map(_as_json, row), strict=True)))
+
+
+def _as_json(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return _text(value) if isinstance(value, bytes) else value
+
+
+def _print_csv(answer: Answer) -> None:
+    import csv
+    from io import StringIO
+
+    written = StringIO()
+    csv.writer(written, lineterminator="\n").writerows(
+        [answer.columns, *(map(_text, row) for row in answer.rows)]
+    )
+    if sys.stdout.isatty():
+        echo(written.getvalue().removesuffix("\n"))
+    else:  # exactly
+        sys.stdout.write(written.getvalue())
+
+
+def _text(value: Value) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    return "" if value is None else str(value)

@@ -1,0 +1,25 @@
+// A modal dialog: the browser keeps the focus inside, and Escape closes it.
+
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef } from "preact/hooks";
+
+export function Dialog({ title, close, children }: { title: string; close: () => void; children: ComponentChildren }) {
+  const node = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    const before = document.activeElement;
+    node.current?.showModal();
+    return () => before instanceof HTMLElement && before.isConnected && before.focus();
+  }, []);
+  return (
+    <dialog ref={node} aria-labelledby="dialog-title" onClose={close}
+      onClick={(e) => e.target === node.current && node.current?.close()}>
+      <div class="dialog">
+        <header>
+          <h2 id="dialog-title">{title}</h2>
+          <button type="button" class="small" aria-label="Close" onClick={() => node.current?.close()}>✕</button>
+        </header>
+        {children}
+      </div>
+    </dialog>
+  );
+}
