@@ -39,7 +39,10 @@ export function format(place: Place): string {
 
 /** Scrubbing replaces the entry of the history; every other move adds one. */
 export function go(change: Partial<Place>, how: "push" | "replace" = "push"): void {
-  const next = format({ ...parse(location.hash), ...change });
+  const now = parse(location.hash);
+  // A line belongs to the file or slice of its panel.
+  const line = change.panel && change.panel !== now.panel ? 0 : now.line;
+  const next = format({ ...now, line, ...change });
   if (next === location.hash) return;
   if (how === "replace") history.replaceState(null, "", next);
   else history.pushState(null, "", next);

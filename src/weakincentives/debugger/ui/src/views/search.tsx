@@ -2,6 +2,7 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "../data.ts";
+import { distinct } from "../model.ts";
 import { count, Empty, Problem } from "../parts/bits.tsx";
 import { at } from "../source.ts";
 import type { CallRow, Hit, Hits, RunView } from "../types.ts";
@@ -22,7 +23,7 @@ export function SearchPanel({ view, query, calls, shown, version }: {
   const asked = query.trim() && places.length ? at.search(view.run.id, query, places) : null;
   const { data, error, loading } = useData<Hits>(asked, version);
   // The filters of the timeline hold here, too.
-  const hits = (data?.hits ?? []).filter((h) => !shown || (h.call !== null && shown.has(h.call)));
+  const hits = distinct(data?.hits ?? []).filter((h) => !shown || (h.call !== null && shown.has(h.call)));
   return (
     <div class="search" role="search">
       <input id="search" type="search" aria-label="Search this run" placeholder="Search text, arguments, results and files"
