@@ -38,6 +38,7 @@ PUBLIC = [
     "weakincentives.contrib.tools",
     "weakincentives.dbc",
     "weakincentives.deadlines",
+    "weakincentives.debugger",
     "weakincentives.errors",
     "weakincentives.filesystem",
     "weakincentives.integrations",
@@ -409,7 +410,7 @@ def test_the_first_ten_minutes_go_as_the_readme_says(
     seen = []
     stdin = open(os.devnull)  # noqa: SIM115  # the chat has nothing to say
     monkeypatch.setattr("sys.stdin", stdin)
-    for line in re.findall(r"^wink (?!demo|doctor|mcp).*", section, re.MULTILINE):
+    for line in re.findall(r"^wink (?!demo|doctor|mcp|debug).*", section, re.MULTILINE):
         words = line.replace("openai:gpt-5-mini", f"scripted:{tmp_path / 'script.json'}")
         with pytest.raises(SystemExit) as end:
             main(shlex.split(words, comments=True)[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +24,23 @@ from weakincentives.cli.common import (
     shortened,
 )
 from weakincentives.errors import QueryError
-from weakincentives.text import counted
+from weakincentives.text import counted, size_of
 
 if TYPE_CHECKING:
     from weakincentives.debugger.query import Answer, Value
 
 _PAGE = 'In the documentation: "Debugger".'
+_DEBUG_EXAMPLES = examples(
+    "wink debug                    # all runs and branches of the directory",
+    "wink debug k3f                # one run: timeline, files, state, blame",
+    "wink debug --no-open --port 8080   # over ssh: forward the port, open the printed link",
+    more=f"Runs in progress appear as they happen. Ctrl-C ends it. {_PAGE}",
+)
+_EXPORT_EXAMPLES = examples(
+    "wink export k3f -o run.html",
+    "wink export k3f -o run.html --changed-only --max-size 5",
+    more=f"The file opens from disk and makes no request. {_PAGE}",
+)
 _QUERY_EXAMPLES = examples(
     "wink query k3f \"select n, tool, outcome from calls where outcome != 'ok'\"",
     'wink query "select tool, count(*), avg(duration) from calls group by tool"',
@@ -49,7 +61,106 @@ RunName = Annotated[
 
 
 def register(app: typer.Typer) -> None:
+    app.command("debug", epilog=_DEBUG_EXAMPLES)(debug)
+    app.command("export", epilog=_EXPORT_EXAMPLES)(export)
     app.command("query", epilog=_QUERY_EXAMPLES)(query)
+
+
+# debug
+
+
+def debug(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run to begin with: a prefix of its id, or the letters at its end.",
+            autocompletion=complete_runs,
+            show_default=False,
+        ),
+    ] = None,
+    workspace: Workspace = Path(),
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="0 is any free port.")
+    ] = 0,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Only print the link; open no browser.")
+    ] = False,
+) -> None:
+    """See every file and value at every call in the browser; undo, fork and rerun there."""
+    from weakincentives.debugger import serve
+
+    directory = existing_directory(workspace)
+    chosen = "" if run is None else find_run(directory, run).id
+
+    def opened(link: str) -> None:
+        echo(link)
+        if no_open or not _has_browser() or not _open(link):
+            say("open this link in a browser on this machine; it works once")
+        say("Ctrl-C ends it")
+
+    try:
+        serve(directory, on_ready=opened, run=chosen, port=port)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Misuse(f"cannot listen on port {port}: {reason}; choose another") from error
+
+
+def _has_browser() -> bool:
+    """Tell whether a browser would appear before the person who gave the command."""
+    if any(os.environ.get(name) for name in ("SSH_CONNECTION", "SSH_TTY")):
+        return False
+    displays = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.platform != "linux" or any(os.environ.get(name) for name in displays)
+
+
+def _open(link: str) -> bool:
+    import webbrowser
+
+    try:
+        return webbrowser.open(link)
+    except webbrowser.Error:
+        return False
+
+
+# export
+
+
+def export(
+    run: RunName,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
+    ],
+    workspace: Workspace = Path(),
+    max_size: Annotated[
+        float, typer.Option(metavar="MB", min=0.1, help="The largest size of the file.")
+    ] = 20.0,
+    changed_only: Annotated[
+        bool, typer.Option("--changed-only", help="Leave out files that the run did not change.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write the page of a run to one HTML file with all its data: to keep, or to share.
+
+    Secrets are replaced. Look at the file before you share it: no rule finds every secret.
+    """
+    from weakincentives.debugger import export_run
+
+    directory = existing_directory(workspace)
+    done = export_run(
+        directory,
+        find_run(directory, run),
+        output,
+        max_size=round(max_size * 1_000_000),
+        changed_only=changed_only,
+        force=force,
+    )
+    files = counted(done.changed, "changed file")
+    if done.unchanged:
+        files += f" and {done.unchanged} that it did not change"
+    echo(f"{done.path}: {size_of(done.size)}, {counted(done.calls, 'call')}, {files}")
+    if done.note:
+        say(f"left out: {done.note}")
 
 
 # query

@@ -55,34 +55,34 @@ class Page:
     @classmethod
     def of(cls, static: Path) -> Page:
         """Return the page of a folder with its script and style inlined; it makes no request."""
-        html, script, style = (
-            (static / name).read_text("utf-8") for name in ("index.html", "app.js", "app.css")
-        )
+        names = ("index.html", "app.js", "app.css", "LICENSES.txt")
+        html, script, style, licences = ((static / name).read_text("utf-8") for name in names)
         html, scripts = _SCRIPT.subn("", html)
         html, styles = _STYLE.subn("", html)
-        if (scripts, styles) != (1, 1) or "</head>" not in html or "</body>" not in html:
+        if (scripts, styles) != (1, 1) or not all(tag in html for tag in _TAGS):
             raise ExportRefused(f"{static} does not have the page of the debugger")
         # In a script element, only these could be taken for its end or for a comment.
-        script = script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-        if "</style" in style:
+        script = _END.sub(r"<\\/\1", script).replace("<!--", "<\\!--")
+        if "</style" in style.lower():
             raise ExportRefused(f"{static / 'app.css'} cannot be inlined")
         policy = (
             f"default-src 'none'; script-src '{_hash_of(script)}'; style-src '{_hash_of(style)}'; "
             "img-src data:; base-uri 'none'; form-action 'none'"
         )
         meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}" />'
-        head = re.compile(r"<meta charset=[^>]*>").search(html)
-        place = head.end() if head else html.index("<head>") + len("<head>")
-        html = f"{html[:place]}\n    {meta}{html[place:]}"
+        html = html.replace("<head>", f"<head>\n    {meta}", 1)
         html = html.replace("</head>", f"<style>{style}</style>\n  </head>", 1)
         before, body, after = html.rpartition("</body>")
         return cls(
             start=f'{before}<script type="application/json" id="wink-data">',
-            end=f'</script>\n<script type="module">{script}</script>\n{body}{after}',
+            end=f'</script>\n<script type="module">{script}</script>\n'
+            f'<script type="text/plain">{licences.replace("<", "&lt;")}</script>\n{body}{after}',
         )
 
 
+_TAGS = ("<head>", "</head>", "</body>")
 _SCRIPT = re.compile(r'<script\b[^>]*\bsrc="[^"]*app\.js"[^>]*></script>\s*')
+_END = re.compile("</(script)", re.IGNORECASE)
 _STYLE = re.compile(r'<link\b[^>]*\bhref="[^"]*app\.css"[^>]*>\s*')
 
 
