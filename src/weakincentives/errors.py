@@ -62,6 +62,7 @@ WinkError
 │   └── ApprovalNeeded                 a person must approve the call first
 ├── VisibilityExpansionRequired      not a failure: the prompt must be rendered again
 ├── SessionError
+│   ├── AnswerRefused                  an approval came too late, or for something else
 │   ├── ReducerError                   a reducer raised; its event changed nothing
 │   ├── SessionInUse                   its file is open in another process
 │   ├── SnapshotError                  a snapshot cannot be written or read
@@ -481,6 +482,10 @@ class VisibilityExpansionRequired(WinkError):
 
 class SessionError(WinkError):
     """Base of the errors of sessions."""
+
+
+class AnswerRefused(SessionError):
+    """An answer to an approval request came too late, or for something else than what is asked."""
 
 
 class ReducerError(SessionError):

@@ -47,6 +47,8 @@ class ToolInvoked:
     """Whether the handler was started: False for every refusal."""
     notes: tuple[str, ...] = ()
     """The notes of policies: who approved it, for example."""
+    policies: tuple[str, ...] = ()
+    """The names of the policies that were asked, in order: the last one denied it, if any did."""
     denied_by: str = ""
     """The policy that denied it."""
     place: int | None = None

@@ -312,6 +312,26 @@ def test_reasoning_is_sent_back_in_its_place_and_calls_under_our_ids(
     assert script.bodies[0]["include"] == ["reasoning.encrypted_content"]
 
 
+def test_a_turn_whose_arguments_were_edited_is_sent_as_it_is_now(
+    server: WireServer, api: str, listens: dict[str, Any]
+):
+    """What the provider said of the other arguments is gone, and it accepts that."""
+    script = server.play(says("Done."))
+    session = wink.Session()
+    edited = (ToolCall("add", {"x": 1}, "1"), ToolCall("add", {"x": 5}, "2"))
+    session.dispatch(Message(role="user", text="Add.", is_first=True, conversation="c"))
+    session.dispatch(Message(role="model", text="So:", tool_calls=edited, conversation="c"))
+
+    adapter_for(script, api).evaluate(prompt_with(add), session, resume=True, **listens)
+
+    assert script.problems == []
+    if api == "chat":
+        sent = [each["function"] for each in script.bodies[0]["messages"][2]["tool_calls"]]
+    else:
+        sent = [each for each in script.bodies[0]["input"] if each.get("type") == "function_call"]
+    assert [json.loads(each["arguments"]) for each in sent] == [{"x": 1}, {"x": 5}]
+
+
 def test_a_model_that_does_not_reason_is_not_asked_for_its_reasoning(
     server: WireServer, listens: dict[str, Any]
 ):

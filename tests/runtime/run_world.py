@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +156,12 @@ def spoken(messages: Any) -> list[tuple[str, str]]:
 
 @contextmanager
 def opened(
-    place: Path, run: Run | None = None, *, new: bool = False, **options: Any
+    place: Path,
+    run: Run | None = None,
+    *,
+    new: bool = False,
+    about: Mapping[str, object] | None = None,
+    **options: Any,
 ) -> Iterator[Work]:
     """Open the workspace, and a run: the given one, a new one, or else the only one."""
     root = place / "project"
@@ -167,7 +172,7 @@ def opened(
             (path,) = paths
             saving = SavedSession.open(path, types=TYPES)
         else:
-            saving = SavedSession.create(new_run(files.store).path, Session())
+            saving = SavedSession.create(new_run(files.store).path, Session(), about=about)
         template = PromptTemplate(
             sections=[MarkdownSection(title="Work", tools=TOOLS)],
             resources={wink.Filesystem: files},

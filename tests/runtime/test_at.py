@@ -17,11 +17,9 @@ from run_world import Note, Tried, Work, opened, spoken, texts_of
 
 from weakincentives.errors import FilesystemError, ReadOnlyView, UndoRefused
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.media import Media
-from weakincentives.runtime import SavedSession, ToolInvoked
+from weakincentives.runtime import ToolInvoked
 from weakincentives.runtime.at import NOT_MADE
-from weakincentives.runtime.calls import Calls, fork_run
-from weakincentives.runtime.conversation import Message
+from weakincentives.runtime.calls import Calls
 from weakincentives.runtime.rewind import rewind_run
 
 
@@ -344,85 +342,3 @@ def test_an_export_that_fails_leaves_nothing(work: Work, tmp_path: Path):
         files.export(tmp_path / "out" / "then")
 
     assert list((tmp_path / "out").iterdir()) == []
-
-
-# Forking
-
-
-def test_a_forked_run_continues_from_the_call_and_the_other_is_as_it_was(tmp_path: Path):
-    with opened(tmp_path) as work:
-        work.write("a1", "b1", "c1")
-        work.write("a2")
-        forked = fork_run(work.run, work.call(2), about={"branch": "try"})
-        first, number = work.run, len(work.saved.session[ToolInvoked])
-    with opened(tmp_path, forked) as work:
-        talk, notes = work.talk, work.notes
-        seen = work.say("go on", ("write", {"name": "d", "text": "d1"}))
-        assert [each.number for each in work.run.calls()] == [3]
-        assert texts_of(work.at(3).files) == {"a": "a2", "b": "b1", "c": "c1", "d": "d1"}
-
-    answers = [("tool", "Wrote a"), ("tool", "Wrote b"), ("tool", NOT_MADE)]
-    assert talk == [("user", "write"), ("model", ""), *answers]
-    assert spoken(seen) == [*talk, ("user", "go on")]
-    assert notes == ("a1", "b1")
-    about = forked.data.about
-    assert about["forked_from"] == f"{first.id}/2"
-    assert about["branch"] == "try"
-    with opened(tmp_path, first) as work:
-        assert (len(work.saved.session[ToolInvoked]), work.notes) == (number, (*notes, "c1", "a2"))
-
-
-def test_a_fork_from_before_the_first_call_asks_the_model_again(tmp_path: Path):
-    with opened(tmp_path) as work:
-        work.write("a1")
-        forked = fork_run(work.run, work.call(1), before=True)
-    with opened(tmp_path, forked) as work:
-        assert (work.talk, work.notes) == ([("user", "write")], ())
-        assert spoken(work.say(None)) == [("user", "write")]
-
-
-def test_the_calls_of_a_forked_run_are_listed_once(tmp_path: Path):
-    with opened(tmp_path) as work:
-        work.write("a1", "b1")
-        fork_run(work.run, work.call(2))
-
-        assert [each.number for each in work.calls.latest(None)] == [1, 2]
-
-
-def test_a_fork_of_a_fork_can_be_looked_at(tmp_path: Path):
-    with opened(tmp_path) as work:
-        work.write("a1")
-        first = fork_run(work.run, work.call(1))
-    with opened(tmp_path, first) as work:
-        work.write("a2")
-        second = fork_run(work.run, work.call(2))
-    with opened(tmp_path, second) as work:
-        work.write("a3")
-        assert [each.number for each in work.run.calls()] == [3]
-        assert [each.text for each in work.at(3, before=True).session[Note]] == ["a1", "a2"]
-
-
-def test_pictures_go_with_a_fork_and_stay_when_the_other_run_is_removed(tmp_path: Path):
-    picture = Media(bytes(range(256)) * 20, media_type="image/png")
-    with opened(tmp_path) as work:
-        work.say(["look at this", picture], ("look", {}))  # pyright: ignore
-        run, forked = work.run, fork_run(work.run, work.call(1))
-    for path in sorted(run.path.with_suffix(".media").iterdir()):
-        path.unlink()
-    run.path.unlink()
-
-    with opened(tmp_path, forked) as work:
-        first = next(iter(work.saved.session[Message]))
-        assert first.media[0].data == picture.data
-
-
-def test_a_session_that_was_forked_has_seals_of_its_own(tmp_path: Path):
-    with opened(tmp_path) as work:
-        work.write("a1", "b1")
-        forked = fork_run(work.run, work.call(2))
-        mixed = work.run.path.read_bytes().split(b"\n")[-2]
-    with open(forked.path, "ab") as file:
-        file.write(mixed + b"\n")
-
-    with pytest.raises(Exception, match="damaged"):
-        SavedSession.open(forked.path)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from small_world import AddStep, Noted, Plan, Step, World, make_tool
 
+from weakincentives.errors import ToolValidationError
 from weakincentives.filesystem import Filesystem
 from weakincentives.prompt import PolicyDecision, ToolContext
+from weakincentives.retry import RetryPolicy
 from weakincentives.runtime import Session, ToolCall, ToolInvoked, call_under_way, execute_tools
 
 
@@ -120,3 +122,79 @@ def test_what_a_policy_logs_before_it_denies_stays(forks: list[Session]):
     assert not w.call("work").success
 
     assert w.session[Noted].all() == (Noted("asked"),)
+
+
+# Which policies were asked
+
+
+class Says:
+    """A policy that answers with a reason to deny, with nothing, or with an error."""
+
+    def __init__(self, name: str, answer: str | Exception | None = None) -> None:
+        self.name = name
+        self.answer = answer
+
+    def check(self, tool_name: str, params: Any, context: ToolContext) -> str | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class Elsewhere(Says):
+    """One that is about no tool here."""
+
+    def applies_to(self, tool: Any) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "denied_by"),
+    [
+        ({"a": None, "b": None}, ("a", "b"), ""),
+        ({"a": None, "b": "no", "c": None}, ("a", "b"), "b"),
+        ({"a": ValueError("unsure"), "b": None}, ("a",), "a"),
+        ({}, (), ""),
+    ],
+)
+def test_the_record_names_the_policies_that_were_asked_in_order(
+    answers: dict[str, Any], asked: tuple[str, ...], denied_by: str
+):
+    policies = [Elsewhere("other"), *(Says(name, answer) for name, answer in answers.items())]
+    world = World([make_tool("work", lambda *_: None)], policies=policies)
+
+    world.call("work")
+
+    (record,) = world.records
+    assert (record.policies, record.denied_by) == (asked, denied_by)
+
+
+def test_two_policies_of_one_name_are_both_on_record():
+    policies = [Says("a"), Says("a", "no"), Says("a")]
+    world = World([make_tool("work", lambda *_: None)], policies=policies)
+
+    world.call("work")
+
+    assert [each.policies for each in world.records] == [("a", "a")]
+
+
+def test_a_call_that_was_retried_names_the_policies_that_admitted_it():
+    tries: list[int] = []
+
+    def fail_once(*_: Any) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ToolValidationError("not yet")
+
+    tool = make_tool("work", fail_once).replace(retry=RetryPolicy(max_retries=1))
+    world = World([tool], policies=[Says("a")])
+
+    assert world.call("work").success
+    assert [each.policies for each in world.records] == [("a",)]
+
+
+def test_a_call_that_is_not_parsed_has_asked_nobody():
+    world = World([make_tool("work", lambda *_: None)], policies=[Says("a")])
+
+    world.call("work", unknown=1)
+
+    assert [each.policies for each in world.records] == [()]

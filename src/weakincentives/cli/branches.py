@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,9 +49,6 @@ _MOST_PATHS = 20
 
 # An agent on a branch
 
-RUN = "run"
-"""What a branch says about itself: the mark of the run that it was made for."""
-
 
 def open_branch(
     workspace: Path, name: str, *, run: str = "", unprotected: Iterable[str] = ()
@@ -58,6 +56,7 @@ def open_branch(
     """Open a branch, or make one; raise Misuse if it is in use, or cannot have this name."""
     from weakincentives.errors import FilesystemError, NoSuchBranch, WorkspaceLocked
     from weakincentives.filesystem import Branch
+    from weakincentives.runtime.forks import RUN
 
     rules = tuple(unprotected)
     try:
@@ -158,20 +157,34 @@ def fork(
 ) -> None:
     """Make a branch with the files, session and conversation as they were at a call, or now."""
     from weakincentives.runtime.calls import Calls
+    from weakincentives.runtime.forks import fork_call
 
     calls = Calls(existing_directory(workspace))
     if call is None and before:
         raise Misuse("--before needs a CALL")
     found = _last_call(calls) if call is None else find_call(calls, call)
-    mark = _fork(calls, found, name, before=before, now=call is None)
-    made = name or mark
-    if found is None or found.run is None:
-        echo(f'Made the branch {made}. To work on it: wink run "..." --branch {made}')
+    with refusing():
+        made = fork_call(calls, found, name=name or "", before=before, now=call is None)
+    if found is None or made.run is None:
+        echo(f'Made the branch {made.branch}. To work on it: wink run "..." --branch {made.branch}')
     else:
-        when = "before" if before else "after"
+        when, mark = "before" if before else "after", made.run.mark
         what = f"{when} {found.name} {found.tool}"
-        echo(f"Made the branch {made} and the run {mark}, from just {what}.")
+        echo(f"Made the branch {made.branch} and the run {mark}, from just {what}.")
         echo(f'To continue there: wink resume {mark} "..."')
+
+
+@contextmanager
+def refusing() -> Generator[None]:
+    """Raise Misuse where a fork is refused."""
+    from weakincentives.errors import FilesystemError
+
+    try:
+        yield
+    except LookupError as error:
+        raise Misuse(str(error.args[0])) from error
+    except (FilesystemError, ValueError) as error:
+        raise Misuse(str(error)) from error
 
 
 def _last_call(calls: Calls) -> Call | None:
@@ -179,35 +192,6 @@ def _last_call(calls: Calls) -> Call | None:
         for each in reversed(calls.of_run(run)):
             return each
     return None
-
-
-def _fork(calls: Calls, call: Call | None, name: str | None, *, before: bool, now: bool) -> str:
-    """Make a branch at a call, and a run that continues there; returns the mark of the run."""
-    from weakincentives.errors import FilesystemError
-    from weakincentives.filesystem import Branch
-    from weakincentives.filesystem.store import location_of
-    from weakincentives.runtime.calls import fork_run, new_mark
-
-    run = None if call is None else call.run
-    mark = new_mark(location_of(calls.workspace))
-    about = {RUN: mark, "forked_from": call.name} if run is not None and call else {}
-    where: dict[str, Any] = {}
-    try:
-        if call is not None:
-            branch, serial = calls.place_of(call, before=before)
-            if branch:
-                where = {"of": calls.branches[branch], "commits": serial}
-            elif not now:  # else with what a person has changed since
-                where = {"at": serial}
-        with Branch.create(calls.workspace, name or mark, about=about, **where) as made:
-            if run is not None and call is not None:
-                more = {"branch": made.name, "no_merge": False, "dry_run": False}
-                fork_run(run, call, before=before, about=more, mark=mark)
-    except LookupError as error:
-        raise Misuse(str(error.args[0])) from error
-    except FilesystemError as error:
-        raise Misuse(str(error)) from error
-    return mark
 
 
 def list_branches(workspace: Workspace = Path(), as_json: AsJson = False) -> None:

@@ -43,7 +43,6 @@ from weakincentives.cli.run import (
     Quiet,
     Stop,
     TimeLimit,
-    absolute,
     given_flags,
     run_to_resume,
     set_flags,
@@ -420,6 +419,8 @@ class Chat(AgentRun):
 
     def _model(self, name: str = "") -> None:
         if name:
+            from weakincentives.runtime.forks import absolute
+
             self._use_model(absolute(name))
         echo(f"model: {self.settings.model}")
 

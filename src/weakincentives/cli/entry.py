@@ -76,6 +76,7 @@ def make_app() -> typer.Typer:
     import typer
 
     from weakincentives.cli import (
+        approve,
         branches,
         chat,
         debug,
@@ -86,6 +87,7 @@ def make_app() -> typer.Typer:
         hook,
         mcp,
         program,
+        rerun,
         run,
         tools,
     )
@@ -116,7 +118,10 @@ def make_app() -> typer.Typer:
     ) -> None:
         pass
 
-    modules = (demo, run, chat, program, history, debug, branches, tools, doctor, gc, mcp, hook)
+    modules = (
+        *(demo, run, approve, chat, program, history, debug, branches, rerun),
+        *(tools, doctor, gc, mcp, hook),
+    )
     for module in modules:
         module.register(app)
     return app

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weakincentives.cli.common import (
-    PATIENCE,
     AsJson,
     Misuse,
     RunOption,
@@ -26,10 +25,10 @@ from weakincentives.cli.common import (
     examples,
     existing_directory,
     find_run,
-    open_workspace,
     say,
     shortened,
     summary_of,
+    user,
 )
 from weakincentives.cli.doctor import was_killed
 from weakincentives.text import harmless
@@ -182,9 +181,11 @@ def diff(
     everything: Everything = False,
 ) -> int:
     """Show what the last run, or another run or call, changed in files: a patch for `git apply`."""
+    from weakincentives.runtime.undo import committed_of
+
     calls, files = _opened(workspace, everything)
     chosen = [each for each in _chosen(calls, call, run, last=last) if each.committed]
-    committed = [each.committed for each in chosen if each.committed is not None]
+    committed = committed_of(chosen)
     if not committed:
         say(_nothing_left(calls) or f"no files were changed here, or {_FORGOTTEN}; {_SEE}")
         return 1
@@ -219,6 +220,9 @@ def undo(
     everything: Everything = False,
 ) -> int:
     """Undo what the last run, or another run or call, changed in files. An undo can be undone."""
+    from weakincentives.errors import UndoRefused
+    from weakincentives.runtime.undo import preview_undo
+
     if to is not None and (last or call is not None or run is not None):
         raise Misuse("name only one of CALL, --run, --last and --to")
     calls, files = _opened(workspace, everything)
@@ -226,8 +230,7 @@ def undo(
     if killed and not dry_run:
         calls = _recovered(calls, files)
     chosen = _from(calls, to) if to is not None else _chosen(calls, call, run, last=last)
-    if call is not None and _is_rewind(chosen[0]):
-        _check_is_last(calls, chosen[0])
+    if call is not None and _undoes_rewind(calls, chosen[0]):
         return _rewind(calls, chosen[0], files, before=True).perform(force, dry_run)
     left = [each for each in chosen if each.committed and (to is not None or not each.is_undone)]
     if not left:
@@ -236,13 +239,12 @@ def undo(
         return 1
     if not dry_run:
         return _undo(calls, left, files, force=force)
-    committed = [each.committed for each in left if each.committed is not None]
     if killed:
         say(_KILLED)  # the killed call's changes may be in the way
-    history = calls.history_on(left[-1].branch)
-    if not killed and not force and (in_the_way := history.changed_since(committed)):
-        return _refuse(calls, in_the_way, left)
-    shown = history.diff(committed, reverse=True, detail=files.is_shown, raw=True)
+    try:
+        shown = preview_undo(calls, left, force=force or killed, detail=files.is_shown)
+    except UndoRefused as error:
+        return _refuse(calls, error.paths, left)
     return print_diff(shown, files)
 
 
@@ -362,10 +364,17 @@ def _numbered(calls: Calls, run: Run, number: str) -> Call:
 
 
 def _calls_of(calls: Calls, run: Run) -> list[Call]:
+    with _reading(run):
+        return calls.of_run(run)
+
+
+@contextmanager
+def _reading(run: Run) -> Generator[None]:
+    """Raise Misuse if a run cannot be read."""
     from weakincentives.errors import SnapshotError
 
     try:
-        return calls.of_run(run)
+        yield
     except (OSError, SnapshotError) as error:
         raise Misuse(f"cannot read the run {run.id}: {error}") from error
 
@@ -373,16 +382,15 @@ def _calls_of(calls: Calls, run: Run) -> list[Call]:
 def _chosen(calls: Calls, call: str | None, run: str | None, *, last: bool) -> list[Call]:
     """Return a call, or those of a run, by default the last one that is not undone."""
     from weakincentives.runtime.calls import in_place
+    from weakincentives.runtime.undo import calls_to_undo
 
     if (call is not None) + (run is not None) + last > 1:
         raise Misuse("name only one of CALL, --run and --last")
     if call is not None:
         return [find_call(calls, call)]
     if run is not None:
-        found = _calls_of(calls, find_run(calls.workspace, run))
-        left = in_place(found) or found
-        # Of a run that was merged and went on: what is on its branch now.
-        return [each for each in left if each.branch == left[-1].branch]
+        with _reading(wanted := find_run(calls.workspace, run)):
+            return calls_to_undo(calls, wanted)
     if last:
         return [each for each in calls.changed() if not each.is_undone and not each.undoes][-1:]
     groups = calls.by_run()
@@ -442,7 +450,7 @@ _KILLED = (
 
 def _recovered(calls: Calls, shown: Files) -> Calls:
     """Roll back a killed call, and read the history again."""
-    with open_workspace(calls.workspace, wait=PATIENCE) as files:
+    with _writable(calls.workspace, "") as files:
         left = files.recovered
     say("a call was killed; its changes were rolled back first")
     for sentence in left:
@@ -481,13 +489,23 @@ def _undo(calls: Calls, chosen: Sequence[Call], shown: Files, *, force: bool) ->
     return 0
 
 
-def _writable(workspace: Path, branch: str) -> AbstractContextManager[HostFilesystem]:
-    """Open a branch, or the directory if the name is empty."""
-    from weakincentives.cli.branches import open_branch
+@contextmanager
+def _writable(workspace: Path, branch: str) -> Generator[HostFilesystem]:
+    """Open a branch, or the directory if the name is empty; raise Misuse if it is in use."""
+    from weakincentives.errors import FilesystemError, WorkspaceLocked
+    from weakincentives.runtime.undo import open_files
 
-    if branch:
-        return open_branch(workspace, branch)
-    return open_workspace(workspace, wait=PATIENCE)
+    try:
+        files = open_files(workspace, branch)
+    except WorkspaceLocked as error:
+        what = f"the branch {branch}" if branch else str(workspace)
+        raise Misuse(
+            f"{what} is in use by {user(error)}: wait until it has ended, or stop it"
+        ) from error
+    except (FilesystemError, NotImplementedError) as error:
+        raise Misuse(str(error)) from error
+    with files:
+        yield files
 
 
 def _newest(workspace: Path, branch: str, shown: Files) -> CallChanges | None:
@@ -517,19 +535,13 @@ def _refuse(
 # Rewinding
 
 
-def _is_rewind(call: Call) -> bool:
-    from weakincentives.runtime.rewind import REWIND
+def _undoes_rewind(calls: Calls, call: Call) -> bool:
+    from weakincentives.runtime.undo import undoes_rewind
 
-    return call.tool == REWIND and call.run is not None
-
-
-def _check_is_last(calls: Calls, rewound: Call) -> None:
-    assert rewound.run is not None
-    if rewound.number != _calls_of(calls, rewound.run)[-1].number:
-        raise Misuse(
-            f"the run has made calls since; to go back over them, too: "
-            f"wink rewind --before {rewound.name}"
-        )
+    try:
+        return undoes_rewind(calls, call)
+    except ValueError as error:
+        raise Misuse(str(error)) from error
 
 
 def _rewind(
@@ -570,24 +582,23 @@ class _Rewind:
             raise Misuse(f"cannot rewind: {error.args[0]}") from error
 
     def _show(self, force: bool) -> int:
-        from weakincentives.errors import UndoRefused
-        from weakincentives.runtime.rewind import since
+        from weakincentives.runtime.undo import preview_rewind
 
-        history = self.calls.history_of(self.target)
-        if self.parts == "conversation":
-            echo("No files would change.", err=True)
-            return 0
-        undone = since(self.target, self.run, history.newest_first(), before=self.before)
-        edited = history.changed_since(undone)
-        if not force and any(edited.values()):
-            raise UndoRefused({path: by for path, by in edited.items() if by})
-        for path in () if force else edited:
+        found = preview_rewind(
+            self.calls,
+            self.target,
+            self.run,
+            before=self.before,
+            parts=self.parts,
+            force=force,
+            detail=self.shown.is_shown,
+        )
+        for path in found.staying:
             say(f"{path} was changed outside wink since, and would stay")
-        if not undone:
+        if not found.changes:
             echo("No files would change.", err=True)
             return 0
-        shown = history.diff(undone, reverse=True, detail=self.shown.is_shown, raw=True)
-        return print_diff(shown, self.shown)
+        return print_diff(found.changes, self.shown)
 
     def _rewind(self, force: bool) -> int:
         from weakincentives.cli.config import load_settings

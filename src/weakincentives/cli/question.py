@@ -12,47 +12,82 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, shortened
+from weakincentives.cli.common import FILE_NAME, Misuse, diff_style, say, shortened
 from weakincentives.cli.view import is_utf8
 from weakincentives.errors import FilesystemError, InvalidArguments, ToolValidationError
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
+from weakincentives.runtime.approvals import POLL
 from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
     from weakincentives.cli.view import View
+    from weakincentives.runtime.approvals import ApprovalDesk
+    from weakincentives.runtime.approvals import Question as Published
 
 
 class Approver:
-    """Asks the person at the terminal."""
+    """Asks the person at the terminal, and lets other processes answer.
+
+    Args:
+        desk: Where other processes find the question.
+        waits: Whether to wait for them if there is no terminal.
+        where: How they answer, for a person.
+        save: Saves a rule for all later runs.
+    """
 
     def __init__(
-        self, view: View, *, yes: bool, save: Callable[[ApprovalRule], object] | None = None
+        self,
+        view: View,
+        desk: ApprovalDesk,
+        *,
+        yes: bool,
+        waits: bool = False,
+        where: str = "",
+        save: Callable[[ApprovalRule], object] | None = None,
     ) -> None:
         self._view = view
+        self._desk = desk
         self._yes = yes
+        self._waits = waits
+        self._where = where
         self._save = save
-        """Saves a rule for all later runs."""
 
     def ask(self, request: ApprovalRequest) -> Approval:
         if self._yes:
             return Approval(True, by="--yes")
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        has_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+        if not has_terminal and not self._waits:
             return Approval(False, reason="there is no terminal to ask at")
-        try:
-            with self._view.asking() as out:
-                return self._approval(request, _Talk(out, lambda: not self._view.is_asking))
-        except EOFError:
-            return Approval(False, reason="the question was not answered")
+        with self._desk.asking(request) as question, self._view.asking() as out:
+            own = Approval(False, reason="the question was not answered")
+            if has_terminal:
+                with suppress(EOFError):
+                    own = self._approval(request, _Talk(out, lambda: self._is_over(question)))
+            else:
+                say(f"{request.question} It waits for an answer: {self._where}")
+                while not self._is_over(question):
+                    time.sleep(POLL)
+            answer = question.settle(own)
+            if answer is not own and has_terminal:
+                said = "approved" if answer.approved else "denied"
+                print(f"\n{said} elsewhere by {visible(answer.by)}", file=out, flush=True)
+            return answer
+
+    def _is_over(self, question: Published) -> bool:
+        return question.is_answered or not self._view.is_asking
 
     def _approval(self, request: ApprovalRequest, talk: _Talk) -> Approval:
         arguments = None
         while True:
-            said, by = _answer(request, talk), _person()
+            answers = {**_ANSWERS, "e": "edit", "a": "always"}
+            said, by = _answer(request, talk, answers), _person()
             if said == "y":
                 return Approval(True, by, arguments=arguments)
             if said == "n":
@@ -94,9 +129,23 @@ def choose(question: Sequence[str], answers: Mapping[str, str]) -> str:
     return _Talk(sys.stderr, lambda: False).choose(question, answers)
 
 
-def _answer(request: ApprovalRequest, talk: _Talk) -> str:
+def ask_here(request: ApprovalRequest, is_over: Callable[[], bool]) -> Approval:
+    """Ask the person at the terminal about a call of another process.
+
+    Raises:
+        EOFError: They have left, or it is over.
+    """
+    talk = _Talk(sys.stderr, is_over)
+    said, by = _answer(request, talk, _ANSWERS), _person()
+    reason = talk.line("Reason, for the model: ") if said == "r" else ""
+    return Approval(said == "y", by, reason)
+
+
+_ANSWERS = {"y": "yes", "n": "no", "r": "no with a reason"}
+
+
+def _answer(request: ApprovalRequest, talk: _Talk, answers: Mapping[str, str]) -> str:
     width, height = _terminal_size()
-    answers = {"y": "yes", "n": "no", "r": "no with a reason", "e": "edit", "a": "always"}
     asked = question(request, width=width, height=height)
     said = talk.choose(asked.lines, {**answers, "v": "view all"} if asked.hidden else answers)
     if said == "v":

@@ -18,7 +18,6 @@ import typer
 
 from weakincentives.cli.branches import (
     FOR_OTHERS,
-    RUN,
     check_fits_branch,
     open_branch,
     prefers_branch,
@@ -132,6 +131,13 @@ Ask = Annotated[
         autocompletion=complete_tools,
     ),
 ]
+AskElsewhere = Annotated[
+    bool,
+    typer.Option(
+        "--ask-elsewhere",
+        help="Without a terminal, wait for `wink approve` or `wink debug` instead of denying.",
+    ),
+]
 Attach = Annotated[
     list[Path] | None,
     typer.Option(
@@ -175,6 +181,7 @@ def run(
     ask: Ask = None,
     attach: Attach = None,
     yes: Yes = False,
+    ask_elsewhere: AskElsewhere = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Roll back the whole run; show its diff.")
     ] = False,
@@ -216,6 +223,7 @@ def run(
     flags |= set_flags(max_cost=max_cost, price=price, context_window=context_window)
     if attempts is not None:
         from weakincentives.cli.attempts import Attempts
+        from weakincentives.runtime.forks import absolute
 
         if not judge or dry_run or in_place:
             raise Misuse(
@@ -225,7 +233,11 @@ def run(
         return Attempts(
             settings=load_settings(workspace, **flags),
             flags=flags,
-            more=[*(["--yes"] if yes else ()), *(f"--attach={each}" for each in attach or ())],
+            more=[
+                *(["--yes"] if yes else ()),
+                *(["--ask-elsewhere"] if ask_elsewhere else ()),
+                *(f"--attach={each}" for each in attach or ()),
+            ],
             task=task,
             judge=judge,
             count=attempts,
@@ -248,6 +260,7 @@ def run(
         flags=flags,
         message=task,
         yes=yes,
+        ask_elsewhere=ask_elsewhere,
         dry_run=dry_run,
         branch=branch or ("-" if no_merge else None),
         no_merge=no_merge,
@@ -297,6 +310,7 @@ def resume(
     ask: Ask = None,
     attach: Attach = None,
     yes: Yes = False,
+    ask_elsewhere: AskElsewhere = False,
     in_place: InPlace = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -315,6 +329,7 @@ def resume(
         flags=flags,
         message=message,
         yes=yes,
+        ask_elsewhere=ask_elsewhere,
         in_place=in_place,
         as_json=as_json,
         quiet=quiet,
@@ -376,6 +391,8 @@ def given_flags(
     sandbox: list[str] | None,
     ask: list[str] | None,
 ) -> dict[str, Any]:
+    from weakincentives.runtime.forks import absolute
+
     return set_flags(
         model=model and absolute(model),
         policy=[absolute(each) for each in policy or ()] or None,
@@ -399,19 +416,9 @@ def with_flags_of(earlier: Run, given: dict[str, Any]) -> tuple[dict[str, Any], 
     sandbox = flags.get("sandbox")
     # Earlier versions stored a single name.
     flags["sandbox"] = [sandbox] if isinstance(sandbox, str) else sandbox or []
-    for name in {"policy", "ask", "sandbox"} & given.keys():  # rules add up
-        given[name] = [*flags.get(name, ()), *given[name]]
+    for name in {"policy", "ask", "sandbox"} & given.keys():  # rules add up, each once
+        given[name] = list(dict.fromkeys([*flags.get(name, ()), *given[name]]))
     return flags | given, stored
-
-
-def absolute(named: str) -> str:
-    """Return a model or rule with an absolute path: a run may be resumed from elsewhere."""
-    kind, colon, file = named.partition(":")
-    if kind in ("scripted", "local") and file:
-        return f"{kind}{colon}{Path(file).expanduser().absolute()}"
-    if named.endswith(".toml") and "=" not in named:
-        return str(Path(named).expanduser().absolute())
-    return named
 
 
 def run_to_resume(directory: Path, run_id: str | None, message: str | None) -> Run:
@@ -491,6 +498,8 @@ class AgentRun:
     flags: Mapping[str, Any]
     message: str | None
     yes: bool = False
+    ask_elsewhere: bool = False
+    """Whether to wait for the answer of another process if there is no terminal to ask at."""
     dry_run: bool = False
     branch: str | None = None
     """The branch to work on; ``-`` has the mark of the run for a name."""
@@ -554,13 +563,17 @@ class AgentRun:
                 result.dry_run = True
                 result.diff = diff_text(work.diff_here())
             elif result.outcome != "done" and result.run:
-                here = settings.workspace == Path.cwd()
-                where = "" if here else f" -w {shlex.quote(str(settings.workspace))}"
-                result.resume = f"wink resume {result.run}{where}"
+                result.resume = f"wink resume {result.run}{self._where}"
             if self._branch is not None and not self._is_merged and not self.dry_run:
                 result.branch = self._branch.name
             self._show_result()
         return result.outcome
+
+    @property
+    def _where(self) -> str:
+        """What a command needs to find the directory from here."""
+        workspace = self.settings.workspace
+        return "" if workspace == Path.cwd() else f" -w {shlex.quote(str(workspace))}"
 
     @contextmanager
     def _open_files(self) -> Generator[HostFilesystem]:
@@ -581,6 +594,8 @@ class AgentRun:
 
     def _is_done_with(self, branch: Branch) -> bool:
         """Whether nobody needs a branch any more: this run made it, and it is merged or empty."""
+        from weakincentives.runtime.forks import RUN
+
         if branch.info.about.get(RUN) != self._run_file.mark:
             return False
         return self._is_merged or self.dry_run or not self._run_file.path.exists()
@@ -624,17 +639,28 @@ class AgentRun:
         from weakincentives.cli.config import save_rule
         from weakincentives.cli.question import Approver
         from weakincentives.cli.workbench import open_workbench
-        from weakincentives.runtime import Session
+        from weakincentives.runtime import ApprovalDesk, Session
+        from weakincentives.runtime.forks import SECTIONS
 
         if saved is not None:
             saved.undo_unrecorded(files)
         save = None if self.dry_run else partial(save_rule, self.settings.workspace)
+        about: Mapping[str, object] = {} if self.earlier is None else self.earlier.data.about
+        approver = Approver(
+            self._view,
+            ApprovalDesk(self._run_file.path),
+            yes=self.yes,
+            waits=self.ask_elsewhere,
+            where=f"wink approve {self._run_file.mark}{self._where}",
+            save=save,
+        )
         with open_workbench(
             self.settings,
             Session() if saved is None else saved.session,
-            ask=Approver(self._view, yes=self.yes, save=save).ask,
+            ask=approver.ask,
             files=files,
             policies=[self, _OnlyReversible()] if self.dry_run else [self],
+            texts=cast("Mapping[str, str]", about.get(SECTIONS, {})),
         ) as self._workbench:
             if self._branch is not None:
                 check_fits_branch(self._workbench)

@@ -18,6 +18,7 @@ from weakincentives.cli.trust import file_of, trust_of
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
+    PromptOverrideError,
     PromptValidationError,
     SandboxUnavailable,
 )
@@ -38,6 +39,12 @@ from weakincentives.prompt import (
     Tool,
 )
 from weakincentives.prompt.approval import ApprovalRequest, Ask
+from weakincentives.prompt.overrides import (
+    PromptOverrides,
+    SectionOverride,
+    TextOverride,
+    describe,
+)
 from weakincentives.prompt.policies import AnyPolicy, attach
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Reach
@@ -106,6 +113,7 @@ def open_workbench(
     files: HostFilesystem | None = None,
     policies: Sequence[AnyPolicy] = (),
     tools: Sequence[Tool[Any, Any]] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> Generator[Workbench]:
     """Open the workspace and yield what an agent needs on it.
 
@@ -114,6 +122,7 @@ def open_workbench(
         files: The workspace, if it is open already.
         policies: More rules for all tools.
         tools: Offer these in place of what the settings select; a rule may be about any tool.
+        texts: Replace the texts of the prompt's sections, by path.
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
@@ -133,7 +142,9 @@ def open_workbench(
                 policies=[*policies, *_policies(settings, ask or _deny)],
                 resources={Filesystem: files},
             )
-            prompt = Prompt(template)
+            prompt = Prompt(template, overrides=_overrides(template, texts or {}))
+        except PromptOverrideError as error:
+            raise Misuse(f"cannot change the prompt: {'; '.join(error.problems)}") from error
         except PromptValidationError as error:
             raise Misuse(f"these tools and rules do not fit together: {error}") from error
         workbench = Workbench(
@@ -180,6 +191,20 @@ def _sections(
     for spec in settings.sections:
         sections += _as_sections(spec, _loaded("sections", spec, settings), session)
     return sections, shell, planning
+
+
+def _overrides(template: PromptTemplate[Any], texts: Mapping[str, str]) -> PromptOverrides | None:
+    """Return what replaces the texts of sections; a section that there is not is refused there."""
+    if not texts:
+        return None
+    now = describe(template).sections
+    sections: dict[str, SectionOverride] = {}
+    for path, text in texts.items():
+        known = now.get(path, SectionOverride()).text
+        # As it stands: a dollar sign is not a placeholder.
+        override = TextOverride.of("" if known is None else known.text, text.replace("$", "$$"))
+        sections[path] = SectionOverride(text=override)
+    return PromptOverrides(ns=template.ns, key=template.key, tag="rerun", sections=sections)
 
 
 def _shell(

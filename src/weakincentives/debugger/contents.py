@@ -47,9 +47,10 @@ def to_wire(path: str) -> str:
 
 def from_wire(path: str) -> Parts:
     """Return the path that the page has; raises ValueError if it leads out of the workspace."""
-    parts = checked_parts(path.translate(_FROM_WIRE))
-    if not parts:
-        raise ValueError("path= is missing")
+    try:
+        parts = checked_parts(path.translate(_FROM_WIRE))
+    except ValueError as error:
+        raise ValueError(f"{path!r} is not a path in the workspace") from error
     return parts
 
 

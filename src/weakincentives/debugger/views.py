@@ -68,6 +68,8 @@ MAX_PATCHES = 1 << 20
 """Characters of the patches of one call."""
 _MAX_PATHS = 50_000
 _MAX_COMPARED = 2_000
+_SLACK = 1.0
+"""Seconds; the time of a file is less exact than that of a commit."""
 
 
 @dataclass(slots=True)
@@ -522,7 +524,7 @@ class Views:
         """Return names of the calls of other runs at that time, by id."""
         found: dict[str, str] = {}
         for run in runs_of(self.path):
-            if run.id == joined.records.run.id or run.saved_at < min(times):
+            if run.id == joined.records.run.id or run.saved_at + _SLACK < min(times):
                 continue
             with contextlib.suppress(OSError, WinkError, NotFound):
                 records = self.records(run.id)

@@ -73,6 +73,8 @@ class Offer:
     rules: tuple[AttachedPolicy, ...] = ()
     """All policies, also those that do not apply to this tool: members of a composed tool inherit
     them."""
+    names: tuple[str, ...] = ()
+    """The names of ``policies``."""
 
     @classmethod
     def of(
@@ -96,7 +98,14 @@ class Offer:
             and not any(policy.asks_a_person for policy in policies)
             and all(cls.of(member, rules).may_run_concurrently for member in members)
         )
-        return cls(tool, policies, listeners, counters, needs_loop, may_run_concurrently, rules)
+        names = tuple(policy.name for policy in policies)
+        return cls(
+            tool, policies, listeners, counters, needs_loop, may_run_concurrently, rules, names
+        )
+
+    def asked_until(self, policy: AttachedPolicy) -> tuple[str, ...]:
+        """Return the names of the policies up to this one."""
+        return self.names[: [each is policy for each in self.policies].index(True) + 1]
 
 
 @dataclass(frozen=True, slots=True)

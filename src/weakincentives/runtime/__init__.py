@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from weakincentives.memory import MemoryMatch as MemoryMatch
     from weakincentives.memory import Permissions as Permissions
     from weakincentives.prompt.contracts import MemoryScope as MemoryScope
+    from weakincentives.runtime.approvals import ApprovalDesk as ApprovalDesk
+    from weakincentives.runtime.approvals import PendingApproval as PendingApproval
+    from weakincentives.runtime.approvals import answer_approval as answer_approval
+    from weakincentives.runtime.approvals import pending_approvals as pending_approvals
     from weakincentives.runtime.at import StateAt as StateAt
     from weakincentives.runtime.attempts import Attempt as Attempt
     from weakincentives.runtime.attempts import BestOf as BestOf
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.attempts import Verdict as Verdict
     from weakincentives.runtime.attempts import best_of as best_of
     from weakincentives.runtime.calls import Calls as Calls
-    from weakincentives.runtime.calls import fork_run as fork_run
     from weakincentives.runtime.calls import open_run as open_run
     from weakincentives.runtime.compose import ConditionalBranch as ConditionalBranch
     from weakincentives.runtime.compose import ConditionalOutput as ConditionalOutput
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
     from weakincentives.runtime.compose import conditional as conditional
     from weakincentives.runtime.compose import parallel as parallel
     from weakincentives.runtime.compose import sequence as sequence
+    from weakincentives.runtime.forks import Change as Change
+    from weakincentives.runtime.forks import Fork as Fork
+    from weakincentives.runtime.forks import fork_call as fork_call
+    from weakincentives.runtime.forks import fork_run as fork_run
+    from weakincentives.runtime.forks import rerun_call as rerun_call
     from weakincentives.runtime.hosted import Admission as Admission
     from weakincentives.runtime.hosted import OpenCall as OpenCall
     from weakincentives.runtime.inbox import Inbox as Inbox

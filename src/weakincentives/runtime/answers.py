@@ -360,6 +360,7 @@ def complete(
         duration=duration,
         call_id=call.id,
         ran=transaction.ran,
+        policies=transaction.policies,
     )
     if notes:
         event.notes = notes

@@ -41,16 +41,7 @@ from weakincentives.filesystem.history import BRANCHES
 from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import files_below
 from weakincentives.logs import get_logger
-from weakincentives.runtime.at import (
-    StateAt,
-    conversation_at,
-    data_at,
-    messages_of,
-    outermost,
-    serial_at,
-    session_at,
-    talk_at,
-)
+from weakincentives.runtime.at import StateAt, conversation_at, serial_at, session_at
 from weakincentives.runtime.conversation import still_seen
 from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
 from weakincentives.serde.exact import plain
@@ -63,7 +54,8 @@ _RECORDS = "weakincentives.events:ToolInvoked"
 _MESSAGES = "weakincentives.runtime.conversation:Message"
 _COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
 _ENDS = "weakincentives.events:PromptExecuted"
-_INHERITED = "inherited_calls"
+INHERITED = "inherited_calls"
+"""What is known of a forked run: how many calls it has from the other one."""
 _SUFFIX = ".jsonl"
 _MANY = 10_000
 """Runs beyond which the letters in an id are more."""
@@ -131,7 +123,10 @@ class Run:
         own = [each for each in messages if each.get("conversation") == last]
         seen = still_seen((each.get("rewound_to"), each.get("as_of")) for each in own)
         is_over = bool(ends) and ends[-1]["stop_reason"] in ("end_turn", "max_tokens", "refusal")
-        return is_over and bool(seen) and own[seen[-1]].get("role") == "model"
+        if not is_over or not seen:
+            return False
+        newest = own[seen[-1]]
+        return newest.get("role") == "model" and not plain(newest.get("tool_calls"))
 
     @property
     def turns(self) -> int:
@@ -148,7 +143,7 @@ class Run:
     @property
     def inherited(self) -> int:
         """How many calls it has from the run that it was forked from, which lists them."""
-        return int(cast("int", self.data.about.get(_INHERITED, 0)))
+        return int(cast("int", self.data.about.get(INHERITED, 0)))
 
     def calls(self) -> list[Call]:
         """Return its own calls, oldest first."""
@@ -240,45 +235,6 @@ def begin_run(store: Path, about: Mapping[str, object], mark: str = "") -> Saved
         except FileExistsError:  # another process has begun a run with this id just now
             if mark:
                 raise
-
-
-def fork_run(
-    run: Run,
-    call: Call,
-    *,
-    before: bool = False,
-    about: Mapping[str, object] | None = None,
-    mark: str = "",
-) -> Run:
-    """Return a new run, to be continued from just after a call of another, or before it.
-
-    It has the session and the conversation of then, and a file of its own. Of the turn that the
-    call belongs to, calls that were not made yet are answered as not made. ``about`` adds to what
-    is known of the run.
-    """
-    data = data_at(call, run, before=before)
-    messages = messages_of(run.data)
-    known = len(data.log.get(_MESSAGES, ()))
-    talk = talk_at(call, messages, known, before=before)
-    own = [each for each in messages if not each.depth and each.conversation == talk.conversation]
-    has = sum(not e.depth and e.conversation == talk.conversation for e in messages[:known])
-    added = [*own[has : talk.as_of], *talk.not_made_answers()]
-    if talk.as_of < has:
-        added.insert(0, talk.mark())
-    forked = new_run(run.path.parent.parent, mark)
-    data.fork(
-        run.path,
-        forked.path,
-        session_id=forked.id,
-        about={
-            **data.about,
-            "forked_from": f"{run.id}/{outermost(call).number}",
-            _INHERITED: len(data.log.get(_RECORDS, ())),
-            **(about or {}),
-        },
-        added=[(_MESSAGES, added)] if added else [],
-    )
-    return forked
 
 
 def runs_of(workspace: Path) -> tuple[Run, ...]:

@@ -132,7 +132,7 @@ async def _check_policies(
 
     Arguments that a policy has edited are checked by all others, as if the model had given them.
     """
-    tool, params = offer.tool, transaction.params
+    tool, params, transaction.policies = offer.tool, transaction.params, offer.names
     for policy in offer.policies:
         if policy is editor:
             continue
@@ -144,6 +144,7 @@ async def _check_policies(
                 verdict = await verdict
             reason = policy.denial(verdict)
         except Exception as error:
+            transaction.policies = offer.asked_until(policy)
             if isinstance(error, Suspended):
                 raise
             # Fail closed: a policy that cannot decide does not allow.
@@ -154,6 +155,7 @@ async def _check_policies(
         if decision.note is not None:
             transaction.notes = (*transaction.notes, f"{policy.name}: {decision.note}")
         if reason is not None:
+            transaction.policies = offer.asked_until(policy)
             raise PolicyDenied(reason, policy=policy.name)
         if decision.arguments is not None:
             transaction.params = tool.parse(decision.arguments)

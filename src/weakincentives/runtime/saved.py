@@ -578,20 +578,26 @@ class SavedSessionData:
         *,
         session_id: str,
         about: Mapping[str, object],
-        added: Iterable[tuple[str, Sequence[object]]] = (),
+        added: Mapping[str, Sequence[object]] | None = None,
+        replaced: tuple[str, int, object] | None = None,
     ) -> None:
         """Write what was read of a file to a new one, as a session of its own.
 
-        ``added`` are further values of LOG slices, by name. Costs what was read: no value is
-        decoded. The new file appears complete, or not at all.
+        ``added`` are further values of LOG slices, by name. ``replaced`` is another value of one,
+        with the name and the place, in the save that it was first in. Costs what was read: no value
+        is decoded. The new file appears complete, or not at all.
         """
         text = _head(session_id, self.tags, self.at, about)
         lines = [text, *_unsealed_lines(path, self.size)]
-        if added := list(added):
-            stored = partial(_media_stored, _media_directory(target))
+        stored = partial(_media_stored, _media_directory(target))
+        if replaced is not None:
+            name, place, value = replaced
+            frozen = _changed(freeze(value), stored)
+            lines[1:] = (_with_replaced(line, name, place, frozen) for line in lines[1:])
+        if added:
             changes = {
                 name: [len(self.log.get(name, ())), [_changed(freeze(v), stored) for v in values]]
-                for name, values in added
+                for name, values in added.items()
             }
             lines.append(_json({"at": self.at, "state": {}, "log": changes}).encode())
         sealed, seals = b"", Seals(_HEAD)
@@ -691,6 +697,16 @@ class Saves:
     def _values(self, text: bytes) -> Any:
         line = _parsed(text)
         return _with_stored(line, self.path) if _HAS_STORED in text else line
+
+
+def _with_replaced(text: bytes, name: str, place: int, value: Any) -> bytes:
+    """Return a save with another value at a place of a LOG slice, if it has that place."""
+    line = json.loads(text)
+    for each, (kept, items) in line["log"].items():
+        if current_name(each) == name and kept <= place < kept + len(items):
+            items[place - kept] = value
+            return _json(line).encode()
+    return text
 
 
 def _fills(line: Any, name: str, place: int) -> bool:

@@ -44,7 +44,7 @@ Recorded = ToolInvoked | Callable[[], object]
 
 _KNOWN_TO_RETRY = (
     "offer", "tool", "params", "ran", "notes", "edited", "degraded", "ledger", "started",
-    "timestamp",
+    "timestamp", "policies",
 )  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
@@ -153,6 +153,8 @@ class Transaction:
     """Seconds before this attempt."""
     applied: tuple[Effect, ...] = ()
     notes: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    """The names of the policies that were asked."""
     denied_by = ""
     edited: tuple[str, ...] = ()
     """What the model is told of arguments that a person has edited."""
