@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ import weakincentives as wink
 from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall
 from weakincentives.debugger import export_run
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import Branch, HostFilesystem, branches_of
 from weakincentives.runtime import ToolRegistry, open_run
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.runtime.conversation import Message
@@ -503,6 +506,149 @@ def test_a_run_in_progress_appears_as_it_happens(tmp_path: Path, browser: Browse
             other.click()
             expect(tab.call).to_have_text("#1 look a.py")
         expect(tab.page.locator(".run-head .state")).not_to_have_text("running")
+
+
+# Acting
+
+
+WRITES = [{"write_file": {"path": f"{name}.txt", "content": f"{name}\n"}} for name in "abc"]
+TURNS: list[Any] = [
+    {"say": "First these.", "call": WRITES[:2]},
+    {"say": "And now:", "call": WRITES[2:]},
+    {"say": "Done."},
+]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    project = tmp_path / "project"
+    project.mkdir()
+    (tmp_path / "script.json").write_text(json.dumps(TURNS))
+    return project
+
+
+def wink_run(project: Path, *more: str) -> subprocess.Popen[bytes]:
+    """Let a script write three files, as `wink run` does."""
+    command = [sys.executable, "-m", "weakincentives.cli", "run", "Write three files", "-q"]
+    script = f"scripted:{project.parent / 'script.json'}"
+    return subprocess.Popen(
+        [*command, "-w", str(project), "-m", script, "--sandbox", "none", *more],
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def written(project: Path, browser: Browser) -> Iterator[Tab]:
+    """The page of a run that has written a.txt, b.txt and c.txt."""
+    with wink_run(project) as run:
+        assert run.wait() == 0
+    with served(project) as link, opened(browser, link) as tab:
+        tab.open_run("Write three files")
+        yield tab
+
+
+def on_branch(project: Path) -> dict[str, str]:
+    [info] = branches_of(project)
+    with Branch.open(project, info.name) as branch:
+        return {path: branch.read(path) for path in sorted(branch.glob("*"))}
+
+
+def test_a_call_is_undone_after_a_look_at_what_would_change(
+    written: Tab, project: Path, expect: Any
+):
+    written.page.locator("#call-2").click()
+    expect(written.call).to_contain_text("#2")
+    written.find("button", "Undo").click()
+    dialog = written.find("dialog", "Undo call 2, write_file")
+    expect(dialog.get_by_role("group", name="Changes in b.txt")).to_contain_text("b")
+    assert (project / "b.txt").exists()
+    dialog.get_by_role("button", name="Undo the call").click()
+    expect(dialog).to_have_count(0)
+
+    assert not (project / "b.txt").exists()
+    expect(written.page.locator("#call-2")).to_contain_text("undone")
+
+
+def test_a_run_is_rewound_by_keyboard(written: Tab, project: Path, expect: Any):
+    written.keys("g")
+    expect(written.call).to_contain_text("#1")
+    written.keys("r")
+    dialog = written.find("dialog", "Rewind to call 1, write_file")
+    expect(dialog.get_by_role("group", name="Changes in c.txt")).to_be_visible()
+    expect(dialog.get_by_role("button", name="Rewind")).to_be_enabled()
+    while not dialog.locator("button:focus", has_text="Rewind").count():
+        written.keys("Tab")
+    written.keys("Enter")
+    expect(dialog).to_have_count(0)
+
+    assert sorted(each.name for each in project.iterdir()) == ["a.txt"]
+
+
+def test_a_run_is_forked_at_a_call(written: Tab, project: Path, expect: Any):
+    written.page.locator("#call-2").click()
+    expect(written.call).to_contain_text("#2")
+    written.keys("o")
+    dialog = written.find("dialog", "Fork at call 2, write_file")
+    expect(dialog.get_by_label("Name")).to_be_focused()
+    written.page.keyboard.type("other")
+    dialog.get_by_role("button", name="Fork", exact=True).click()
+    expect(written.page.locator(".run-head")).to_contain_text("branch other")
+
+    assert on_branch(project) == {"a.txt": "a\n", "b.txt": "b\n"}
+    assert (project / "c.txt").exists()
+
+
+def test_a_call_is_edited_and_rerun_and_the_page_shows_how_the_worlds_differ(
+    written: Tab, project: Path, expect: Any
+):
+    written.page.locator("#call-2").click()
+    expect(written.call).to_contain_text("#2")
+    written.keys("e")
+    dialog = written.find("dialog", "Edit call 2, write_file, and rerun")
+    editor = dialog.get_by_label("Arguments (JSON)")
+    expect(editor).to_be_focused()
+    editor.fill("{")
+    expect(dialog.get_by_role("button", name="Run again")).to_be_disabled()
+    editor.fill('{"path": "x.txt", "content": "other\\n"}')
+    dialog.get_by_role("button", name="Run again").click()
+    expect(written.page.locator(".run-head .state")).to_have_text("finished")
+    panel = written.find("article", "Compare")
+    expect(panel.get_by_role("button", name="x.txt")).to_contain_text("only in A")
+    expect(panel.get_by_role("button", name="b.txt")).to_contain_text("only in B")
+    expect(panel).to_contain_text("Calls 1 to 1 are the same.")
+
+    assert on_branch(project) == {"a.txt": "a\n", "c.txt": "c\n", "x.txt": "other\n"}
+    assert (project / "b.txt").exists()
+
+
+def test_calls_of_a_live_run_are_approved_and_denied(project: Path, browser: Browser, expect: Any):
+    with (
+        served(project) as link,
+        opened(browser, link) as tab,
+        wink_run(project, "--ask", "write_file", "--ask-elsewhere") as run,
+    ):
+        tab.find("button", "Approvals 1").click()
+        dialog = tab.find("dialog", "Approvals")
+        request = dialog.get_by_role("article")
+        expect(request).to_contain_text("a.txt")
+        assert not (project / "a.txt").exists()
+        request.get_by_role("button", name="Approve").click()
+        expect(request).to_contain_text("b.txt")
+        assert (project / "a.txt").exists()
+        request.get_by_label("Reason").fill("not today")
+        request.get_by_role("button", name="Deny").click()
+        expect(request).to_contain_text("c.txt")
+        request.get_by_role("button", name="Approve").focus()
+        tab.keys("Enter")
+        expect(dialog).to_contain_text("Nothing waits for an approval.")
+        tab.keys("Escape")
+        assert run.wait() == 0
+        tab.open_run("Write three files")
+        tab.page.locator("#call-2").click()
+        expect(tab.find("article", "Call 2")).to_contain_text("denied")
+        expect(tab.find("article", "Call 2")).to_contain_text("not today")
+
+    assert sorted(each.name for each in project.iterdir()) == ["a.txt", "c.txt"]
 
 
 # Hostile names, texts and contents
