@@ -91,8 +91,8 @@ class Tab:
 
     def check(self) -> None:
         """Nothing went wrong, and the page asked for nothing that its policy refuses."""
-        assert self.problems == []
-        assert self.page.evaluate("() => window.refused") == []
+        refused = self.page.evaluate("() => window.refused")
+        assert (self.problems, refused) == ([], []), (self.problems, refused)
 
     def keys(self, *names: str) -> None:
         for name in names:

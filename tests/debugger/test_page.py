@@ -549,7 +549,7 @@ def written(project: Path, browser: Browser) -> Iterator[Tab]:
 
 def on_branch(project: Path) -> dict[str, str]:
     [info] = branches_of(project)
-    with Branch.open(project, info.name) as branch:
+    with Branch.open(project, info.name, wait=30) as branch:
         return {path: branch.read(path) for path in sorted(branch.glob("*"))}
 
 
