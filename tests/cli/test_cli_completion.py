@@ -72,6 +72,8 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "resume 2": [run.id],
         f"show {run.mark}/4": [f"{run.mark}/4"],
         f"undo --to {run.mark}/4": [f"{run.mark}/4"],
+        f"rerun {run.mark}/4": [f"{run.mark}/4"],
+        "approve 2": [run.id],
         "tools edit": ["edit_file"],
         "policy check shell": ["shell_execute"],
         "run x --model openai": ["openai:", "openai-responses:"],

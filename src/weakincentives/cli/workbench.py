@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from weakincentives.cli.common import FILE_NAME, Misuse, hint, open_workspace
 from weakincentives.cli.trust import file_of, trust_of
+from weakincentives.contrib.tools.saved import load_types as load_own_types
 from weakincentives.errors import (
     FilesystemError,
     MissingExtra,
@@ -418,8 +418,7 @@ def suite_tools() -> set[str]:
 def load_types(settings: Settings) -> None:
     """Import the types that a saved session may hold."""
     trust_of(settings.workspace).admit(settings)
-    for name in ("asteval", "digest", "planning", "sandbox.section", "file_values", "files"):
-        importlib.import_module(f"weakincentives.contrib.tools.{name}")
+    load_own_types()
     for spec in settings.sections:
         _loaded("sections", spec, settings)
     for spec in settings.policy.use:
