@@ -285,6 +285,18 @@ def test_problems_are_stepped_through_and_say_what_was_undone(tab: Tab, expect: 
     expect(tab.call).to_contain_text("#20 spoil")
 
 
+def test_validation_errors_stand_where_they_belong(tmp_path: Path, browser: Browser, expect: Any):
+    with Recording(tmp_path, "A wrong call") as run:
+        run.turn("I am careless.", ("put", {"path": "a.py", "line": "third"}))
+    with served(tmp_path) as link, opened(browser, link) as tab:
+        tab.open_run("A wrong call")
+        arguments = tab.find("region", "Arguments")
+        expect(arguments.locator("dt.wrong")).to_have_text(["line", "text"])
+        expect(arguments.locator("dt.wrong + dd").first).to_contain_text("third")
+        expect(arguments.locator("dt.wrong + dd").last).to_contain_text("missing")
+        expect(tab.call.locator("xpath=..")).to_contain_text("refused")
+
+
 def test_calls_are_filtered_by_tool_outcome_and_path(tab: Tab, expect: Any):
     shown = tab.page.locator(".timeline [role=option]")
     tab.find("combobox", "Tool").select_option("believe")

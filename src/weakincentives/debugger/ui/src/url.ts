@@ -12,6 +12,9 @@ export interface Place {
   with: string;
 }
 
+/** As a line: the first one with the text that was searched for. */
+export const FOUND = -1;
+
 const EMPTY: Place = {
   run: "", call: null, panel: "call", before: false, path: "", line: 0, slice: "", turn: 0, q: "", with: "",
 };

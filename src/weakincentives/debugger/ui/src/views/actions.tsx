@@ -10,23 +10,24 @@ import type { CallRow, CallView, FileDiff, Forked, Prompts, Rewound, Undone } fr
 import { go, link } from "../url.ts";
 import { PatchView } from "./call.tsx";
 
-export const ACTIONS = ["undo", "rewind", "fork", "rerun"] as const;
-export type Action = (typeof ACTIONS)[number];
+export type Action = "undo" | "rewind" | "fork" | "rerun";
 
-/** The keys open the same dialogs as the buttons. */
-export function begin(action: Action): void {
-  document.querySelector<HTMLButtonElement>(`[data-action="${action}"]:not(:disabled)`)?.click();
-}
-
-export function CallActions({ run, row, call }: { run: string; row: CallRow; call: CallView | undefined }) {
-  const [open, setOpen] = useState<Action | "">("");
-  const close = () => setOpen("");
+/** `wanted` is what a key asked for; its dialog opens as soon as the call is loaded. */
+export function CallActions({ run, row, call, wanted, want }: {
+  run: string; row: CallRow; call: CallView | undefined; wanted: Action | ""; want: (action: Action | "") => void;
+}) {
+  const open = call && (wanted !== "undo" || call.canUndo) ? wanted : "";
+  const close = () => want("");
   const button = (action: Action, label: string, title: string, disabled = false) => (
-    <button type="button" data-action={action} title={title} disabled={disabled} onClick={() => setOpen(action)}>{label}</button>
+    <button type="button" title={title} disabled={disabled} onClick={() => want(action)}>{label}</button>
   );
+  useEffect(() => {
+    if (call && wanted && !open) say("There is nothing to undo");
+    if (call && !open) close();
+  }, [call, wanted]);
   return (
     <div class="actions" role="group" aria-label="Actions at this call">
-      {button("undo", "Undo", "Undo this call (u)", call ? !call.canUndo : true)}
+      {button("undo", "Undo", call?.canUndo ? "Undo this call (u)" : "Nothing to undo", !call?.canUndo)}
       {button("rewind", "Rewind", "Rewind the run to this call (r)")}
       {button("fork", "Fork here", "Continue from here on a branch (o)")}
       {button("rerun", "Edit and rerun", "Change this call and continue on a branch (e)", !call)}

@@ -6,7 +6,7 @@ import { distinct } from "../model.ts";
 import { count, Empty, Problem } from "../parts/bits.tsx";
 import { at } from "../source.ts";
 import type { CallRow, Hit, Hits, RunView } from "../types.ts";
-import { go } from "../url.ts";
+import { FOUND, go } from "../url.ts";
 
 const PLACES: [string, string][] = [["text", "model's text"], ["arguments", "arguments"], ["results", "results"], ["files", "files"]];
 
@@ -56,7 +56,7 @@ const NAMES = { text: "model's text", arguments: "arguments", result: "result", 
 function HitItem({ hit, call, length }: { hit: Hit; call: CallRow | undefined; length: number }) {
   const open = () => {
     const change = { call: call?.n ?? null, before: false };
-    if (hit.where === "file") go({ ...change, panel: "files", path: hit.path, line: 0 });
+    if (hit.where === "file") go({ ...change, panel: "files", path: hit.path, line: FOUND });
     else go({ ...change, panel: "call" });
   };
   const { excerpt, at: start } = hit;
