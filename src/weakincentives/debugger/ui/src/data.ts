@@ -24,7 +24,7 @@ export function forget(prefix: string): void {
   for (const path of [...known.keys()]) if (path.startsWith(prefix)) known.delete(path);
 }
 
-export async function fetchOnce<T>(path: string): Promise<T> {
+async function fetchOnce<T>(path: string): Promise<T> {
   const there = known.get(path);
   if (there && "data" in there) return there.data as T;
   return (await (there?.promise ?? ask(path))) as T;

@@ -1,6 +1,6 @@
 // The keyboard: one list that both works the keys and fills the help.
 
-import { useEffect } from "preact/hooks";
+import { useLayoutEffect } from "preact/hooks";
 
 export interface Shortcut { keys: string[]; does: string; run: () => void }
 
@@ -20,7 +20,8 @@ const order = new WeakMap<Shortcut[], number>();
 
 /** Keys of an inner view come first in the help. */
 export function useKeys(shortcuts: Shortcut[], depth = 0): void {
-  useEffect(() => {
+  // Not later: the next key may come at once.
+  useLayoutEffect(() => {
     inForce.add(shortcuts);
     order.set(shortcuts, depth);
     const onKey = (event: KeyboardEvent) => {

@@ -375,6 +375,17 @@ export function merged(old: RunView, news: RunView): RunView {
 
 // Search in the page: an export has no server.
 
+/** Versions of a file that keep a line are one hit: the oldest that has it. */
+export function distinct(hits: Hit[]): Hit[] {
+  const oldest = new Map<string, Hit>();
+  const key = (hit: Hit) => `${hit.path}\n${hit.excerpt}`;
+  for (const hit of hits) {
+    const known = oldest.get(key(hit));
+    if (hit.where === "file" && (!known || (hit.serial ?? 0) < (known.serial ?? 0))) oldest.set(key(hit), hit);
+  }
+  return hits.filter((hit) => hit.where !== "file" || oldest.get(key(hit)) === hit);
+}
+
 const BEFORE = 40, AFTER = 120;
 
 function excerpt(text: string, at: number): { excerpt: string; at: number } {

@@ -1,7 +1,7 @@
 // Where the data comes from: the server of a live page, or what an export has embedded. `get` takes
 // the same paths in both, so that the views cannot tell the difference.
 
-import { compareWorlds, fileAt, search, type Point } from "./model.ts";
+import { compareWorlds, fileAt, search, serialAt, touched, type Point } from "./model.ts";
 import type {
   Approval, CallView, Comparison, FileView, Hits, RunSummary, RunView, SliceHistory, Tree, Versions, Where,
   Workspace,
@@ -154,12 +154,15 @@ class Embedded implements Source {
     const point = (side: "a" | "b"): Point => ({
       call: Number(query.get(side)?.split("/")[1]), before: query.has(`before_${side}`),
     });
-    const [tree, view, histories, files] = await Promise.all([
-      this.get<Tree>(at.tree(run)), this.get<RunView>(at.run(run)),
-      this.all<SliceHistory>("slices"), this.all<Versions>("versions"),
+    const [tree, view, histories] = await Promise.all([
+      this.get<Tree>(at.tree(run)), this.get<RunView>(at.run(run)), this.all<SliceHistory>("slices"),
     ]);
-    const versions = new Map(files.map((v) => [v.path, v]));
-    return compareWorlds(tree, view, histories, (path) => versions.get(path), point("a"), point("b"));
+    const [a, b] = [point("a"), point("b")];
+    const serials = [serialAt(view, a), serialAt(view, b)];
+    const changed = [...touched(view.commits, Math.min(...serials), Math.max(...serials)).keys()];
+    const files = await Promise.all(changed.map((path) => this.get<Versions>(at.versions(run, path)).catch(() => undefined)));
+    const versions = new Map(changed.map((path, i) => [path, files[i]]));
+    return compareWorlds(tree, view, histories, (path) => versions.get(path), a, b);
   }
 
   post<T>(): Promise<T> {

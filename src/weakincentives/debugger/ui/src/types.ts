@@ -83,5 +83,6 @@ export interface Comparison {
 }
 
 export interface Undone { undone: string[]; notes: string[]; changes?: FileDiff[] }
-export interface Rewound { number: number; notes: string[]; changes?: FileDiff[] }
-export interface Forked { branch: string; run: string }
+export interface Rewound { number: number | null; notes: string[]; changes?: FileDiff[] }
+/** `run` is null where there is no conversation to continue. */
+export interface Forked { branch: string; run: string | null }

@@ -12,6 +12,9 @@ export interface Place {
   with: string;
 }
 
+/** As a line: the first one with the text that was searched for. */
+export const FOUND = -1;
+
 const EMPTY: Place = {
   run: "", call: null, panel: "call", before: false, path: "", line: 0, slice: "", turn: 0, q: "", with: "",
 };
@@ -39,7 +42,10 @@ export function format(place: Place): string {
 
 /** Scrubbing replaces the entry of the history; every other move adds one. */
 export function go(change: Partial<Place>, how: "push" | "replace" = "push"): void {
-  const next = format({ ...parse(location.hash), ...change });
+  const now = parse(location.hash);
+  // A line belongs to the file or slice of its panel.
+  const line = change.panel && change.panel !== now.panel ? 0 : now.line;
+  const next = format({ ...now, line, ...change });
   if (next === location.hash) return;
   if (how === "replace") history.replaceState(null, "", next);
   else history.pushState(null, "", next);

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import {
-  asFolders, author, compareWorlds, diffLines, fileAt, filtered, merged, parsePatch, partAt, rows, search, serialAt,
+  asFolders, author, compareWorlds, diffLines, distinct, fileAt, filtered, merged, parsePatch, partAt, rows, search, serialAt,
   sliceAt, splitLines, textAt, treeAt, type Traced,
 } from "../src/model.ts";
 import type { CallRow, CallView, Commit, RunView, SliceHistory, Tree, Versions } from "../src/types.ts";
@@ -200,6 +200,12 @@ test("news of a live run are added, and replace what they say again", () => {
   assert.deepEqual(both.calls.map((c) => c.outcome), ["committed", "committed", "committed"]);
   assert.deepEqual(both.commits.map((c) => c.serial), [11, 12]);
   assert.equal(both.base, 10);
+});
+
+test("a line that versions of a file keep is one hit, where it came first", () => {
+  const hit = (serial: number | null, excerpt = "x") => ({ call: serial, serial, where: "file" as const, path: "a.py", excerpt, at: 0 });
+
+  assert.deepEqual(distinct([hit(9), hit(7), hit(8), hit(3, "y")]).map((h) => h.serial), [7, 3]);
 });
 
 test("search finds text, arguments, results and the lines that calls wrote", () => {

@@ -38,7 +38,7 @@ function Missing({ problems, value }: Required<Props>) {
     <dl>
       {missing.map(([path, text]) => [
         <dt key={`${path}.`} class="wrong">{path}</dt>,
-        <dd key={path}><em class="none">not there</em><Wrong text={text} /></dd>,
+        <dd key={path}><em class="none">missing</em><Wrong text={text} /></dd>,
       ])}
     </dl>
   );

@@ -54,6 +54,7 @@ export function Lines(props: Props) {
         const call = line.call === null ? undefined : calls.get(line.call);
         const first = i === 0 || lines[i - 1]!.author !== line.author;
         const by = call ? `#${call.n} ${call.tool}` : line.author;
+        const [short, ...rest] = by.split(" "); // where it is narrow, the first word must do
         const text = line.text.replace(/\r?\n$/, "");
         return (
           <div key={i} id={`line-${i + 1}`} role="option" aria-selected={chosen === i + 1}
@@ -61,7 +62,7 @@ export function Lines(props: Props) {
             class={`line ${chosen === i + 1 ? "chosen" : ""} ${line.call !== null && line.call === now ? "fresh" : ""}`}
             style={{ minWidth: `calc(${longest}ch + 16rem)` }}
             onClick={() => props.choose(i + 1)} onDblClick={() => line.call && props.open(line.call)}>
-            <span class={`by ${first ? "" : "again"} ${call ? "" : "outside"}`} title={by}>{by}</span>
+            <span class={`by ${first ? "" : "again"} ${call ? "" : "outside"}`} title={by}>{short}<span class="rest"> {rest.join(" ")}</span></span>
             {props.numbers !== false && <span class="number" style={{ minWidth: `${width}ch` }}>{i + 1}</span>}
             <span class="text">{text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text}</span>
           </div>

@@ -1,32 +1,33 @@
 // What a person can do at a call: undo, rewind, fork, edit and rerun. What would change is shown first.
 
 import { useEffect, useState } from "preact/hooks";
-import { fetchOnce, useData } from "../data.ts";
+import { useData } from "../data.ts";
 import { say } from "../keys.ts";
 import { Empty, Problem } from "../parts/bits.tsx";
 import { Dialog } from "../parts/dialog.tsx";
 import { at, source } from "../source.ts";
 import type { CallRow, CallView, FileDiff, Forked, Prompts, Rewound, Undone } from "../types.ts";
-import { go } from "../url.ts";
+import { go, link } from "../url.ts";
 import { PatchView } from "./call.tsx";
 
-export const ACTIONS = ["undo", "rewind", "fork", "rerun"] as const;
-export type Action = (typeof ACTIONS)[number];
+export type Action = "undo" | "rewind" | "fork" | "rerun";
 
-/** The keys open the same dialogs as the buttons. */
-export function begin(action: Action): void {
-  document.querySelector<HTMLButtonElement>(`[data-action="${action}"]:not(:disabled)`)?.click();
-}
-
-export function CallActions({ run, row, call }: { run: string; row: CallRow; call: CallView | undefined }) {
-  const [open, setOpen] = useState<Action | "">("");
-  const close = () => setOpen("");
+/** `wanted` is what a key asked for; its dialog opens as soon as the call is loaded. */
+export function CallActions({ run, row, call, wanted, want }: {
+  run: string; row: CallRow; call: CallView | undefined; wanted: Action | ""; want: (action: Action | "") => void;
+}) {
+  const open = call && (wanted !== "undo" || call.canUndo) ? wanted : "";
+  const close = () => want("");
   const button = (action: Action, label: string, title: string, disabled = false) => (
-    <button type="button" data-action={action} title={title} disabled={disabled} onClick={() => setOpen(action)}>{label}</button>
+    <button type="button" title={title} disabled={disabled} onClick={() => want(action)}>{label}</button>
   );
+  useEffect(() => {
+    if (call && wanted && !open) say("There is nothing to undo");
+    if (call && !open) close();
+  }, [call, wanted]);
   return (
     <div class="actions" role="group" aria-label="Actions at this call">
-      {button("undo", "Undo", "Undo this call (u)", call ? !call.canUndo : true)}
+      {button("undo", "Undo", call?.canUndo ? "Undo this call (u)" : "Nothing to undo", !call?.canUndo)}
       {button("rewind", "Rewind", "Rewind the run to this call (r)")}
       {button("fork", "Fork here", "Continue from here on a branch (o)")}
       {button("rerun", "Edit and rerun", "Change this call and continue on a branch (e)", !call)}
@@ -113,7 +114,7 @@ function Rewind({ run, row, close }: { run: string; row: CallRow; close: () => v
   const [force, setForce] = useState(false);
   const dry = useSend<Rewound>(setPreview);
   const real = useSend<Rewound>((answer) => {
-    say(`Rewound to ${before ? "before" : "after"} call ${row.n}, by call ${answer.number}`);
+    say(`Rewound to ${before ? "before" : "after"} call ${row.n}. ${answer.notes.join(". ")}`);
     changed();
     close();
   });
@@ -146,7 +147,7 @@ function Fork({ run, row, close }: { run: string; row: CallRow; close: () => voi
     say(`Forked to branch ${answer.branch}`);
     changed();
     close();
-    go({ run: answer.run, call: null, panel: "call", with: "" });
+    location.hash = answer.run ? link({ run: answer.run }) : "";
   });
   return (
     <Dialog title={`Fork at call ${row.n}, ${row.tool}`} close={close}>
@@ -196,12 +197,11 @@ function Rerun({ run, call, close }: { run: string; call: CallView; close: () =>
   const prompts = useData<Prompts>(at.prompts(run));
   const prompt = prompts.data?.prompts.findLast((p) => p.turn <= Math.max(1, call.turn));
   const sections = prompt?.sections ?? [];
-  const real = useSend<Forked>(async (answer) => {
+  const real = useSend<Forked>((answer) => {
     say(`Running again on branch ${answer.branch}`);
     changed();
     close();
-    await fetchOnce(at.run(answer.run)).catch(() => undefined);
-    go({ run: answer.run, call: null, panel: "compare", with: `${run}/${call.n}` });
+    location.hash = answer.run ? link({ run: answer.run, panel: "compare", with: `${run}/${call.n}` }) : "";
   });
   const rules = policies.split("\n").map((p) => p.trim()).filter(Boolean);
   const edited = JSON.stringify(args) !== JSON.stringify(call.arguments);

@@ -9,10 +9,10 @@ import { Json } from "../parts/json.tsx";
 import { at } from "../source.ts";
 import type { CallRow, CallView, FileDiff, SliceDiff, Versions } from "../types.ts";
 import { go } from "../url.ts";
-import { CallActions } from "./actions.tsx";
+import { CallActions, type Action } from "./actions.tsx";
 
-export function CallPanel({ run, row, version, writable }: {
-  run: string; row: CallRow; version: number; writable: boolean;
+export function CallPanel({ run, row, version, writable, wanted, want }: {
+  run: string; row: CallRow; version: number; writable: boolean; wanted: Action | ""; want: (action: Action | "") => void;
 }) {
   const { data, error } = useData<CallView>(at.call(run, row.n), version);
   const call = data?.n === row.n ? data : undefined;
@@ -32,7 +32,7 @@ export function CallPanel({ run, row, version, writable }: {
           )}
           {call?.edited && <Tag>arguments edited by a person</Tag>}
         </p>
-        {writable && <CallActions run={run} row={row} call={call} />}
+        {writable && <CallActions run={run} row={row} call={call} wanted={wanted} want={want} />}
       </header>
       {error && <Problem text={error} />}
       {call && <Details run={run} call={call} />}

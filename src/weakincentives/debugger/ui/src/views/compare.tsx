@@ -51,7 +51,8 @@ export function ComparePanel({ view, point, other, workspace, version }: {
         </div>
       </header>
       {theirs.error && <Problem text={theirs.error} />}
-      {b && <Worlds a={view} b={b} pointA={point} pointB={pointB} version={version} />}
+      {b && (!point.call || !pointB.call) && <Empty>{point.call ? "B" : "A"} has no call yet.</Empty>}
+      {b && point.call > 0 && pointB.call > 0 && <Worlds a={view} b={b} pointA={point} pointB={pointB} version={version} />}
     </article>
   );
 }

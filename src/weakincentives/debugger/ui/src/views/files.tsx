@@ -8,7 +8,7 @@ import { Lines, type Line } from "../parts/lines.tsx";
 import { Virtual } from "../parts/virtual.tsx";
 import { at, source } from "../source.ts";
 import type { CallRow, Commit, FileView, RunView, Tree, Versions } from "../types.ts";
-import { go, type Place } from "../url.ts";
+import { FOUND, go, type Place } from "../url.ts";
 import { BlameCard } from "./blame.tsx";
 
 export function FilesPanel({ view, place, point, calls, version }: {
@@ -147,12 +147,11 @@ function FileAt({ view, path, serial, place, point, calls, version }: {
   const error = versions.error && !plain.data ? versions.error : "";
   const note = file?.note || plain.data?.note || "";
   const chosen = lines[place.line - 1];
-  // From a search: the line that was looked for.
   useEffect(() => {
+    if (place.line !== FOUND || !file) return;
     const wanted = place.q.toLowerCase();
-    const found = wanted && !place.line && file ? lines.findIndex((l) => l.text.toLowerCase().includes(wanted)) : -1;
-    if (found >= 0) go({ line: found + 1 }, "replace");
-  }, [file, lines]);
+    go({ line: lines.findIndex((l) => l.text.toLowerCase().includes(wanted)) + 1 }, "replace");
+  }, [file, lines, place.line]);
   return (
     <>
       <header class="file-head">
@@ -169,7 +168,7 @@ function FileAt({ view, path, serial, place, point, calls, version }: {
       {exists === false && !note && <Empty>This file does not exist at this point.</Empty>}
       {exists && lines.length === 0 && !note && <Empty>This file is empty.</Empty>}
       {lines.length > 0 && (
-        <Lines lines={lines} calls={calls} chosen={place.line} now={point.before ? -1 : point.call} label={`${path}, each line with the call that wrote it`}
+        <Lines lines={lines} calls={calls} chosen={Math.max(0, place.line)} now={point.before ? -1 : point.call} label={`${path}, each line with the call that wrote it`}
           choose={(line) => go({ path, line }, "replace")} open={(call) => go({ call, before: false, panel: "call" })} />
       )}
       {chosen && versions.data && (

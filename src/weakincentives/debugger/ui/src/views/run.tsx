@@ -1,12 +1,12 @@
 // One run: the scrubber, the timeline, and a panel for the chosen call or the world at it.
 
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { filtered, isProblem, rows, type Filter, type Point } from "../model.ts";
 import { count, day, Empty, lasted, money, short, Tag } from "../parts/bits.tsx";
 import { useKeys, type Shortcut } from "../keys.ts";
 import type { CallRow, RunView, Workspace } from "../types.ts";
 import { go, link, PANELS, type Panel, type Place } from "../url.ts";
-import { begin } from "./actions.tsx";
+import type { Action } from "./actions.tsx";
 import { CallPanel } from "./call.tsx";
 import { ComparePanel } from "./compare.tsx";
 import { FilesPanel } from "./files.tsx";
@@ -27,6 +27,7 @@ export function RunPage({ view, place, workspace, version, writable }: {
   const [filter, setFilter] = useState<Filter>({ tool: "", outcome: "", path: "" });
   const [zoom, setZoom] = useState(view.calls.length > 400 ? 3 : 0);
   const [scale, setScale] = useState<Scale>("calls");
+  const [wanted, want] = useState<Action | "">("");
   const calls = useMemo(() => new Map(view.calls.map((c) => [c.n, c])), [view.calls]);
   const shown = useMemo(() => filtered(view, filter), [view, filter]);
   const list = useMemo(() => rows(view, shown), [view, shown]);
@@ -47,6 +48,12 @@ export function RunPage({ view, place, workspace, version, writable }: {
     const next = by > 0 ? found.find((n) => n > call) : found.findLast((n) => n < call);
     if (next !== undefined) go({ call: next }, "replace");
   };
+  // It is about this call, also when the run goes on meanwhile.
+  const act = (action: Action | "") => {
+    if (action) go({ panel: "call", call }, "replace");
+    want(action);
+  };
+  useEffect(() => want(""), [call]);
   const visit = (which: string) => document.querySelector<HTMLButtonElement>(`[data-visit="${which}"]:not(:disabled)`)?.click();
   useKeys([
     { keys: ["j", "ArrowDown"], does: "Next call", run: () => move(1) },
@@ -75,6 +82,11 @@ export function RunPage({ view, place, workspace, version, writable }: {
     ] : []),
   ], 1);
 
+  // What had the focus may be gone with its panel.
+  useEffect(() => {
+    if (document.activeElement === document.body) document.getElementById("panel")?.focus({ preventScroll: true });
+  }, [place.panel]);
+
   return (
     <main class="run" id="main">
       <RunHead view={view} />
@@ -89,7 +101,7 @@ export function RunPage({ view, place, workspace, version, writable }: {
           <Tabs panel={place.panel} />
           <div class={`panel-body is-${place.panel}`} role="tabpanel" id="panel" aria-labelledby={`tab-${place.panel}`} tabIndex={-1}>
             {place.panel === "call" && (row
-              ? <CallPanel key={row.n} run={view.run.id} row={row} version={version} writable={writable} />
+              ? <CallPanel key={row.n} run={view.run.id} row={row} version={version} writable={writable} wanted={wanted} want={act} />
               : <Empty>No call yet.</Empty>)}
             {place.panel === "files" && <FilesPanel view={view} place={place} point={point} calls={calls} version={version} />}
             {place.panel === "state" && <StatePanel view={view} place={place} point={point} calls={calls} version={version} />}
@@ -103,15 +115,9 @@ export function RunPage({ view, place, workspace, version, writable }: {
   );
 }
 
-/** The actions' buttons are in the panel of the call. */
-function act(action: Parameters<typeof begin>[0]): void {
-  go({ panel: "call" });
-  requestAnimationFrame(() => requestAnimationFrame(() => begin(action)));
-}
-
 function focusSearch(): void {
   go({ panel: "search" });
-  requestAnimationFrame(() => requestAnimationFrame(() => document.getElementById("search")?.focus()));
+  requestAnimationFrame(() => document.getElementById("search")?.focus()); // once it is drawn
 }
 
 function RunHead({ view }: { view: RunView }) {

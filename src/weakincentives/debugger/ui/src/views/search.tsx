@@ -2,10 +2,11 @@
 
 import { useEffect, useState } from "preact/hooks";
 import { useData } from "../data.ts";
+import { distinct } from "../model.ts";
 import { count, Empty, Problem } from "../parts/bits.tsx";
 import { at } from "../source.ts";
 import type { CallRow, Hit, Hits, RunView } from "../types.ts";
-import { go } from "../url.ts";
+import { FOUND, go } from "../url.ts";
 
 const PLACES: [string, string][] = [["text", "model's text"], ["arguments", "arguments"], ["results", "results"], ["files", "files"]];
 
@@ -22,7 +23,7 @@ export function SearchPanel({ view, query, calls, shown, version }: {
   const asked = query.trim() && places.length ? at.search(view.run.id, query, places) : null;
   const { data, error, loading } = useData<Hits>(asked, version);
   // The filters of the timeline hold here, too.
-  const hits = (data?.hits ?? []).filter((h) => !shown || (h.call !== null && shown.has(h.call)));
+  const hits = distinct(data?.hits ?? []).filter((h) => !shown || (h.call !== null && shown.has(h.call)));
   return (
     <div class="search" role="search">
       <input id="search" type="search" aria-label="Search this run" placeholder="Search text, arguments, results and files"
@@ -55,7 +56,7 @@ const NAMES = { text: "model's text", arguments: "arguments", result: "result", 
 function HitItem({ hit, call, length }: { hit: Hit; call: CallRow | undefined; length: number }) {
   const open = () => {
     const change = { call: call?.n ?? null, before: false };
-    if (hit.where === "file") go({ ...change, panel: "files", path: hit.path, line: 0 });
+    if (hit.where === "file") go({ ...change, panel: "files", path: hit.path, line: FOUND });
     else go({ ...change, panel: "call" });
   };
   const { excerpt, at: start } = hit;

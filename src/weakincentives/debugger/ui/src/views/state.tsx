@@ -16,7 +16,7 @@ const isPlan = (slice: SliceRow) => /(^|\.)Plan$/.test(slice.name);
 export function StatePanel({ view, place, point, calls, version }: {
   view: RunView; place: Place; point: Point; calls: Map<number, CallRow>; version: number;
 }) {
-  const slices = useMemo(() => [...view.slices].sort((a, b) => Number(isPlan(b)) - Number(isPlan(a)) || (a.name < b.name ? -1 : 1)), [view.slices]);
+  const slices = useMemo(() => [...view.slices].sort((a, b) => Number(isPlan(b)) - Number(isPlan(a)) || b.versions - a.versions || (a.name < b.name ? -1 : 1)), [view.slices]);
   const here = calls.get(point.call);
   const open = slices.find((s) => s.key === place.slice) ?? slices.find((s) => here?.slices.includes(s.key)) ?? slices[0];
   if (!open) return <Empty>This run has no session slices.</Empty>;

@@ -54,7 +54,7 @@ export function Strip(props: Props) {
           onClick={() => props.setZoom(props.zoom + 1)}>+</button>
         </div>
       </div>
-      <Map {...props} index={index} />
+      <Overview {...props} index={index} />
     </section>
   );
 }
@@ -67,7 +67,7 @@ function spans(calls: CallRow[], scale: Scale): [number, number][] {
   return calls.map((c) => [(c.time - start) / (end - start), (c.time + c.duration - start) / (end - start)]);
 }
 
-function Map({ calls, point, scrub, zoom, setZoom, scale, index }: Props & { index: number }) {
+function Overview({ calls, point, scrub, zoom, setZoom, scale, index }: Props & { index: number }) {
   const mini = useRef<HTMLCanvasElement>(null);
   const lanes = useRef<HTMLCanvasElement>(null);
   const [width, setWidth] = useState(0);

@@ -1,7 +1,7 @@
 // The list of turns and calls.
 
 import { useMemo } from "preact/hooks";
-import { lasted, money, OutcomeIcon, short, slug, Empty } from "../parts/bits.tsx";
+import { count, lasted, money, OutcomeIcon, short, slug, Empty } from "../parts/bits.tsx";
 import { Virtual } from "../parts/virtual.tsx";
 import { isProblem, type Row } from "../model.ts";
 
@@ -60,8 +60,9 @@ function CallItem({ row, chosen, choose, lanes, place, of }: {
     `Call ${call.n}, ${call.tool} ${call.summary}, ${call.outcome}`,
     lanes ? `concurrent, lane ${call.lane + 1}` : "",
     call.nestedIn === null ? "" : `nested in call ${call.nestedIn}`,
-    call.retries ? `${call.retries} retries` : "",
-    call.files ? `${call.files} files changed` : "",
+    call.retries ? count(call.retries, "retry", "retries") : "",
+    call.files ? `${count(call.files, "file")} changed` : "",
+    call.slices.length ? `changed ${call.slices.join(", ")}` : "",
     call.error,
   ].filter(Boolean).join(", ");
   return (
@@ -81,7 +82,8 @@ function CallItem({ row, chosen, choose, lanes, place, of }: {
       {call.conflicts.length > 0 && <span class="pill warn" title={call.conflicts.join("\n")}>conflict</span>}
       {(isProblem(call) || ["undone", "undo", "dry run"].includes(call.outcome))
         && <span class="word">{call.outcome}</span>}
-      {call.files > 0 && <span class="figure" title={`${call.files} files changed`}>{call.files}&thinsp;Δ</span>}
+      {call.files > 0 && <span class="figure" title={`${count(call.files, "file")} changed`}>{call.files}&thinsp;Δ</span>}
+      {call.slices.length > 0 && <span class="figure" title={`Changed in the session: ${call.slices.join(", ")}`}>state</span>}
       <span class="figure time">{lasted(call.duration)}</span>
     </div>
   );
