@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from weakincentives import locks
 from weakincentives.call import ToolCall
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.events import PromptExecuted, ToolInvoked
@@ -705,7 +706,7 @@ class SavedSessionData:
         with the name and the place, in the save that it was first in. Costs what was read: no value
         is decoded. The new file appears complete, or not at all.
         """
-        text = _head(session_id, self.tags, self.at, about)
+        text = _head(session_id, self.tags, SYSTEM_CLOCK.time(), about)
         lines = [text, *_unsealed_lines(path, self.size)]
         stored = partial(_media_stored, _media_directory(target))
         if replaced is not None:
