@@ -86,7 +86,7 @@ function Rollback({ call }: { call: CallView }) {
     <Section title={failure ? "What went wrong" : "Notes"}>
       {failure && (
         <div class="failure">
-          <p><code>{failure.code}</code> {failure.message}</p>
+          <p><code>{failure.code}</code> {Object.keys(call.problems).length ? "The arguments are not valid: see above." : failure.message}</p>
           <p class="muted">{failure.recoverable ? "The model may try again." : "Trying again will not help."}</p>
           {list("Suggestions", failure.suggestions, "")}
         </div>
