@@ -23,7 +23,8 @@ from weakincentives.debugger.placed import NotFound
 from weakincentives.filesystem import Branch, HostFilesystem
 from weakincentives.filesystem.branches import drop_branch
 from weakincentives.runtime import SavedSession, ToolRegistry
-from weakincentives.runtime.calls import begin_run, fork_run, open_run
+from weakincentives.runtime.calls import begin_run, open_run
+from weakincentives.runtime.forks import fork_run
 from weakincentives.runtime.rewind import rewind_run
 from weakincentives.serde.exact import freeze, plain
 
