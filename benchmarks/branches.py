@@ -1,4 +1,4 @@
-"""Branches of a real directory of 50,000 files, and files as of 1,000 calls ago.
+"""Branches of a real directory of 50,000 files, files as of 1,000 calls ago, and rewinding a run.
 
 Beside what other tools do for the same: ``git worktree add``, and shadow git, which is
 ``git add --all`` and ``git commit`` with a repository elsewhere.
@@ -14,10 +14,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import weakincentives as wink
 from disk import GIT, STORES, TARGET, body, make_directory, make_repository
 from timing import Samples, emit, is_quick
+from weakincentives.adapters import ScriptedAdapter
+from weakincentives.adapters import calls as scripted
 from weakincentives.filesystem import Branch, HostFilesystem, drop_branch
+from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
+from weakincentives.runtime import SavedSession, Session, ToolInvoked, open_run, rewind_run
 
 CALLS = 1000
 
@@ -108,6 +114,47 @@ def measure_past(root: Path, files: int, calls: int, batches: int) -> None:
          first_list=round(listing, 1))  # fmt: skip
 
 
+@wink.tool(reach="reversible")
+def write(path: str, text: str, *, context: wink.ToolContext) -> str:
+    """Write a file."""
+    context.filesystem.write(path, text)
+    return "Written"
+
+
+def measure_rewind(root: Path, files: int, calls: int, batches: int) -> None:
+    """Rewind a run of so many calls by a few of them: files, session and conversation."""
+    store = Path(tempfile.mkdtemp(dir=STORES))
+    with HostFilesystem(root, store=store) as fs, open_run(fs) as run:
+        section = MarkdownSection(title="Write", tools=[write])
+        template = PromptTemplate(sections=[section], resources={wink.Filesystem: fs})
+        prompt = Prompt(template)
+        with prompt.resources:
+            _make_calls(prompt, run.session, calls)
+            back = {by: _rewound(fs, run, prompt, by, batches) for by in (1, 10, 100)}
+    emit("branches rewind", files=files, calls=calls, back=back)
+
+
+def _make_calls(prompt: Prompt[Any], session: Session, count: int) -> None:
+    """Let a model write so many files, one in each turn; a message for every fifty."""
+    for first in range(0, count, 50):
+        turns = [
+            scripted(("write", {"path": f"d{n % 90 + 1}/new.txt", "text": body()}))
+            for n in range(first, min(first + 50, count))
+        ]
+        ScriptedAdapter([*turns, "Done."]).evaluate(prompt, session, message="Go on")
+
+
+def _rewound(
+    fs: HostFilesystem, run: SavedSession, prompt: Prompt[Any], by: int, batches: int
+) -> dict[str, float]:
+    taken = Samples()
+    for _ in range(batches):
+        number = len(run.session[ToolInvoked])
+        _make_calls(prompt, run.session, by)
+        taken.batch(partial(rewind_run, run, fs, number), 1)
+    return taken.figures() | {"wall_p10": round(sorted(taken.wall)[batches // 10], 1)}
+
+
 def measure_git(files: int, batches: int) -> None:
     """Do the same with a worktree for each branch, and with shadow git."""
     repository = make_repository(files)
@@ -162,6 +209,7 @@ def main() -> None:
     kept = {path: (root / path).read_bytes() for path in changed[:101]}
     measure_branches(root, files, 10 if quick else 100)
     measure_past(root, files, calls, 5 if quick else 50)
+    measure_rewind(root, files, calls, 2 if quick else 20)
     measure_git(files, 2 if quick else 5)
     for path, content in kept.items():
         (root / path).write_bytes(content)

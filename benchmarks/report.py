@@ -290,6 +290,15 @@ def _branch_rows(results: dict) -> Iterator[tuple[str, ...]]:
             *("-", "-", "-"),
             f"shadow git: {others}" if others else "",
         )
+    for row in _ours(results, "branches", "branches rewind"):
+        by = " / ".join(row["back"])
+        yield (
+            f"rewind a run of {row['calls']:,} calls by {by}, {row['files']:,} files",
+            " / ".join(f"**{_time(each['cpu_p10'])}**" for each in row["back"].values())
+            + f" CPU p10 (median {' / '.join(_time(e['cpu']) for e in row['back'].values())})",
+            *("-", "≤ 5 ms and what changes", "-"),
+            "",
+        )
 
 
 def _wall_of(figures: dict) -> str:

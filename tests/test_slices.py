@@ -177,6 +177,17 @@ class TestDeclarations:
 
 
 class TestPlaces:
+    @given(LENGTHS, LENGTHS)
+    def test_the_first_values_are_shared(self, length: int, count: int) -> None:
+        whole = Slice.of(object() for _ in range(length))
+
+        first = whole.first(count)
+
+        assert first.all() == whole.all()[:count]
+        assert first.latest() is (first.all()[-1] if first.all() else None)
+        assert first.shared_with(whole) == len(first) == min(length, count)
+        assert first.append(9).all() == (*first.all(), 9)
+
     @given(LENGTHS.filter(bool), st.data())
     def test_another_value_can_be_put_at_any_place(self, length: int, data: st.DataObject) -> None:
         before = Slice.of(range(length))

@@ -82,6 +82,8 @@ class PromptRendered:
     text: str
     tool_names: tuple[str, ...]
     timestamp: float
+    sections: tuple[tuple[str, int], ...] = ()
+    """The path of each section in the text, and its length; two line ends are between them."""
 
 
 @slice_policy(SlicePolicy.LOG)

@@ -623,6 +623,7 @@ class Session(Participant):
             text=rendered.text,
             tool_names=tuple(tool.name for tool in rendered.tools),
             timestamp=self.clock.time(),
+            sections=rendered.sections,
         )
         self.dispatch(event)
         self.dispatcher.publish(event)

@@ -127,6 +127,15 @@ class Slice(Generic[T]):
         """Return the values from a place on, oldest first; costs only these."""
         return [*islice(self.newest_first(), self._length - place)][::-1]
 
+    def first(self, count: int) -> Slice[T]:
+        """Return a slice of the oldest values, which shares them; costs the others."""
+        if count >= self._length:
+            return self
+        chunks = max(count - 1, 0) // _CHUNK
+        newer = (self._length - len(self._tail)) // _CHUNK - chunks
+        rest, following = self._older_than(newer)
+        return Slice(rest, tuple(following[: count - chunks * _CHUNK]), count)
+
     def _chunks(self) -> Iterator[Sequence[T]]:
         rest = self._full
         while rest is not None:

@@ -116,6 +116,7 @@ def test_the_changes_still_hold_when_the_run_is_resumed_later(wink: Wink, projec
     done = wink("resume", run.id, "go on", "-m", f"scripted:{script}", "-q")
 
     assert (done.code, done.out) == (0, "Really done.\n")
+    run = forked(project)  # as it is now
     assert [each.outcome for each in Calls(project).of_run(run)] == ["denied", "denied"]
     with SavedSession.open(run.path) as saved:
         rendered = saved.session[PromptRendered].latest()

@@ -15,7 +15,7 @@ from weakincentives.budget import TokenUsage
 from weakincentives.call import ToolCall
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.filesystem.store import location_of
-from weakincentives.runtime import ToolRegistry
+from weakincentives.runtime import SavedSession, ToolRegistry
 from weakincentives.runtime.calls import Run, begin_run
 from weakincentives.runtime.conversation import Message
 
@@ -59,7 +59,7 @@ def make_run(workspace: Path, *, calls: int, files: int, lines: int = 40) -> Run
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"value_{n} = {n}\n" for n in range(lines)))
     with (
-        wink_run(workspace) as saved,
+        _begun(workspace) as saved,
         ToolRegistry([edit, view, spoil], workspace=workspace, session=saved.session) as tools,
     ):
         session = saved.session
@@ -83,11 +83,10 @@ def make_run(workspace: Path, *, calls: int, files: int, lines: int = 40) -> Run
         return Run(saved.path)
 
 
-def wink_run(workspace: Path):
+def _begun(workspace: Path) -> SavedSession:
     HostFilesystem(workspace).close()  # makes the store
-    return begin_run(
-        location_of(workspace), {"kind": "run", "task": "Improve it", "model": "scripted"}
-    )
+    about = {"kind": "run", "task": "Improve it", "model": "scripted"}
+    return begin_run(location_of(workspace), about)
 
 
 def _wanted(pick: random.Random, names: list[str], number: int) -> ToolCall:

@@ -411,6 +411,8 @@ def test_prompts_are_shown_as_they_were_rendered(work: Work) -> None:
 
     assert "Work" in prompt["text"]
     assert prompt["turn"] == 1
+    assert [each["path"] for each in prompt["sections"]] == ["work"]
+    assert prompt["text"].endswith(prompt["sections"][0]["text"])
     assert set(prompt["tools"]) >= {"write", "look"}
 
 

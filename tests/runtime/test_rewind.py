@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_world import Note, spoken
 from run_world import Work as CallWork
 from run_world import opened as opened_run
-from run_world import spoken
 
 import weakincentives as wink
 from weakincentives.adapters import Message, ModelRequest, ScriptedAdapter, calls
+from weakincentives.call import ToolCall
 from weakincentives.errors import SnapshotError, UndoRefused
 from weakincentives.filesystem import HostFilesystem
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
@@ -471,6 +472,57 @@ def prepared(place: Path) -> tuple[object, ...]:
             "more", ("move", {"name": "b", "to": "c/d"}), ("write", {"name": "a", "text": "a2"})
         )
         return work.disk, work.notes, work.talk
+
+
+def test_a_rewind_takes_no_more_steps_in_a_long_run(tmp_path: Path):
+    """It opens only what has changed since the call."""
+    taken: list[int] = []
+    for count in (4, 40):
+        place = tmp_path / str(count)
+        place.mkdir()
+        with opened_run(place) as work:
+            for number in range(count):
+                work.write(f"a{number}")
+        taken.append(int(killed_at(place, count - 1, 0).stdout))
+        with opened_run(place) as work:
+            assert work.disk == {"a": f"a{count - 2}"}
+
+    assert taken[0] == taken[1]
+
+
+def test_values_that_were_replaced_since_are_restored(made: CallWork):
+    made.write(*(f"a{number}" for number in range(40)))
+    before = (made.notes, made.talk)
+    made.saved.session[Note].update(lambda notes: notes.replace(*reversed(notes.all()[:35])))
+    made.write("b1")
+    made.saved.session[Note].clear()
+    made.write("c1", "c2")
+
+    done = rewind_run(made.saved, made.files, 41)
+    reversed_notes = tuple(f"a{number}" for number in reversed(range(35)))
+    assert made.notes == (*reversed_notes, "b1")
+
+    rewind_run(made.saved, made.files, 40)
+    assert (made.notes, made.talk) == (before[0], before[1][:-1])
+
+    rewind_run(made.saved, made.files, done.number, before=True)
+    assert made.notes == ("c1", "c2")
+
+
+def test_a_call_of_a_killed_run_is_found_behind_the_calls_of_others(tmp_path: Path):
+    """The history is read back to the last call that the run has on record."""
+    with opened_run(tmp_path) as one:
+        one.write("a1")
+        one.files.transact(
+            lambda changes: changes.write(("b",), b"lost"),
+            ToolCall("write", {}, f"{one.run.mark}:x"),
+        )
+    with opened_run(tmp_path, new=True) as two:
+        two.write("x1", "x2")
+    with opened_run(tmp_path, one.run) as one:
+        assert one.saved.undo_unrecorded(one.files) == (f"{one.run.mark}:x",)
+
+        assert one.disk == {"a": "a1", "x": "x2"}
 
 
 def test_a_rewind_that_is_killed_anywhere_has_happened_or_not(tmp_path: Path):

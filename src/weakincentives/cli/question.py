@@ -12,7 +12,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class Approver:
             else:
                 say(f"{request.question} It waits for an answer: {self._where}")
                 while not self._is_over(question):
-                    time.sleep(POLL)
+                    select.select([], [], [], POLL)
             answer = question.settle(own)
             if answer is not own and has_terminal:
                 said = "approved" if answer.approved else "denied"

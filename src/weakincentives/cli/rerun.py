@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = examples(
     "wink rerun k3f/4 --set path=src/b.py        # with one other argument",
-    "wink rerun k3f/4 --section your-work=my.md  # the model is asked again, with this text",
+    "wink rerun k3f/4 --section your-work=my.txt # the model is asked again, with this text",
     "wink rerun k3f/4 --policy protect=src       # the same call under another rule",
     "wink branch diff m7x workspace              # how the two differ",
     more='In the documentation: "Branches".',
@@ -160,7 +160,7 @@ def _value(text: str, before: object) -> object:
 def _section(given: str) -> tuple[str, str]:
     path, equals, file = given.partition("=")
     if not equals or not path:
-        near = hint(given, ["your-work"], "such as your-work=my.md")
+        near = hint(given, ["your-work"], "such as your-work=my.txt")
         raise Misuse(f"--section: expected PATH=FILE, got {given!r}; {near}")
     try:
         return path, Path(file).expanduser().read_text("utf-8")

@@ -9,9 +9,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -167,13 +166,14 @@ def _start(made: Fork, change: Change) -> None:
         )
     late = SYSTEM_CLOCK.monotonic() + _STARTS_WITHIN
     while not _has_started(log):
-        if child.poll() is not None and not _has_started(log):
-            raise Refused(f"the run did not start: {_said(log)}")
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL)
+            if not _has_started(log):
+                raise Refused(f"the run did not start: {_said(log)}")
         if SYSTEM_CLOCK.monotonic() > late:
             child.kill()
             child.wait()
             raise Refused(f"the run did not start within {_STARTS_WITHIN:g} s: {_said(log)}")
-        time.sleep(_POLL)
     _children.append(child)
     _children[:] = [each for each in _children if each.poll() is None]
 

@@ -66,9 +66,9 @@ def no_content() -> bytes:
 
 
 def kind_of(step: FileStep) -> str:
-    if step.after is None:
+    if step.left is None:
         return "deleted"
-    return "added" if step.before is None or step.origin is not None else "changed"
+    return "added" if step.was is None or step.origin is not None else "changed"
 
 
 def text_of(entry: Entry | None, read: Callable[[], bytes]) -> tuple[str | None, str]:

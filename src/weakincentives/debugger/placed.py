@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 from weakincentives.debugger.records import RunRecords
 from weakincentives.filesystem.versions import CommitSteps, Versions
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call
+
+T = TypeVar("T")
 
 UNKNOWN = -1
 """In place of a serial: the history does not have the files of then."""
@@ -45,6 +48,13 @@ class RunCalls:
         self.places, self.commits = _places(self.calls, self.versions, is_lost=is_lost)
         """Of each call the serials of the commits whose files it found and left. And the numbers of
         calls by serial."""
+        self._made: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under a name, or make it: it stays as long as this does."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     @property
     def placed(self) -> Iterable[tuple[Call, tuple[int, int]]]:
@@ -73,7 +83,7 @@ class RunCalls:
 
     def commit_of(self, number: int) -> CommitSteps | None:
         serial = self._serials.get(number)
-        return None if serial is None else self.versions.since(serial - 1)[0]
+        return None if serial is None else self.versions.commit(serial)
 
     @cached_property
     def _serials(self) -> dict[int, int]:

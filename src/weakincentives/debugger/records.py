@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
+from weakincentives.collector import no_collection
 from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
 from weakincentives.runtime.calls import Run
 from weakincentives.runtime.conversation import ContextCompacted, Message
@@ -51,7 +52,7 @@ class CallNotes(NamedTuple):
     summary: str
     error: str
     turn: int
-    slices: tuple[str, ...]
+    slices: list[str]
     """The slices that it changed, by key."""
 
 
@@ -140,8 +141,11 @@ class RunRecords:
         self._asked: dict[str, int] = {}
         """The turn that asked for a call, by id."""
         self._user = ""
+        self._names: dict[str, str] = {}
+        """Present names of slices by those in the file."""
+        self._is_rewound = False
         self._rewound: list[tuple[SliceNotes, int]] = []
-        """The steps since the conversation was rewound, of slices with places of theirs."""
+        """The steps since the conversation was rewound, as places in the steps of slices."""
         self._seen = (0, -1)
         self.refresh()
 
@@ -156,12 +160,13 @@ class RunRecords:
             return False
         if self._seen == (status.st_ino, status.st_size) or self._data.damage:
             return True
-        for place, line in self._saves.new():
-            try:
-                self._add(place, line)
-            except _UNREADABLE as error:
-                self._data.damage = f"a save in {self.run.path} is damaged: {error!r}"
-                break
+        with no_collection():
+            for place, line in self._saves.new():
+                try:
+                    self._add(place, line)
+                except _UNREADABLE as error:
+                    self._data.damage = f"a save in {self.run.path} is damaged: {error!r}"
+                    break
         self._seen = (status.st_ino, status.st_size)
         return True
 
@@ -218,120 +223,153 @@ class RunRecords:
 
     def _add(self, place: SavePlace, line: Any) -> None:
         """Index one save."""
-        log = {
-            current_name(name): (name, kept, items) for name, (kept, items) in line["log"].items()
-        }
-        if not line["state"] and not line["log"]:
-            self._data.add(line)
-        self._data.at = float(line["at"])
-        for name, add in _READERS.items():
-            if name in log:
-                spelled, kept, items = log[name]
-                if name in _KEPT:
-                    short = [{"fields": _KEPT[name](fields_of(each))} for each in items]
-                    self._data.add({"at": line["at"], "state": {}, "log": {name: [kept, short]}})
-                places = [Item(place, spelled, index) for index in range(len(items))]
-                add(
-                    self,
-                    kept,
-                    [(at, fields_of(each)) for at, each in zip(places, items, strict=True)],
-                )
-        self._add_slices(place, line, fills=_RECORDS in log and bool(log[_RECORDS][2]))
-
-    def _add_slices(self, place: SavePlace, line: Any, *, fills: bool) -> None:
-        calls, changed = len(self.notes), list[str]()
-        rewinds = fills and self._log(_RECORDS)[-1]["fields"].get("tool_name") == REWIND
-        if rewinds:  # the state was restored just before it was recorded
-            for slice_, index in self._rewound:
-                slice_.steps[index] = slice_.steps[index]._replace(call=calls, between=False)
-                changed.append(slice_.key)
+        data, log, state = self._data, line["log"], line["state"]
+        data.at = float(line["at"])
+        if not log and not state:
+            data.resumed.append(data.at)
+        names = self._names
+        for kind in (log, state):
+            for spelled in kind:
+                if spelled not in names:
+                    names[spelled] = current_name(spelled)
+        fills = False
+        for spelled in log if len(log) < 2 else sorted(log, key=lambda each: _order(names[each])):
+            name = names[spelled]
+            read = _READERS.get(name)
+            if read is not None:
+                kept, items = log[spelled]
+                short = self._log(name)
+                if kept > len(short):
+                    raise ValueError(f"values are missing in the slice of {name}")
+                del short[kept:]
+                for nth, value in enumerate(items, kept):
+                    item = Item(place, spelled, nth - kept)
+                    short.append({"fields": read(self, item, fields_of(value), nth)})
+                fills = fills or (name == _RECORDS and bool(items))
+        changed = [*self._rewound_by(fills)] if self._rewound else []
+        for kind, slices in (("state", state), ("log", log)):
+            for spelled, (kept, items) in slices.items():
+                key = names[spelled]
+                if key not in SHOWN_ELSEWHERE:
+                    step = SliceStep(
+                        len(self.notes), kept, len(items), place, spelled, kind, not fills
+                    )
+                    self._add_step(key, step)
+                    changed.append(key)
         if fills:
-            self._rewound.clear()
-        for kind in ("state", "log"):
-            for name, (kept, items) in line[kind].items():
-                key = current_name(name)
-                slice_ = self.slices.setdefault(key, SliceNotes(key, kind == "log"))
-                step = SliceStep(calls, kept, len(items), place, name, kind, not fills)
-                if self._is_rewound and not fills:
-                    self._rewound.append((slice_, len(slice_.steps)))
-                slice_.steps.append(step)
-                changed.append(key)
-        if fills:
-            keys = tuple(key for key in dict.fromkeys(changed) if key not in SHOWN_ELSEWHERE)
-            self.notes[-1] = self.notes[-1]._replace(slices=keys)
             self._is_rewound = False
+            if changed:
+                self.notes[-1].slices[:] = dict.fromkeys(changed)
 
-    _is_rewound = False
+    def _add_step(self, key: str, step: SliceStep) -> None:
+        slice_ = self.slices.get(key)
+        if slice_ is None:
+            slice_ = self.slices[key] = SliceNotes(key, step.kind == "log")
+        if self._is_rewound and step.between:
+            self._rewound.append((slice_, len(slice_.steps)))
+        slice_.steps.append(step)
 
-    def _add_messages(self, kept: int, added: Sequence[tuple[Item, Json]]) -> None:
-        for item, message in added:
-            usage = _usage(message.get("usage"))
-            self.usage += usage
-            role = message.get("role")
-            if role == "tool":
-                self._answers.setdefault(str(message.get("call_id")), []).append(item)
-            elif message.get("depth"):
-                continue
-            elif message.get("rewound_to") is not None:
-                self._is_rewound = True
-            elif role == "user":
-                self._user = str(plain(message.get("text", "")))[:_USER]
-            elif role == "model":
-                self._add_turn(item, message, usage)
+    def _rewound_by(self, fills: bool) -> Iterator[str]:
+        """Yield the slices that a rewind has restored: that was saved just before its record."""
+        if fills and self._rewound:
+            if self._log(_RECORDS)[-1]["fields"].get("tool_name") == REWIND:
+                for slice_, index in self._rewound:
+                    step = slice_.steps[index]
+                    slice_.steps[index] = step._replace(call=len(self.notes), between=False)
+                    yield slice_.key
+            self._rewound.clear()
 
-    def _add_turn(self, item: Item, message: Json, usage: TokenUsage) -> None:
+    # Each returns what stays in memory of a value, for what the runtime knows about runs.
+
+    def _add_message(self, item: Item, message: Json, number: int) -> Json:
+        if message.get("usage") is not None:
+            self.usage += _usage(message["usage"])
+        role = message.get("role")
+        if role == "tool":
+            self._answers.setdefault(str(message.get("call_id")), []).append(item)
+        elif message.get("depth"):
+            pass
+        elif message.get("rewound_to") is not None:
+            self._is_rewound = True
+        elif role == "user":
+            self._user = _text(message.get("text", ""))[:_USER]
+        elif role == "model":
+            self._add_turn(item, message)
+        return {name: message.get(name) for name in _OF_MESSAGE}
+
+    def _add_turn(self, item: Item, message: Json) -> None:
         turn = TurnNotes(
             number=len(self.turns) + 1,
             item=item,
-            text=str(plain(message.get("text", "")))[:_TEXT],
+            text=_text(message.get("text", ""))[:_TEXT],
             user=self._user,
-            usage=usage,
+            usage=_usage(message.get("usage")),
             preceding=len(self.notes),
         )
         self._user = ""
         self.turns.append(turn)
-        for call in cast("list[Any]", plain(message.get("tool_calls") or [])):
-            self._asked[str(call.get("id"))] = turn.number
+        for call in message.get("tool_calls", {}).get("items", ()):
+            self._asked[str(fields_of(call).get("id"))] = turn.number
 
-    def _add_records(self, kept: int, added: Sequence[tuple[Item, Json]]) -> None:
-        del self.notes[kept:]
-        for item, record in added:
-            turn = self._asked.get(str(record.get("call_id")), 0)
-            if turn:
-                self.turns[turn - 1].calls.append(len(self.notes) + 1)
-            result = fields_of(record.get("result"))
-            failed = not record.get("success")
-            error = str(plain(result.get("message", ""))).lstrip().partition("\n")[0]
-            self.notes.append(
-                CallNotes(
-                    item=item,
-                    summary=summary_of(plain(record.get("params")), _SUMMARY),
-                    error=error[:_ERROR] if failed else "",
-                    turn=turn,
-                    slices=(),
-                )
-            )
+    def _add_record(self, item: Item, record: Json, number: int) -> Json:
+        del self.notes[number:]
+        turn = self._asked.get(str(record.get("call_id")), 0)
+        if turn:
+            self.turns[turn - 1].calls.append(number + 1)
+        result = fields_of(record.get("result"))
+        error = ""
+        if not record.get("success"):
+            error = _text(result.get("message", "")).lstrip().partition("\n")[0][:_ERROR]
+        summary = summary_of(plain(record.get("params")), _SUMMARY)
+        self.notes.append(CallNotes(item, summary, error, turn, []))
+        failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
+        short = {name: record[name] for name in _OF_RECORD if name in record}
+        short["result"] = {
+            "fields": {
+                "failure": {"fields": {"code": failure["code"]}} if "code" in failure else None,
+                "retries": int(metadata.get("attempts", 1)) - 1,
+            }
+        }
+        return short
 
-    def _add_prompts(self, kept: int, added: Sequence[tuple[Item, Json]]) -> None:
-        del self.prompts[kept:]
-        self.prompts += [PromptNotes(item, len(self.turns) + 1) for item, _ in added]
+    def _add_prompt(self, item: Item, prompt: Json, number: int) -> Json:
+        del self.prompts[number:]
+        self.prompts.append(PromptNotes(item, len(self.turns) + 1))
+        return {}
 
-    def _add_compactions(self, kept: int, added: Sequence[tuple[Item, Json]]) -> None:
-        for _, each in added:
-            self.usage += _usage(each.get("usage"))
+    def _add_compaction(self, item: Item, compacted: Json, number: int) -> Json:
+        self.usage += _usage(compacted.get("usage"))
+        return {"summary": bool(compacted.get("summary"))}
 
-    def _add_ends(self, kept: int, added: Sequence[tuple[Item, Json]]) -> None:
-        pass
+    def _add_end(self, item: Item, end: Json, number: int) -> Json:
+        return {"stop_reason": end.get("stop_reason")}
 
 
-_READERS: Mapping[str, Callable[[RunRecords, int, Sequence[tuple[Item, Json]]], None]] = {
+_READERS: Mapping[str, Callable[[RunRecords, Item, Json, int], Json]] = {
     # A message precedes the calls that it asks for, and a prompt the turn that it is for.
-    _PROMPTS: RunRecords._add_prompts,  # pyright: ignore[reportPrivateUsage]
-    _MESSAGES: RunRecords._add_messages,  # pyright: ignore[reportPrivateUsage]
-    _COMPACTIONS: RunRecords._add_compactions,  # pyright: ignore[reportPrivateUsage]
-    _ENDS: RunRecords._add_ends,  # pyright: ignore[reportPrivateUsage]
-    _RECORDS: RunRecords._add_records,  # pyright: ignore[reportPrivateUsage]
+    _PROMPTS: RunRecords._add_prompt,  # pyright: ignore[reportPrivateUsage]
+    _MESSAGES: RunRecords._add_message,  # pyright: ignore[reportPrivateUsage]
+    _COMPACTIONS: RunRecords._add_compaction,  # pyright: ignore[reportPrivateUsage]
+    _ENDS: RunRecords._add_end,  # pyright: ignore[reportPrivateUsage]
+    _RECORDS: RunRecords._add_record,  # pyright: ignore[reportPrivateUsage]
 }
+
+_ORDER = {name: place for place, name in enumerate(_READERS)}
+
+
+def _order(name: str) -> int:
+    return _ORDER.get(name, len(_ORDER))
+
+
+_OF_RECORD = (
+    "tool_name", "success", "timestamp", "duration", "call_id", "ran", "denied_by", "place",
+    "attempts", "conflicts", "nested_in",
+)  # fmt: skip
+_OF_MESSAGE = ("role", "depth", "conversation", "rewound_to", "as_of")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(plain(value))
 
 
 def fields_of(value: Any) -> Json:
@@ -344,33 +382,3 @@ def _usage(value: Any) -> TokenUsage:
     given = {name: n for name, n in fields_of(value).items() if isinstance(n, int) and n >= 0}
     names = ("input_tokens", "output_tokens", "cached_tokens")
     return TokenUsage(**{name: given[name] for name in names if name in given})
-
-
-# What stays in memory of values that there are many of
-
-_OF_RECORD = (
-    "tool_name", "success", "timestamp", "duration", "call_id", "ran", "denied_by", "place",
-    "attempts", "conflicts", "nested_in",
-)  # fmt: skip
-_OF_MESSAGE = ("role", "depth", "conversation", "rewound_to", "as_of")
-
-
-def _short_record(record: Json) -> Json:
-    result = fields_of(record.get("result"))
-    failure, metadata = fields_of(result.get("failure")), fields_of(result.get("metadata"))
-    short = {name: record[name] for name in _OF_RECORD if name in record}
-    short["result"] = {
-        "fields": {
-            "failure": {"fields": {"code": failure["code"]}} if "code" in failure else None,
-            "retries": int(metadata.get("attempts", 1)) - 1,
-        }
-    }
-    return short
-
-
-_KEPT: Mapping[str, Callable[[Json], Json]] = {
-    _RECORDS: _short_record,
-    _MESSAGES: lambda fields: {name: fields.get(name) for name in _OF_MESSAGE},
-    _COMPACTIONS: lambda fields: {"summary": bool(fields.get("summary"))},
-    _ENDS: lambda fields: {"stop_reason": fields.get("stop_reason")},
-}

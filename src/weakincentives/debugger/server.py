@@ -122,7 +122,7 @@ class Debugger:
                 Route("/{name:path}", self._file),  # also "/"
             ]
         )
-        self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=5), self, port)
+        self.app: ASGIApp = _Guard(GZipMiddleware(app, compresslevel=2), self, port)
 
     def stop(self) -> None:
         """End the streams of events."""

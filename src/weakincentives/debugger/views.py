@@ -226,6 +226,8 @@ class Views:
         """Return the turns and calls of a run, or only those after a call, and the commits."""
         joined = self.joined(run_id)
         records, run = joined.records, joined.records.run
+        rows = joined.once("rows", lambda: [_row(call, joined, at) for call, at in joined.placed])
+        commits = joined.once("commits", lambda: self._commits(joined))
         known = [end for call, (_, end) in joined.placed if call.number <= after]
         sent = max(known, default=joined.base) if after else joined.base
         price = _price(run)
@@ -236,10 +238,8 @@ class Views:
                 for turn in records.turns
                 if _is_shown(turn, run.inherited) and _is_shown(turn, after)
             ],
-            "calls": [
-                _row(call, joined, place) for call, place in joined.placed if call.number > after
-            ],
-            "commits": self._commits(joined, sent),
+            "calls": [row for row in rows if row["n"] > after],
+            "commits": [each for each in commits if each["serial"] > sent],
             "base": joined.base,
             "prompts": len(records.prompts),
             "slices": [
@@ -302,7 +302,7 @@ class Views:
                     "time": prompt.get("timestamp", 0.0),
                     "text": str(plain(prompt.get("text", ""))),
                     "tools": plain(prompt.get("tool_names", [])),
-                    "sections": plain(prompt.get("sections", [])),
+                    "sections": _sections(prompt),
                 }
                 for each, prompt in zip(found, fields, strict=True)
             ]
@@ -418,16 +418,18 @@ class Views:
             return versions.paths_at(serial, self._walk())
         paths = self._history("")[0].paths_at(versions.info.base, self._walk())
         for commit in versions.commits[:serial]:
-            paths.difference_update(each.found_at for each in commit.steps if each.before)
-            paths.update(each.parts for each in commit.steps if each.after)
+            paths.difference_update(each.found_at for each in commit.steps if each.was)
+            paths.update(each.parts for each in commit.steps if each.left)
         return paths
 
     def warm(self, run_id: str = "") -> None:
-        """Read a run, by default the newest, and the history, so that a later look is fast."""
+        """Read the history and all runs, this one or the newest first: a later look is fast."""
         with contextlib.suppress(OSError, WinkError, NotFound):
-            newest = max(runs_of(self.path), key=lambda run: run.saved_at, default=None)
-            if run_id or newest is not None:
-                self.joined(run_id or cast("Run", newest).id)
+            newest_first = sorted(runs_of(self.path), key=lambda run: run.saved_at, reverse=True)
+            for first in [run_id] if run_id else [run.id for run in newest_first[:1]]:
+                self.run(first)
+            for run in newest_first:
+                self.summary(run)
 
     def run_ids(self) -> list[str]:
         return [run.id for run in runs_of(self.path)]
@@ -485,8 +487,8 @@ class Views:
                     else:
                         yield parts
 
-    def _commits(self, joined: RunCalls, after: int) -> list[Json]:
-        since = joined.versions.since(max(after, joined.base))
+    def _commits(self, joined: RunCalls) -> list[Json]:
+        since = joined.versions.since(joined.base)
         commits = [each for each in since if each.call.serial <= joined.top]
         names = self._names(joined, commits)
         return [
@@ -800,6 +802,18 @@ def _policies(record: Json, notes: Sequence[str]) -> list[Json]:
         own = (note for note in notes if note.startswith(f"{name}: "))
         note = next(own, "").removeprefix(f"{name}: ")
         found.append({"name": name, "answer": answer, "note": note})
+    return found
+
+
+def _sections(prompt: Json) -> list[Json]:
+    """Return the sections of a prompt without headings; an earlier version saved no places."""
+    text, start = str(plain(prompt.get("text", ""))), 0
+    found: list[Json] = []
+    for path, length in _list(prompt.get("sections")):
+        block = text[start : start + length]
+        body = block.partition("\n")[2].lstrip("\n") if block.startswith("#") else block
+        found.append({"path": path, "text": body})
+        start += length + 2
     return found
 
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.history import Committed as Committed
     from weakincentives.filesystem.history import adopt_store as adopt_store
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
-    from weakincentives.filesystem.past import FilesAt as FilesAt
     from weakincentives.filesystem.paths import FileStat as FileStat
     from weakincentives.filesystem.paths import GrepMatch as GrepMatch
     from weakincentives.filesystem.prune import Pruned as Pruned
+    from weakincentives.filesystem.states import FilesAt as FilesAt
     from weakincentives.filesystem.store import Limits as Limits
     from weakincentives.filesystem.store import present_in as present_in
     from weakincentives.filesystem.undo import CallChanges as CallChanges

@@ -16,8 +16,8 @@ from weakincentives.filesystem.diffs import (
 )
 from weakincentives.filesystem.history import Committed
 from weakincentives.filesystem.layers import Changed, Disk, Layer, Look
-from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.reserved import Reserved
+from weakincentives.filesystem.states import FilesAt
 from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.undo import CallChanges
 

@@ -63,7 +63,7 @@ from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
 from weakincentives.filesystem.tree import supported
-from weakincentives.filesystem.undo import WorkspaceHistory, diff_of, go_back, undo_calls
+from weakincentives.filesystem.undo import diff_of, go_back, undo_calls
 from weakincentives.filesystem.workspace import Place, Workspace
 from weakincentives.gate import Gate
 from weakincentives.locks import undisturbed
@@ -575,11 +575,14 @@ class HostFilesystem(OnDisk):
         workspace = self._workspace
         with workspace.lock:
             history = workspace.seen_anew()
-            return tuple(delta.committed for delta in history.readable(history.serials()))
+            return tuple(history.calls(history.serials()))
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls of ``history``, newest first; costs those consumed."""
-        return WorkspaceHistory(self.root, store=self.store).newest_first()
+        history = self._workspace.history
+        with self._workspace.lock:
+            history.refresh()
+            return history.calls(history.after(0))
 
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a patch for ``git apply``.

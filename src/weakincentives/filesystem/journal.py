@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from weakincentives.filesystem.entry import Entry, checked_digest
 from weakincentives.filesystem.paths import Parts
@@ -196,6 +196,79 @@ def read_journal(
             records.append(record)
             offset = record.end
     return records, "whole"
+
+
+def read_paths(path: Path, seals: Seals) -> tuple[dict[str, Any], set[str]] | None:
+    """Return the data of a commit and the paths that it changed; several times as fast.
+
+    None if the journal is damaged, incomplete, of an earlier version, or gone.
+    """
+    values = _read_values(path, seals)
+    if values is None:
+        return None
+    paths: set[str] = set()
+    saved: set[str] = set()
+    for each in values:
+        # Later records with the same saved file only say what else the call put there.
+        if each[1] in ("was", "moved") and each[6] not in saved:
+            found = (each[2], *each[13]) if each[3] is None else each[2:4]
+            paths.update(path or "." for path in found)
+        if each[6] is not None:
+            saved.add(each[6])
+    return values[-1][12], paths
+
+
+def read_entries(
+    path: Path, seals: Seals
+) -> tuple[dict[str, Any], dict[str, tuple[EncodedEntry, EncodedEntry]]] | None:
+    """Return the data of a commit and, by path, what was there before and after, as encoded.
+
+    None where ``read_paths`` returns it, and for a commit that moved something, removed a directory
+    or changed a hard-linked file: there it takes more than the records.
+    """
+    values = _read_values(path, seals)
+    if values is None:
+        return None
+    data: dict[str, Any] = values[-1][12]
+    full = dict(data["entries"])
+    before: dict[str, EncodedEntry] = {}
+    for index, each in enumerate(values[:-1]):
+        if each[1] == "was":
+            entry = each[4]
+            if entry is not None and index in full:  # with the identity of the original
+                entry = [*full[index][:7], entry[7], *full[index][8:11], *entry[11:]]
+            if each[13] or (entry is not None and entry[0] == "directory" and each[6] is not None):
+                return None
+            before.setdefault(each[2], entry)
+        elif each[1] == "moved":
+            return None
+    if "left" not in data:
+        return None
+    after = dict(data["left"])
+    return data, {path: (before.get(path), after.get(path)) for path in {**before, **after}}
+
+
+EncodedEntry: TypeAlias = list[Any] | None
+"""What ``Entry.encode`` returns; None for nothing."""
+
+
+def _read_values(path: Path, seals: Seals) -> list[list[Any]] | None:
+    """Return the values of all records of a commit, in order."""
+    try:
+        with open(path, "rb", opener=no_links) as file:
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    found: list[list[Any]] = []
+    offset = 0
+    for line in lines[:-1]:
+        text = seals.unsealed(line, offset)
+        values = [None] if text is None else json.loads(text)
+        if values[0] != _VERSION:
+            return None
+        offset += len(line) + 1
+        found.append(values)
+    return None if lines[-1] or not found or found[-1][1] != "commit" else found
 
 
 def _unsealed(line: bytes, offset: int, seals: Seals) -> Record | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.collector import no_collection
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.inotify import Watcher
 from weakincentives.filesystem.pack import Pack, Place, Row
@@ -130,7 +130,7 @@ class Manifest:
 
         What ``noted`` covers stays as it was noted.
         """
-        with self._lock, _no_collection():
+        with self._lock, no_collection():
             if self.pack.is_damaged:
                 self._begin_anew()
             if () not in self.pack.rows:
@@ -456,19 +456,6 @@ class Manifest:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.close()
-
-
-@contextlib.contextmanager
-def _no_collection() -> Generator[None]:
-    """Collect no garbage meanwhile: a manifest is many objects, and none of them is garbage."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class External:

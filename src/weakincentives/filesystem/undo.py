@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from weakincentives.collector import no_collection
 from weakincentives.errors import FilesystemError, UndoRefused
 from weakincentives.filesystem.changes import Changes
 from weakincentives.filesystem.diffs import (
@@ -27,11 +28,10 @@ from weakincentives.filesystem.entry import Entry, apply_entry, capture, create,
 from weakincentives.filesystem.history import MAX_KEPT, Committed, Delta, History, Past
 from weakincentives.filesystem.journal import JOURNAL, Record
 from weakincentives.filesystem.layers import Disk, Forward, Layer, Look, replaced_by, undone, walk
-from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.prune import Pruned, to_prune
 from weakincentives.filesystem.reserved import Reserved
-from weakincentives.filesystem.states import DirectoryAt
+from weakincentives.filesystem.states import DirectoryAt, FilesAt
 from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
@@ -68,13 +68,13 @@ class WorkspaceHistory:
 
     def calls(self) -> tuple[Committed, ...]:
         """Return the calls, oldest first."""
-        past = self._past
-        return tuple(delta.committed for delta in past.readable(past.serials()))
+        with no_collection():
+            return tuple(self._past.calls(self._past.serials()))
 
     def newest_first(self) -> Iterator[Committed]:
         """Yield the calls that are in the history now, newest first; costs those consumed."""
-        past = Past(self.store, self._seals)
-        return (delta.committed for delta in past.readable(past.after(0)))
+        self._past.refresh()
+        return self._past.calls(self._past.after(0))
 
     def damaged(self) -> tuple[str, ...]:
         """Return a sentence for each damaged call; the other methods skip these."""
@@ -138,7 +138,8 @@ class WorkspaceHistory:
     ) -> tuple[FileChange, ...]:
         """Return what differs after one commit from after another, ordered by path."""
         first, last = sorted((one, other))
-        past = Past(self.store, self._seals)
+        past = self._past
+        past.refresh()
         deltas = past.readable(each for each in past.serials() if first < each <= last)
         records = [record for delta in deltas for record in delta.records]
         before, after = self.look_at(one), self.look_at(other)
@@ -152,10 +153,9 @@ class WorkspaceHistory:
     def look_at(self, serial: int) -> Look:
         """Return the directory as it was after a commit; raises LookupError as ``files_at``."""
         root = self._disk.tree.path
-        past = Past(self.store, self._seals)  # commits may have been added since
         try:
             disk = Disk(Tree(root))
-            look = DirectoryAt(self.store, past, disk, serial, patience=_PATIENCE)
+            look = DirectoryAt(self.store, self._past, disk, serial, patience=_PATIENCE)
         except FilesystemError as error:
             raise LookupError(str(error)) from error
         return Reserved(root, store=self.store).without_hidden(look)

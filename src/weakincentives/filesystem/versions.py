@@ -14,17 +14,19 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from weakincentives.collector import no_collection
 from weakincentives.errors import HistoryDamaged
 from weakincentives.filesystem.branch_history import BranchHistory
 from weakincentives.filesystem.branches import BranchInfo, changed_between
 from weakincentives.filesystem.diffs import changed_nodes
-from weakincentives.filesystem.entry import Entry, matches
-from weakincentives.filesystem.history import Committed, Delta
+from weakincentives.filesystem.entry import Entry, digest_in, inode_in, matches
+from weakincentives.filesystem.history import Committed, Delta, Past
+from weakincentives.filesystem.journal import EncodedEntry
 from weakincentives.filesystem.layers import Disk, Look, walk
-from weakincentives.filesystem.past import FilesAt
 from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.store import checked_parts
 from weakincentives.filesystem.tree import Tree
 from weakincentives.filesystem.undo import WorkspaceHistory
 
@@ -36,12 +38,21 @@ class FileStep(NamedTuple):
     """What a commit did at one path: a file, link or pipe before, after, or both."""
 
     parts: Parts
-    before: Entry | None
-    after: Entry | None
+    was: Entry | EncodedEntry
+    """What was there before; decoded when it is asked for."""
+    left: Entry | EncodedEntry
     origin: Parts | None = None
     """Where it was before, if the commit moved it; ``before`` is what was there."""
     saved: Parts | None = None
     """Where its content is among the removed directories."""
+
+    @property
+    def before(self) -> Entry | None:
+        return Entry.decode(self.was) if isinstance(self.was, list) else self.was
+
+    @property
+    def after(self) -> Entry | None:
+        return Entry.decode(self.left) if isinstance(self.left, list) else self.left
 
     @property
     def found_at(self) -> Parts:
@@ -89,10 +100,6 @@ class Versions(ABC):
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
         """Return what a file had after a commit; raises OSError if that is not known."""
 
-    @abstractmethod
-    def files_at(self, serial: int) -> FilesAt:
-        """Return the files after a commit; raises LookupError if the history lacks it."""
-
     @property
     def oldest(self) -> int:
         """The serial before the first commit that is known."""
@@ -101,6 +108,10 @@ class Versions(ABC):
     @property
     def last(self) -> int:
         return self.commits[-1].call.serial if self.commits else 0
+
+    def commit(self, serial: int) -> CommitSteps:
+        """Return the commit with this serial, or else the next."""
+        return self.commits[bisect_left(self.commits, serial, key=_serial)]
 
     def since(self, serial: int) -> Sequence[CommitSteps]:
         """Return the commits after one."""
@@ -112,10 +123,6 @@ class Versions(ABC):
         found = ((self.commits[place], self.commits[place].at(parts)) for place in places)
         return [(commit, step) for commit, step in found if step is not None]
 
-    def touched(self) -> Iterable[Parts]:
-        """Return all paths that commits changed."""
-        return self._touching.keys()
-
     def paths_at(self, serial: int, present: Iterable[Parts]) -> set[Parts]:
         """Return the paths of files after a commit, given those that are there now.
 
@@ -124,9 +131,9 @@ class Versions(ABC):
         paths = set(present)
         for commit in reversed(self.since(serial)):
             for step in commit.steps:
-                if step.after is not None:
+                if step.left is not None:
                     paths.discard(step.parts)
-            paths.update(step.found_at for step in commit.steps if step.before is not None)
+            paths.update(step.found_at for step in commit.steps if step.was is not None)
         return paths
 
     def _add(self, commit: CommitSteps) -> None:
@@ -147,6 +154,8 @@ class WorkspaceVersions(Versions):
         self._history = history
         self._past = history.past()
         """Replaced by each refresh: others may be reading."""
+        self._looking = threading.Lock()
+        """The history is not for several threads at once."""
         self._changed_at = (-1, -1)
 
     def refresh(self) -> None:
@@ -154,12 +163,15 @@ class WorkspaceVersions(Versions):
         if changed_at == self._changed_at:
             return
         past = self._past = self._history.past()
-        for delta in past.readable(reversed(past.after(self.last))):
-            self._add(CommitSteps(delta.committed, tuple(self._steps(delta))))
+        with no_collection():
+            for serial in reversed(past.after(self.last)):
+                simple = _simple(past, serial)
+                if simple is not None:
+                    self._add(simple)
+                    continue
+                for delta in past.readable([serial]):
+                    self._add(CommitSteps(delta.committed, tuple(self._steps(delta))))
         self._changed_at = changed_at
-
-    def files_at(self, serial: int) -> FilesAt:
-        return self._history.files_at(serial)
 
     def before(self, commit: CommitSteps, step: FileStep) -> bytes:
         entry = step.before
@@ -180,7 +192,7 @@ class WorkspaceVersions(Versions):
             break
         if step.after is not None and matches(entry, step.after):  # it was only moved
             return self._left(commit, step)
-        return self.files_at(commit.call.serial - 1).read_bytes("/".join(step.found_at))
+        return self._seen(commit.call.serial - 1, step.found_at)
 
     def after(self, commit: CommitSteps, step: FileStep) -> bytes:
         entry = step.after
@@ -194,10 +206,15 @@ class WorkspaceVersions(Versions):
                 with suppress(FileNotFoundError):
                     return self.before(other, known)
             break
-        data = self.files_at(commit.call.serial).read_bytes("/".join(step.parts))
+        data = self._seen(commit.call.serial, step.parts)
         if entry.digest not in (None, hashlib.sha256(data).hexdigest()):
             raise FileNotFoundError(errno.ENOENT, "it was changed since by somebody else")
         return data
+
+    def _seen(self, serial: int, parts: Parts) -> bytes:
+        """Return a file as the directory shows it, without what later calls did."""
+        with self._looking:
+            return self._history.look_at(serial).read(parts)
 
     def _left(self, commit: CommitSteps, step: FileStep) -> bytes:
         """Return what a commit left, if the history has it."""
@@ -262,15 +279,50 @@ class WorkspaceVersions(Versions):
     ) -> None:
         """Note the files in moved directories, which no record names."""
         try:
-            look = self._history.look_at(delta.committed.serial)
+            with self._looking:
+                look = self._history.look_at(delta.committed.serial)
+                found = list(walk(look, [path for _, path in moves]))
         except LookupError:
             return
-        for parts, entry in walk(look, [path for _, path in moves]):
+        for parts, entry in found:
             if not entry.is_directory:
                 after.setdefault(parts, entry)
                 origin = _original(moves, parts)
                 before.setdefault(parts, None)
                 before.setdefault(origin, entry)
+
+
+def _simple(past: Past, serial: int) -> CommitSteps | None:
+    """Return what a commit did, without decoding it; None if that is not so easy."""
+    steps: list[FileStep] = []
+    gone: set[int] = set()
+    came: set[int] = set()
+    with suppress(LookupError, TypeError, ValueError):  # damaged: reading it says so
+        found = past.entries(serial)
+        if found is None:
+            return None
+        call, entries = found
+        for path in sorted(entries):
+            old, new = (_no_encoded_directory(each) for each in entries[path])
+            if old == new or (old is not None and new is not None and _is_same_encoded(old, new)):
+                continue
+            if new is None and old is not None:
+                gone.add(inode_in(old))
+            elif old is None and new is not None:
+                came.add(inode_in(new))
+            steps.append(FileStep(checked_parts(path), old, new))
+        if not gone & came:  # else it has moved something
+            return CommitSteps(call, tuple(steps))
+    return None
+
+
+def _no_encoded_directory(entry: EncodedEntry) -> EncodedEntry:
+    return None if entry is None or entry[0] == "directory" else entry
+
+
+def _is_same_encoded(old: list[Any], new: list[Any]) -> bool:
+    # With other content, the common case, there is nothing to decode.
+    return digest_in(old) == digest_in(new) and _is_same(Entry.decode(old), Entry.decode(new))
 
 
 def _note(
@@ -374,11 +426,6 @@ class BranchVersions(Versions):
                 )
             )
             self._add(CommitSteps(call, tuple(s for s in steps if (s.before, s.after) != _NONE)))
-
-    def files_at(self, serial: int) -> FilesAt:
-        if serial > len(self.info.commits):
-            raise LookupError(f"the branch has {len(self.info.commits)} commits")
-        return self._branch.files_at(serial)
 
     def before(self, commit: CommitSteps, step: FileStep) -> bytes:
         with self._reading:

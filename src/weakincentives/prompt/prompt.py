@@ -123,6 +123,8 @@ class RenderedPrompt:
     """The policies of the prompt that have ``on_result``."""
     media: tuple[Media, ...] = ()
     """Of the open sections; adapters send them with the first message."""
+    sections: tuple[tuple[str, int], ...] = ()
+    """The path of each section in the text, and its length; two line ends are between them."""
 
     def __str__(self) -> str:
         return self.text
@@ -356,7 +358,8 @@ class Prompt(Generic[OutT]):
         """
         shown = list(self._shown(self._nodes, "", session, chosen(session)))
         cache = self._cache
-        text = "\n\n".join([cache.block(each, session, examples) for each in shown])
+        blocks = [cache.block(each, session, examples) for each in shown]
+        text = "\n\n".join(blocks)
         tools, offers = cache.offered(shown)
         summarized = tuple([each.node.path for each in shown if not each.is_open])
         media = tuple([each for s in shown if s.is_open for each in s.node.section.media])
@@ -370,8 +373,9 @@ class Prompt(Generic[OutT]):
             or rendered.media != media
         ):
             tag = "" if self.overrides is None else self.overrides.tag
+            sections = tuple((s.node.path, len(b)) for s, b in zip(shown, blocks, strict=True))
             rendered = self._rendered = RenderedPrompt(
-                text, tools, offers, summarized, tag, cache.listeners, media
+                text, tools, offers, summarized, tag, cache.listeners, media, sections
             )
         if session is not None:
             session.offer(self, rendered)

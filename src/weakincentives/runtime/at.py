@@ -6,53 +6,62 @@ its state is that of the outermost one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from weakincentives.call import ToolCall
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Committed, FilesAt
 from weakincentives.runtime.conversation import Message, still_seen
+from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, Moment
 from weakincentives.runtime.saved import SavedSessionData
-from weakincentives.serde import thaw
-from weakincentives.session import Session, type_name
+from weakincentives.session import Session
+from weakincentives.slices import Slice
 
 if TYPE_CHECKING:
     from weakincentives.runtime.calls import Call, Run
 
-_RECORDS, _MESSAGES = type_name(ToolInvoked), type_name(Message)
 NOT_MADE = "Not made: the run was rewound to before this call. It has changed nothing"
 _READ_ONLY = "this is the session as it was, and cannot be changed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StateAt:
-    """Files, session and conversation just before or after a call."""
+    """Files, session and conversation just before or after a call; each is read when asked for."""
 
     files: FilesAt
-    session: Session
-    """Read-only; empty for a call outside of runs."""
-    conversation: tuple[Message, ...]
-    """What the model had seen, and answers that were ready for it."""
+    call: Call
+    before: bool
+    types: tuple[type, ...]
+    """Those in the session that no imported module defines."""
+
+    @cached_property
+    def session(self) -> Session:
+        """Read-only; empty for a call outside of runs. Raises SnapshotError for unknown types."""
+        if self.call.run is None:
+            return Session()
+        data = data_at(self.call, self.call.run, before=self.before)
+        snapshot = data.snapshot(self.types)
+        session = Session.from_snapshot(snapshot, session_id=data.session_id, tags=data.tags)
+        session.read_only = _READ_ONLY
+        return session
+
+    @cached_property
+    def conversation(self) -> tuple[Message, ...]:
+        """What the model had seen, and answers that were ready for it."""
+        if self.call.run is None:
+            return ()
+        return _conversation_at(self.call, self.call.run, before=self.before)
 
 
 # The session
 
 
-def session_at(call: Call, run: Run, *, before: bool, types: Iterable[type] = ()) -> Session:
-    """Return the session at a call, read-only; raises SnapshotError for unknown types."""
-    data = data_at(call, run, before=before)
-    snapshot = data.snapshot(types)
-    session = Session.from_snapshot(snapshot, session_id=data.session_id, tags=data.tags)
-    session.read_only = _READ_ONLY
-    return session
-
-
 def data_at(call: Call, run: Run, *, before: bool) -> SavedSessionData:
     """Return what was saved of a run before a call, or up to its end."""
-    until = (_RECORDS, outermost(call).number - 1)
-    return SavedSessionData.read(run.path, partly=True, until=until, through=not before)
+    return run.data.back_to((RECORDS, outermost(call).number - 1), through=not before)
 
 
 def outermost(call: Call) -> Call:
@@ -60,6 +69,20 @@ def outermost(call: Call) -> Call:
     while call.outer is not None:
         call = call.outer
     return call
+
+
+def moment_of(call: Call) -> Moment:
+    """Return when a call on record was made."""
+    call = outermost(call)
+    assert call.record is not None
+    return Moment(
+        name=call.name,
+        call_id=call.call_id,
+        number=call.number,
+        began=call.time,
+        end=call.time + float(call.record["duration"]),
+        success=bool(call.record["success"]),
+    )
 
 
 # The conversation
@@ -73,7 +96,6 @@ class Talk:
     """Its id; empty if there is none."""
     as_of: int
     """How many messages it had, marks and rewound ones included."""
-    seen: tuple[Message, ...]
     open_calls: tuple[ToolCall, ...] = ()
     """Calls of the last turn that were made, and not answered yet."""
     not_made: tuple[ToolCall, ...] = ()
@@ -84,7 +106,7 @@ class Talk:
         return Message(
             role="user",
             conversation=self.conversation,
-            rewound_to=len(self.seen),
+            rewound_to=self.as_of,
             as_of=self.as_of,
         )
 
@@ -98,9 +120,15 @@ class Talk:
             for each in self.not_made
         ]
 
+    def is_of(self, message: Message) -> bool:
+        """Whether a message belongs to the conversation."""
+        return not message.depth and message.conversation == self.conversation
 
-def talk_at(call: Call, messages: Sequence[Message], known: int, *, before: bool) -> Talk:
-    """Return where the conversation stands at a call.
+
+def talk_at(
+    moment: Moment, messages: Slice[Message], index: CallIndex, known: int, *, before: bool
+) -> Talk:
+    """Return where the conversation stands at a call; costs the messages since.
 
     Before the first call of a turn, the model has not asked for it. Of later calls of the turn it
     has, and gets the answers to those that were made.
@@ -109,60 +137,50 @@ def talk_at(call: Call, messages: Sequence[Message], known: int, *, before: bool
         messages: All messages of the run.
         known: How many of them had been saved at the call.
     """
-    wanted = outermost(call).call_id
-    for place in reversed(range(len(messages))):
-        asked = messages[place]
-        ids = [each.id for each in asked.tool_calls]
-        if wanted in ids and not asked.depth:
-            return _within_turn(messages, place, ids.index(wanted) + (not before))
-    newest = next((each for each in reversed(messages[:known]) if not each.depth), None)
-    if newest is None:
-        return Talk(conversation="", as_of=0, seen=())
-    own = _of_conversation(messages[:known], newest.conversation)
-    return Talk(conversation=newest.conversation, as_of=len(own), seen=_seen(own))
-
-
-def _within_turn(messages: Sequence[Message], place: int, made: int) -> Talk:
-    """Return where the conversation stands after some of the calls that a message asks for."""
-    asked = messages[place]
-    own = _of_conversation(messages, asked.conversation)
-    as_of = len(_of_conversation(messages[:place], asked.conversation))
+    place = index.asked.get(moment.call_id)
+    if place is None:
+        earlier = islice(messages.newest_first(), len(messages) - known, None)
+        newest = next((each for each in earlier if not each.depth), None)
+        if newest is None:
+            return Talk(conversation="", as_of=0)
+        return _talk(newest.conversation, messages.newer_than(known), index)
+    asked, *later = messages.newer_than(place)
+    ids = [each.id for each in asked.tool_calls]
+    made = ids.index(moment.call_id) + (not before)
     if not made:
-        return Talk(conversation=asked.conversation, as_of=as_of, seen=_seen(own[:as_of]))
-    ended = {each.id: each for each in asked.tool_calls[:made]}
-    as_of += 1
-    while as_of < len(own) and own[as_of].role == "tool" and own[as_of].call_id in ended:
-        del ended[own[as_of].call_id]
+        return _talk(asked.conversation, [asked, *later], index)
+    talk = _talk(asked.conversation, later, index)
+    ended, as_of = {each.id: each for each in asked.tool_calls[:made]}, talk.as_of
+    for each in filter(talk.is_of, later):
+        if each.role != "tool" or each.call_id not in ended:
+            break
+        del ended[each.call_id]
         as_of += 1
     return Talk(
         conversation=asked.conversation,
         as_of=as_of,
-        seen=_seen(own[:as_of]),
         open_calls=tuple(ended.values()),
         not_made=asked.tool_calls[made:],
     )
 
 
-def _of_conversation(messages: Sequence[Message], conversation: str) -> list[Message]:
-    return [each for each in messages if not each.depth and each.conversation == conversation]
+def _talk(conversation: str, later: list[Message], index: CallIndex) -> Talk:
+    """Return where a conversation stood without its later messages."""
+    talk = Talk(conversation=conversation, as_of=index.sizes[conversation])
+    return replace(talk, as_of=talk.as_of - sum(map(talk.is_of, later)))
 
 
-def _seen(own: Sequence[Message]) -> tuple[Message, ...]:
-    return tuple(own[n] for n in still_seen((each.rewound_to, each.as_of) for each in own))
-
-
-def messages_of(data: SavedSessionData) -> tuple[Message, ...]:
-    """Return all messages in the file of a session."""
-    return tuple(thaw(each) for each in data.log.get(_MESSAGES, ()))
-
-
-def conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ...]:
+def _conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ...]:
     """Return the messages that the model had seen, and the answers that were ready for it."""
-    known = len(data_at(call, run, before=before).log.get(_MESSAGES, ()))
-    talk = talk_at(call, messages_of(run.data), known, before=before)
-    shown = {each.call_id: each.shown for each in run.calls()} if talk.open_calls else {}
+    moment, messages = moment_of(call), run.messages
+    known = data_at(call, run, before=before).log.get(MESSAGES, ())
+    talk = talk_at(moment, messages, run.index, len(known), before=before)
+    own = [*islice(filter(talk.is_of, messages), talk.as_of)]
+    seen = still_seen((each.rewound_to, each.as_of) for each in own)
+    wanted = {each.id for each in talk.open_calls}
+    shown = {e.call_id: e.shown for e in (run.calls() if wanted else ()) if e.call_id in wanted}
     return (
-        *talk.seen,
+        *(own[place] for place in seen),
         *(
             Message(
                 role="tool",
@@ -179,7 +197,7 @@ def conversation_at(call: Call, run: Run, *, before: bool) -> tuple[Message, ...
 
 
 def serial_at(
-    call: Call, own: Sequence[Call], newest_first: Iterable[Committed], *, before: bool
+    moment: Moment, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
 ) -> int:
     """Return the serial of the commit whose files a call has found, or left.
 
@@ -187,38 +205,33 @@ def serial_at(
     of the run's own calls decides first, and then the time. Costs the commits since then.
 
     Args:
-        own: All calls of its run, oldest first.
+        own: The calls of its run.
         newest_first: The history.
 
     Raises:
         LookupError: The history no longer goes back that far.
     """
-    call = outermost(call)
-    if call.record is None:
-        assert call.committed is not None
-        return call.committed.serial - before
-    began, end = call.time, call.time + float(call.record["duration"])
-    earlier = {each.call_id for each in own if each.number < call.number}
-    later = {each.call_id for each in own if each.number > call.number}
+    number, call_id = moment.number, moment.call_id
     # An id that is used again is told apart by the time.
-    is_unique = call.call_id not in earlier | later
+    is_unique = own.first[call_id] == own.last[call_id]
     entry: int | None = None
     place: int | None = None
     oldest = 1
     for each in newest_first:
         oldest = each.serial
-        is_own = call.record["success"] and each.call_id == call.call_id
-        if is_own and (is_unique or each.time >= began):
+        is_earlier = own.first.get(each.call_id, number) < number
+        is_later = own.last.get(each.call_id, number) > number
+        if moment.success and each.call_id == call_id and (is_unique or each.time >= moment.began):
             entry = each.serial
-        elif each.call_id in later and (each.call_id not in earlier or each.time > end):
+        elif is_later and (not is_earlier or each.time > moment.end):
             place = None
-        elif each.call_id in earlier or each.time < began:
+        elif is_earlier or each.time < moment.began:
             place = place or each.serial
             break
-        elif place is None and each.time <= end:
+        elif place is None and each.time <= moment.end:
             place = each.serial
     if entry is not None:
         return entry - before
     if place is None and oldest > 1:
-        raise LookupError(f"the history no longer goes back to {call.name}")
+        raise LookupError(f"the history no longer goes back to {moment.name}")
     return place or 0

@@ -22,9 +22,10 @@ from functools import cached_property
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.collector import no_collection
 from weakincentives.errors import SnapshotError
 from weakincentives.filesystem import (
     BranchHistory,
@@ -41,21 +42,24 @@ from weakincentives.filesystem.history import BRANCHES
 from weakincentives.filesystem.store import Limits, Note, location_of
 from weakincentives.filesystem.tree import files_below
 from weakincentives.logs import get_logger
-from weakincentives.runtime.at import StateAt, conversation_at, serial_at, session_at
-from weakincentives.runtime.conversation import still_seen
-from weakincentives.runtime.saved import SavedSession, SavedSessionData, not_undone
-from weakincentives.serde.exact import plain
+from weakincentives.runtime.at import StateAt, moment_of, outermost, serial_at
+from weakincentives.runtime.conversation import Message, still_seen
+from weakincentives.runtime.index import MESSAGES, RECORDS, CallIndex, fields_of
+from weakincentives.runtime.saved import (
+    SavedSession,
+    SavedSessionData,
+    inherited_calls,
+    not_undone,
+)
+from weakincentives.serde.exact import plain, thaw
 from weakincentives.session import Session
+from weakincentives.slices import Slice
 from weakincentives.text import letters
 
 _logger = get_logger(__name__)
 
-_RECORDS = "weakincentives.events:ToolInvoked"
-_MESSAGES = "weakincentives.runtime.conversation:Message"
 _COMPACTIONS = "weakincentives.runtime.conversation:ContextCompacted"
 _ENDS = "weakincentives.events:PromptExecuted"
-INHERITED = "inherited_calls"
-"""What is known of a forked run: how many calls it has from the other one."""
 _SUFFIX = ".jsonl"
 _MANY = 10_000
 """Runs beyond which the letters in an id are more."""
@@ -89,6 +93,17 @@ class Run:
         """The records up to the first damaged line; raises SnapshotError if none can be read."""
         return SavedSessionData.read(self.path, partly=True)
 
+    @cached_property
+    def index(self) -> CallIndex:
+        """Where its calls are."""
+        with no_collection():
+            return CallIndex.of(self.data.log, self.inherited)
+
+    @cached_property
+    def messages(self) -> Slice[Message]:
+        """All messages of its conversations; each is decoded when it is first read."""
+        return Slice[Message].decoded(self.data.log.get(MESSAGES, []), _thawed)
+
     @property
     def branch(self) -> str:
         """The branch that it works on; empty for the directory itself."""
@@ -118,7 +133,7 @@ class Run:
     def has_ended(self) -> bool:
         """Whether the model has finished, and got no message since."""
         ends = self._log(_ENDS)
-        messages = [each for each in self._log(_MESSAGES) if not each.get("depth")]
+        messages = [each for each in self._log(MESSAGES) if not each.get("depth")]
         last = messages[-1].get("conversation") if messages else None
         own = [each for each in messages if each.get("conversation") == last]
         seen = still_seen((each.get("rewound_to"), each.get("as_of")) for each in own)
@@ -131,7 +146,7 @@ class Run:
     @property
     def turns(self) -> int:
         """The number of requests to the model: its turns, and summaries of the conversation."""
-        messages = self._log(_MESSAGES)
+        messages = self._log(MESSAGES)
         turns = sum(each.get("role") == "model" and not each.get("depth") for each in messages)
         return turns + sum(bool(each.get("summary")) for each in self._log(_COMPACTIONS))
 
@@ -143,10 +158,15 @@ class Run:
     @property
     def inherited(self) -> int:
         """How many calls it has from the run that it was forked from, which lists them."""
-        return int(cast("int", self.data.about.get(INHERITED, 0)))
+        return inherited_calls(self.data.about)
 
     def calls(self) -> list[Call]:
         """Return its own calls, oldest first."""
+        inherited = self.inherited
+        with no_collection():
+            return self._calls(inherited)
+
+    def _calls(self, inherited: int) -> list[Call]:
         calls = [
             Call(
                 call_id=str(record["call_id"]),
@@ -156,8 +176,8 @@ class Run:
                 number=number,
                 record=record,
             )
-            for number, record in enumerate(self._log(_RECORDS), 1)
-            if "call_id" in record and number > self.inherited
+            for number, record in enumerate(self._log(RECORDS), 1)
+            if "call_id" in record and number > inherited
         ]
         later: dict[str, Call] = {}
         for call in reversed(calls):  # a call ends after those nested in it
@@ -168,13 +188,13 @@ class Run:
 
     def answer_to(self, call_id: str) -> str | None:
         """Return the tool message that the model got for a call; None if it made no such call."""
-        for message in self._log(_MESSAGES):
-            if message.get("role") == "tool" and message.get("call_id") == call_id:
-                return str(plain(message["text"]))
-        return None
+        place = self.index.answered.get(call_id)
+        if place is None:
+            return None
+        return str(plain(fields_of(self.data.log[MESSAGES][place])["text"]))
 
     def _log(self, kind: str) -> list[Mapping[str, Any]]:
-        return [_fields(value) for value in self.data.log.get(kind, ())]
+        return [fields_of(value) for value in self.data.log.get(kind, ())]
 
 
 def new_run(store: Path, mark: str = "") -> Run:
@@ -373,7 +393,7 @@ class Call:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        return {} if self.record is None else _fields(self.record["result"])
+        return {} if self.record is None else fields_of(self.record["result"])
 
     @property
     def arguments(self) -> object:
@@ -382,7 +402,7 @@ class Call:
     @property
     def is_suspended(self) -> bool:
         """Whether it was rolled back to wait for someone outside."""
-        return _fields(self.result.get("failure") or {}).get("code") == "SUSPENDED"
+        return fields_of(self.result.get("failure") or {}).get("code") == "SUSPENDED"
 
     @property
     def outcome(self) -> str:
@@ -466,10 +486,12 @@ class Calls:
             LookupError: It was made on a branch that is gone, or the history no longer goes back
                 that far.
         """
-        branch = self._branch_of(call)
-        own = [] if call.run is None else call.run.calls()
-        newest_first = self.history_on(branch).newest_first()
-        return branch, serial_at(call, own, newest_first, before=before)
+        branch, committed = self._branch_of(call), outermost(call).committed
+        if call.run is None:
+            assert committed is not None
+            return branch, committed.serial - before
+        newest_first = reversed(self.branches[branch].calls if branch else self._history)
+        return branch, serial_at(moment_of(call), call.run.index, newest_first, before=before)
 
     def _branch_of(self, call: Call) -> str:
         name = call.branch
@@ -551,14 +573,9 @@ class Calls:
 
         Raises:
             LookupError: The history no longer goes back that far.
-            SnapshotError: The session has values of unknown types.
         """
-        run = call.run
-        return StateAt(
-            files=self.files_at(call, before=before),
-            session=Session() if run is None else session_at(call, run, before=before, types=types),
-            conversation=() if run is None else conversation_at(call, run, before=before),
-        )
+        files = self.files_at(call, before=before)
+        return StateAt(files=files, call=call, before=before, types=tuple(types))
 
     def files_at(self, call: Call, *, before: bool = False) -> FilesAt:
         """Return the files just after a call, or before it; raises LookupError as ``at`` does."""
@@ -658,15 +675,12 @@ def _readable_calls(runs: Iterable[Run]) -> Iterator[Call]:
 # Values in their JSON form
 
 
-def _fields(value: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass; none of a value that could not be saved."""
-    return cast("Mapping[str, Any]", value.get("fields", {}))
+def _thawed(items: list[Any]) -> tuple[Message, ...]:
+    return tuple(map(thaw, items))
 
 
 def rendered_result(result: Any) -> str:
     """Return a result as the model saw it, if its types can be loaded; else its fields."""
-    from weakincentives.serde import thaw
-
     try:
         for module in set(
             re.findall(r'"(weakincentives(?:\.\w+)+):', json.dumps(result, default=str))
@@ -675,7 +689,7 @@ def rendered_result(result: Any) -> str:
                 import_module(module)  # only our own modules, whatever the file says
         return str(thaw(result).render())
     except (SnapshotError, ImportError):
-        fields = _fields(result)
+        fields = fields_of(result)
         value = plain(fields["value"])
         parts = [plain(fields["message"]), value and json.dumps(value, ensure_ascii=False)]
         return "\n".join(str(part) for part in parts if part)

@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from weakincentives.call import new_call_id
-from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Branch, drop_branch
 from weakincentives.filesystem.store import location_of
-from weakincentives.runtime.at import data_at, messages_of, outermost, talk_at
-from weakincentives.runtime.calls import INHERITED, Call, Calls, Run, new_mark, new_run
+from weakincentives.runtime.at import data_at, moment_of, outermost, talk_at
+from weakincentives.runtime.calls import Call, Calls, Run, new_mark, new_run
 from weakincentives.runtime.conversation import Message
-from weakincentives.runtime.saved import SavedSession, SavedSessionData
-from weakincentives.session import type_name
-
-_RECORDS, _MESSAGES = type_name(ToolInvoked), type_name(Message)
+from weakincentives.runtime.index import MESSAGES, RECORDS, fields_of
+from weakincentives.runtime.saved import INHERITED, SavedSession, SavedSessionData
 
 RUN = "run"
 """What a branch says about itself: the mark of the run that it was made for."""
@@ -145,8 +142,9 @@ def asked_arguments(call: Call) -> Mapping[str, Any]:
         ValueError: They are not a JSON object.
     """
     call = outermost(call)
-    messages = () if call.run is None else messages_of(call.run.data)
-    asked = messages[_turn_of(call, messages)].tool_calls
+    if call.run is None:
+        raise LookupError(f"no model asked for {call.name} {call.tool}")
+    asked = _asked(call.run, call)[1].tool_calls
     params = next(each.params for each in asked if each.id == call.call_id)
     given: object = json.loads(params) if isinstance(params, str) else params
     if not isinstance(given, Mapping):
@@ -223,9 +221,8 @@ def fork_run(
     elif turn == "open":
         data, changed = _opened(run, call, arguments)
     else:
-        place = _turn_of(outermost(call), messages_of(run.data))
-        until, changed = (_MESSAGES, place), {}
-        data = SavedSessionData.read(run.path, partly=True, until=until)
+        place, _ = _asked(run, outermost(call))
+        data, changed = run.data.back_to((MESSAGES, place), through=False), {}
     forked = new_run(run.path.parent.parent, mark)
     data.fork(
         run.path,
@@ -234,7 +231,7 @@ def fork_run(
         about={
             **data.about,
             "forked_from": f"{run.id}/{outermost(call).number}",
-            INHERITED: len(data.log.get(_RECORDS, ())),
+            INHERITED: len(data.log.get(RECORDS, ())),
             **(about or {}),
         },
         **changed,
@@ -245,15 +242,14 @@ def fork_run(
 def _closed(run: Run, call: Call, *, before: bool) -> tuple[SavedSessionData, dict[str, Any]]:
     """Return what was saved of a run at a call, and what closes the turn."""
     data = data_at(call, run, before=before)
-    messages = messages_of(run.data)
-    known = len(data.log.get(_MESSAGES, ()))
-    talk = talk_at(call, messages, known, before=before)
-    own = [each for each in messages if not each.depth and each.conversation == talk.conversation]
-    has = sum(not e.depth and e.conversation == talk.conversation for e in messages[:known])
+    known = len(data.log.get(MESSAGES, ()))
+    talk = talk_at(moment_of(call), run.messages, run.index, known, before=before)
+    own = [*filter(talk.is_of, run.messages)]
+    has = len(own) - sum(map(talk.is_of, run.messages.newer_than(known)))
     added = [*own[has : talk.as_of], *talk.not_made_answers()]
     if talk.as_of < has:
         added.insert(0, talk.mark())
-    return data, {"added": {_MESSAGES: added}} if added else {}
+    return data, {"added": {MESSAGES: added}} if added else {}
 
 
 def _opened(
@@ -261,9 +257,8 @@ def _opened(
 ) -> tuple[SavedSessionData, dict[str, Any]]:
     """Return what was saved of a run before a call, and its turn with the changed call."""
     call = outermost(call)
-    data, messages = data_at(call, run, before=True), messages_of(run.data)
-    place = _turn_of(call, messages)
-    asked = messages[place]
+    data = data_at(call, run, before=True)
+    place, asked = _asked(run, call)
     made = [each.id for each in asked.tool_calls].index(call.call_id)
     left = [replace(each, id=new_call_id()) for each in asked.tool_calls[made:]]
     if arguments is not None:
@@ -271,25 +266,23 @@ def _opened(
         # It has the arguments, or a signature of them: the adapter makes it from the calls.
         asked = replace(asked, wire=None)
     asked = replace(asked, tool_calls=(*asked.tool_calls[:made], *left))
-    return data, {"replaced": (_MESSAGES, place, asked)}
+    return data, {"replaced": (MESSAGES, place, asked)}
 
 
-def _turn_of(call: Call, messages: Sequence[Message]) -> int:
-    """Return the place of the message that asks for a call."""
-    for place in reversed(range(len(messages))):
-        asked = messages[place]
-        if not asked.depth and any(each.id == call.call_id for each in asked.tool_calls):
-            return place
-    raise LookupError(f"no model asked for {call.name} {call.tool}: it cannot be rerun")
+def _asked(run: Run, call: Call) -> tuple[int, Message]:
+    """Return the message that asks for a call, with its place among all."""
+    place = run.index.asked.get(call.call_id)
+    if place is None:
+        raise LookupError(f"no model asked for {call.name} {call.tool}: it cannot be rerun")
+    return place, run.messages.newer_than(place)[0]
 
 
 def _first_of_turn(calls: Calls, call: Call, run: Run) -> Call:
     """Return the first call that was made of the turn of a call."""
-    messages = messages_of(run.data)
-    ids = {each.id for each in messages[_turn_of(call, messages)].tool_calls}
+    ids = {each.id for each in _asked(run, call)[1].tool_calls}
     first = next(each for each in calls.of_run(run) if each.call_id in ids)
-    inherited = run.data.log.get(_RECORDS, ())[: run.inherited]
-    if any(each.get("fields", {}).get("call_id") in ids for each in inherited):
+    inherited = run.data.log.get(RECORDS, ())[: run.inherited]
+    if any(fields_of(each).get("call_id") in ids for each in inherited):
         source = run.data.about.get("forked_from")
         raise LookupError(f"the turn of {call.name} began in {source}: rerun it there")
     return first

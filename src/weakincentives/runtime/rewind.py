@@ -15,11 +15,11 @@ from weakincentives.call import ToolCall
 from weakincentives.errors import UndoRefused
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Committed, HostFilesystem
-from weakincentives.runtime.at import data_at, serial_at, talk_at
-from weakincentives.runtime.calls import Call, Run
+from weakincentives.runtime.at import serial_at, talk_at
 from weakincentives.runtime.conversation import Message, last_conversation
+from weakincentives.runtime.index import RECORDS, CallIndex, Moment
 from weakincentives.runtime.saved import SavedSession
-from weakincentives.session import Snapshot, type_name
+from weakincentives.session import Snapshot
 from weakincentives.tool_result import ToolResult
 
 REWIND = "wink rewind"
@@ -58,6 +58,7 @@ def rewind_run(
     redone: so it also goes forward again. What someone else has edited since is left alone and
     named. All STATE slices and the conversation are as they were then; records stay, and so do
     effects outside. A rewind that is killed has not happened: resuming the run undoes its part.
+    Costs what has happened since the call, however long the run is.
 
     Raises:
         IndexError: There is no such call.
@@ -66,22 +67,21 @@ def rewind_run(
             replaces their changes, and edits; the history keeps what they hold.
     """
     saved.undo_unrecorded(files)
-    run = Run(saved.path)
-    call = find_call(run, number)
+    moment = saved.moment(number)
     undone: tuple[Committed, ...] = ()
     if parts != "conversation":
-        undone = since(call, run, files.newest_first(), before=before)
+        undone = since(moment, saved.index, files.newest_first(), before=before)
     own = ToolCall(
         REWIND,
         {
-            "before" if before else "to": call.name,
+            "before" if before else "to": f"{saved.mark}/{number}",
             **({} if parts == "all" else {"only": parts}),
         },
         # With the mark of the run: a kill before it is recorded lets `undo_unrecorded` undo it.
-        f"{run.mark}:rewind_{os.urandom(4).hex()}",
+        f"{saved.mark}:rewind_{os.urandom(4).hex()}",
     )
     # Read first: what cannot be read must not leave the files rewound without the rest.
-    state = None if parts == "files" else _session_at(saved, run, call, before=before)
+    state = None if parts == "files" else _session_at(saved, moment, before=before)
     notes: tuple[str, ...] = ()
     began = saved.session.clock.time()
     with locks.undisturbed():  # nor must Ctrl-C
@@ -91,29 +91,20 @@ def rewind_run(
             saved.session.restore(state[0])
             for message in state[1]:
                 saved.session.dispatch(message)
-        _record(saved, own, began, notes)
+        saved.record(own, ToolResult.ok(None, "\n".join(notes)), began)
         saved.save()
     records = len(saved.session[ToolInvoked])
     return Rewound(call_id=own.id, number=records, undone=undone, notes=notes)
 
 
-def find_call(run: Run, number: int) -> Call:
-    """Return a call of a run by its number."""
-    for call in run.calls():
-        if call.number == number:
-            return call
-    raise IndexError(f"the run {run.id} has no call {number}")
-
-
 def _session_at(
-    saved: SavedSession, run: Run, call: Call, *, before: bool
+    saved: SavedSession, moment: Moment, *, before: bool
 ) -> tuple[Snapshot, list[Message]]:
     """Return all STATE slices at a call, and the messages that take the conversation back."""
     session = saved.session
-    data = data_at(call, run, before=before)
-    state = data.snapshot(kind for _, kind, _ in session.snapshot_here().slices())
-    known = len(data.log.get(type_name(Message), ()))
-    talk = talk_at(call, session[Message].all(), known, before=before)
+    state, known = saved.state_at((RECORDS, moment.number - 1), through=not before)
+    messages = session.read_slice(Message)
+    talk = talk_at(moment, messages, saved.index, known, before=before)
     if talk.conversation:
         return state, [talk.mark(), *talk.not_made_answers()]
     now = last_conversation(session)
@@ -122,28 +113,11 @@ def _session_at(
     ]
 
 
-def _record(saved: SavedSession, own: ToolCall, began: float, notes: Sequence[str]) -> None:
-    result: ToolResult[None] = ToolResult.ok(None, "\n".join(notes))
-    result.call_id = own.id
-    saved.session.dispatch(
-        ToolInvoked(
-            tool_name=own.name,
-            params=own.params,
-            result=result,
-            success=True,
-            timestamp=began,
-            duration=saved.session.clock.time() - began,
-            call_id=own.id,
-            ran=True,
-        )
-    )
-
-
 # The files
 
 
 def since(
-    call: Call, run: Run, newest_first: Iterable[Committed], *, before: bool
+    moment: Moment, own: CallIndex, newest_first: Iterable[Committed], *, before: bool
 ) -> tuple[Committed, ...]:
     """Return what to undo, newest first, so that a run's files are as at a call.
 
@@ -154,14 +128,13 @@ def since(
         LookupError: The history no longer goes back that far.
         UndoRefused: One of the undos has undone calls of other runs, too.
     """
-    own, rest, read = run.calls(), iter(newest_first), list[Committed]()
-    serial = serial_at(call, own, _noted(rest, read), before=before)
+    rest, read = iter(newest_first), list[Committed]()
+    serial = serial_at(moment, own, _noted(rest, read), before=before)
     later = [each for each in read if each.serial > serial]
     if later and later[-1].serial > serial + 1:
-        raise LookupError(f"the history no longer has what changed since {call.name}")
-    ids = {each.call_id for each in own}
-    known = ids.union(each.call_id for each in later)
-    if not all(known.issuperset(each.undoes) for each in later):
+        raise LookupError(f"the history no longer has what changed since {moment.name}")
+    ids, known = own.first.keys(), {each.call_id for each in later}
+    if not all(other in ids or other in known for each in later for other in each.undoes):
         later = [*read, *rest]  # an undo of an older undo: all of it decides whose it is
     undoes = _undone_by(later, ids)
     thread = {_OLDER}

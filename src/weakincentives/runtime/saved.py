@@ -12,18 +12,21 @@ import base64
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from weakincentives import locks
 from weakincentives.call import ToolCall
+from weakincentives.collector import no_collection
 from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
@@ -35,6 +38,7 @@ from weakincentives.runtime.conversation import (
     last_conversation,
     without_rewound,
 )
+from weakincentives.runtime.index import MESSAGES, CallIndex, Moment
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 from weakincentives.serde import freeze, thaw
 from weakincentives.serde.exact import StoredBytes, current_name
@@ -63,11 +67,20 @@ _HAS_STORED = f'"{_STORED}"'.encode()
 _DIGESTS = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
 _LARGE = 1_000
 """Characters of base64; fewer stay in the line."""
+_BLOCK = 64 << 10
+"""Bytes that are read first where a file is read from its end."""
+_SOON = 1.0
+"""Seconds after its end in which a call is normally committed."""
+INHERITED = "inherited_calls"
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _UNKNOWN = (
     "The process was killed before this call was recorded, so the call is not re-run. {}\n"
     "Check the present state before you continue"
 )
+
+
+def _unknown(why: str) -> ToolResult[Any]:
+    return ToolResult.error(_UNKNOWN.format(why), code="OUTCOME_UNKNOWN")
 
 
 def not_undone(history: Sequence[Committed]) -> set[str]:
@@ -126,6 +139,7 @@ class SavedSession:
         self._names: dict[str, type] = {}
         self._stops: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._index = CallIndex(inherited_calls(about))
 
     @classmethod
     def create(
@@ -172,6 +186,8 @@ class SavedSession:
             session = Session.from_snapshot(data.snapshot(types), **options)
             saved = cls(path, session, data.about, fd, data.size)
             saved._seals, incomplete = data.seals, data.incomplete
+            if not incomplete:  # else it is made when it is first needed
+                saved._index = CallIndex.of(data.log, inherited_calls(data.about))
             (present,) = session.states_passed()
             for _, slice_type, values in present.slices():
                 name = type_name(slice_type)
@@ -299,29 +315,34 @@ class SavedSession:
         by default the workspace's own. If neither is possible, it is recorded as unknown.
         """
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
-        on_record = {r.call_id for r in self.session[ToolInvoked].all() if not r.suspended}
-        history = files.history()
-        asked = [call for said in self.session[Message].all() for call in said.tool_calls]
+        index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
-        hosted = {each.call_id: each.tool_name for each in ledger.calls(f"{self.mark}:")}
-        hosted |= {c.call_id: c.tool for c in history if c.call_id.startswith(f"{self.mark}:")}
-        asked += [ToolCall(tool, None, call_id) for call_id, tool in hosted.items()]
+        hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}
+        outcomes = {call_id: ledger.find(call_id) for call_id in (*index.unrecorded, *hosted)}
+        # The files of a call whose outcome was unknown may have been committed long ago.
+        is_old = any(e and e.files and e.outcome == "committed" for e in outcomes.values())
+        history = [*_unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
+        for each in history:
+            if each.call_id.startswith(mark) and each.call_id not in index.made:
+                hosted[each.call_id] = each.tool
+                outcomes.setdefault(each.call_id, ledger.find(each.call_id))
         live = not_undone(history)
         undone: list[str] = []
-        for call in reversed(asked):  # newest first: later changes may depend on earlier ones
-            found = None if call.id in on_record else ledger.find(call.id)
-            if call.id in on_record or (found is None and call.id not in live):
+        # Newest first: later changes may depend on earlier ones.
+        for call_id, found in reversed(outcomes.items()):
+            if found is None and call_id not in live:
                 continue
+            call = self._asked(call_id) or ToolCall(hosted[call_id], None, call_id)
             if found is not None and found.outcome == "committed":
-                self._record_answer(call, found, lost_files=found.files and call.id not in live)
+                self._record_answer(call, found, lost_files=found.files and call_id not in live)
                 ledger.end(found)
-            elif call.id in live and (found is None or found.outcome != "unknown"):
+            elif call_id in live and (found is None or found.outcome != "unknown"):
                 try:
-                    files.undo(call.id)
-                    undone.append(call.id)
+                    files.undo(call_id)
+                    undone.append(call_id)
                 except UndoRefused as error:
-                    _logger.warning("the file changes of call %s stay: %s", call.id, error)
-                    self._record(call, _UNKNOWN.format(f"Its changes stay: {error}"))
+                    _logger.warning("the file changes of call %s stay: %s", call_id, error)
+                    self.record(call, _unknown(f"Its changes stay: {error}"))
         self.save()
         return tuple(reversed(undone))
 
@@ -357,8 +378,7 @@ class SavedSession:
             raise IndexError(f"there is no message {number}; there are {len(messages)}")
         target = messages[number - 1]
         self.save()  # so that the file has all messages
-        before = SavedSessionData.read(self.path, until=(type_name(Message), target.place))
-        state = before.snapshot(kind for _, kind, _ in self.session.snapshot_here().slices())
+        state, _ = self.state_at((MESSAGES, target.place))
         notes: tuple[str, ...] = ()
         with locks.undisturbed():  # Ctrl-C must not leave the files rewound without the rest
             if files is not None:
@@ -381,31 +401,117 @@ class SavedSession:
         own = found[0].conversation if found else None
         return without_rewound((n, m) for n, m in messages if not m.depth and m.conversation == own)
 
+    # Going back
+
+    @property
+    def index(self) -> CallIndex:
+        """Where its calls are; costs what is new since it was last asked for."""
+        self._index = self._index.extend(self.session)
+        return self._index
+
+    def moment(self, number: int) -> Moment:
+        """Return when the call with this number was made; costs the calls since.
+
+        Raises:
+            IndexError: There is no such call.
+        """
+        records = self.session.read_slice(ToolInvoked)
+        if not inherited_calls(self.about) < number <= len(records):
+            raise IndexError(f"the run {self.path.stem} has no call {number}")
+        outer, *later = records.newer_than(number - 1)
+        for place, each in enumerate(later, number + 1):  # a call ends after those nested in it
+            if not outer.nested_in:
+                break
+            if each.call_id == outer.nested_in:
+                outer, number = each, place
+        return Moment(
+            name=f"{self.mark}/{number}",
+            call_id=outer.call_id,
+            number=number,
+            began=outer.timestamp,
+            end=outer.timestamp + outer.duration,
+            success=outer.success,
+        )
+
+    def state_at(self, until: Until, *, through: bool = False) -> tuple[Snapshot, int]:
+        """Return all STATE slices and the number of messages as saved before a save, or by it.
+
+        Costs what was saved since then; for a slice that has changed since, also what was saved
+        between its last change before then and then.
+
+        Raises:
+            SnapshotError: There are values of unknown types, or the file is damaged.
+        """
+        self.save()
+        present = {type_name(kind): (kind, values) for kind, values in self._saved.items()}
+        kinds = [kind for kind, _ in present.values()]
+        saves = self._saves_newest_first()
+        _, changed, logs = _gone_back(saves, until, through=through, logs=(MESSAGES,))
+        state = {
+            kind: values
+            for policy, kind, values in self.session.snapshot_here().slices()
+            if policy is SlicePolicy.STATE and type_name(kind) not in changed
+        }
+        for name, before in changed.items():
+            kind, values = present.get(name, (None, EMPTY))
+            values, rest = values.first(before.kept), before.rest
+            if any(map(_is_unsaved, rest)):
+                _warn_of_incomplete(name)
+                continue
+            if rest:
+                older = Snapshot.from_items({name: rest}, {}, 0.0, types=kinds)
+                ((kind, added),) = older.state.items()
+                for each in added.all():
+                    values = values.append(each)
+            if kind is not None and len(values):
+                state[kind] = values
+        messages = logs.get(MESSAGES)
+        known = len(self._saved.get(Message, ())) if messages is None else messages.size
+        return Snapshot(state, {}), known
+
+    def _saves_newest_first(self) -> Generator[Any]:
+        """Yield the saves as JSON data, reading the file from its end."""
+        end, block, rest = self._size, _BLOCK, b""
+        while end:
+            begin = max(end - block, 0)
+            data = os.pread(self._fd, end - begin, begin) + rest
+            first, *lines = data.split(b"\n")[:-1]
+            place = begin + len(data)
+            for line in reversed(lines):
+                place -= len(line) + 1
+                text = self._seals.unsealed(line, place)
+                if text is None:
+                    raise SnapshotError(f"{self.path} is damaged at byte {place}")
+                yield _save_of(text, self.path)
+            end, block, rest = begin, block * 2, first + b"\n"  # the last one is the head
+
+    def _asked(self, call_id: str) -> ToolCall | None:
+        place = self._index.unrecorded.get(call_id)
+        message = None if place is None else self.session.read_slice(Message).at(place)
+        return message and next(each for each in message.tool_calls if each.id == call_id)
+
     def _record_answer(self, call: ToolCall, found: CallOutcome, *, lost_files: bool) -> None:
         if lost_files:
             answer = f" It answered: {found.message}" if found.message else ""
             lost = f"It took effect outside, but its changes to files were lost.{answer}"
-            self._record(call, _UNKNOWN.format(lost))
+            self.record(call, _unknown(lost))
         else:
-            self._record(call, found.message, success=True)
+            self.record(call, ToolResult.ok(None, found.message))
             note_success(call.name, self.session)
         self.session.dispatch(found)
 
-    def _record(self, call: ToolCall, message: str, *, success: bool = False) -> None:
-        result: ToolResult[Any] = (
-            ToolResult.ok(None, message)
-            if success
-            else ToolResult.error(message, code="OUTCOME_UNKNOWN")
-        )
+    def record(self, call: ToolCall, result: ToolResult[Any], began: float | None = None) -> None:
+        """Put a call on record that was not made by the runtime; by default, it began now."""
+        now = self.session.clock.time()
         result.call_id = call.id
         self.session.dispatch(
             ToolInvoked(
                 tool_name=call.name,
                 params=call.params,
                 result=result,
-                success=success,
-                timestamp=self.session.clock.time(),
-                duration=0.0,
+                success=result.success,
+                timestamp=now if began is None else began,
+                duration=0.0 if began is None else now - began,
                 call_id=call.id,
                 ran=True,
             )
@@ -512,27 +618,25 @@ class SavedSessionData:
     """When it was last saved."""
     resumed: list[float] = field(default_factory=list[float])
     """The times of ``SavedSession.mark_resumed``."""
-    size: int = 0
-    """The length of the complete lines."""
+    saves: list[Any] = field(default_factory=list[Any])
+    """All of them, oldest first."""
+    ends: list[int]
+    """The length of the first line, and where each save ends in the file."""
     seals: Seals
     """The seals of its saves."""
     damage: str = ""
     """What is wrong with the rest of the file, if only a part of it could be read."""
 
+    @property
+    def size(self) -> int:
+        """The length of the complete lines."""
+        return self.ends[-1]
+
     @classmethod
-    def read(
-        cls,
-        path: Path,
-        *,
-        partly: bool = False,
-        until: tuple[str, int] | None = None,
-        through: bool = False,
-    ) -> SavedSessionData:
+    def read(cls, path: Path, *, partly: bool = False) -> SavedSessionData:
         """Read a file, even while it is being written.
 
         With ``partly``, return what precedes the first damaged line: for display, not to resume.
-        With ``until``, the name of a slice and a place, return what precedes the save that first
-        filled this place; with ``through``, that save, too.
 
         Raises:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
@@ -541,14 +645,10 @@ class SavedSessionData:
         saves = Saves(path)
         data = saves.head
         try:
-            for place, line in saves.new():
-                is_last = until is not None and _fills(line, *until)
-                if is_last and not through:
-                    break
-                data.add(line)
-                data.size = place.end
-                if is_last:
-                    break
+            with no_collection():
+                for place, save in saves.new():
+                    data.add(save)
+                    data.ends.append(place.end)
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
         data.damage = saves.damage
@@ -559,9 +659,27 @@ class SavedSessionData:
             )
         return data
 
+    def back_to(self, until: Until, *, through: bool) -> SavedSessionData:
+        """Return what had been saved before a save, or up to its end."""
+        undone, *changes = _gone_back(reversed(self.saves), until, through=through)
+        saves = self.saves[: len(self.saves) - undone]
+        state, log = (
+            {**now, **{name: now[name][: each.kept] + each.rest for name, each in then.items()}}
+            for now, then in zip((self.state, self.log), changes, strict=True)
+        )
+        return replace(
+            self,
+            state=state,
+            log=log,
+            at=float(saves[-1]["at"]) if saves else self.began,
+            saves=saves,
+            ends=self.ends[: len(saves) + 1],
+        )
+
     def add(self, line: Any) -> None:
         """Apply one save."""
         self.at = float(line["at"])
+        self.saves.append(line)
         if not line["state"] and not line["log"]:
             self.resumed.append(self.at)
         for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
@@ -623,7 +741,7 @@ class SavedSessionData:
         """Return the session's state; its types must be known here."""
         incomplete = self.incomplete
         for name in incomplete:
-            _logger.warning("the slice of %s was not saved completely", name.rpartition(":")[2])
+            _warn_of_incomplete(name)
         state = {name: each for name, each in self.state.items() if name not in incomplete}
         log = {
             name: [v for v in each if not _is_unsaved(v)] if name in incomplete else each
@@ -663,10 +781,9 @@ class Saves:
                 " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
             )
         try:
-            self.head = _from_head(json.loads(text), _seals_after(text))
+            self.head = _from_head(json.loads(text), _seals_after(text), len(first))
         except _UNREADABLE as error:
             raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        self.head.size = len(first)
         self._end, self._number = len(first), 1
 
     def new(self) -> Generator[tuple[SavePlace, Any]]:
@@ -680,7 +797,7 @@ class Saves:
                 self.damage = f"line {self._number + 1} of {self.path} is damaged or not ours"
                 return
             place = SavePlace(self._end, self._end + len(sealed) + 1)
-            yield place, self._values(text)
+            yield place, _save_of(text, self.path)
             self._end, self._number = place.end, self._number + 1
 
     def at(self, places: Iterable[SavePlace]) -> Generator[Any]:
@@ -692,11 +809,7 @@ class Saves:
                 text = self.head.seals.unsealed(sealed, place.start)
                 if text is None:
                     raise SnapshotError(f"{self.path} has changed while it was read")
-                yield self._values(text)
-
-    def _values(self, text: bytes) -> Any:
-        line = _parsed(text)
-        return _with_stored(line, self.path) if _HAS_STORED in text else line
+                yield _save_of(text, self.path)
 
 
 def _with_replaced(text: bytes, name: str, place: int, value: Any) -> bytes:
@@ -709,11 +822,116 @@ def _with_replaced(text: bytes, name: str, place: int, value: Any) -> bytes:
     return text
 
 
-def _fills(line: Any, name: str, place: int) -> bool:
-    changes = line["log"].items()
+# Going back
+
+Until: TypeAlias = tuple[str, int]
+"""A save: the newest that filled this place in the LOG slice of this name."""
+
+
+class _Before:
+    """How a slice was at an earlier time: some of its present values, and others after them."""
+
+    __slots__ = ("_end", "_parts", "kept", "size")
+
+    def __init__(self, kept: int) -> None:
+        self.kept = kept
+        self.size = 0
+        self._parts: list[list[Any]] = []
+        self._end: int | None = None
+        """Values from here on are known; those before ``kept`` are the present ones."""
+
+    def add(self, kept: int, items: list[Any]) -> bool:
+        """Add the next older change; returns whether all is known."""
+        if self._end is None:
+            self._end = self.size = kept + len(items)
+            self.kept = min(self.kept, self.size)
+        start = max(kept, self.kept)
+        if start < self._end:
+            self._parts.append(items[start - kept : self._end - kept])
+            self._end = start
+        return self._end <= self.kept
+
+    @property
+    def rest(self) -> list[Any]:
+        """The values after those kept, frozen."""
+        return [value for part in reversed(self._parts) for value in part]
+
+
+def _gone_back(
+    newest_first: Iterable[Any],
+    until: Until,
+    *,
+    through: bool,
+    logs: Container[str] | None = None,
+) -> tuple[int, dict[str, _Before], dict[str, _Before]]:
+    """Return the number of saves since another, and the STATE and LOG slices changed since.
+
+    With ``through``, that save itself is not one of them. Of the LOG slices, only those named in
+    ``logs``, or all. Reads no more saves than it needs.
+    """
+    state: dict[str, _Before] = {}
+    log: dict[str, _Before] = {}
+    undone, saves = 0, iter(newest_first)
+    for save in saves:
+        is_last = _fills(save, *until)
+        if is_last and through:
+            saves = chain([save], saves)
+            break
+        undone += 1
+        for found, name, kept, _ in _changes(save, state, log, logs):
+            if name not in found:
+                found[name] = _Before(kept)
+            elif kept < found[name].kept:
+                found[name].kept = kept
+        if is_last:
+            break
+    open_state, open_log = dict(state), dict(log)
+    while open_state or open_log:
+        save = next(saves, None)
+        if save is None:
+            break
+        for found, name, kept, items in _changes(save, open_state, open_log):
+            if name in found and found[name].add(kept, items):
+                del found[name]
+    for before in (*open_state.values(), *open_log.values()):
+        before.kept = 0  # it was not there yet
+    return undone, state, log
+
+
+def _changes(
+    save: Any,
+    state: dict[str, _Before],
+    log: dict[str, _Before],
+    logs: Container[str] | None = None,
+) -> Generator[tuple[dict[str, _Before], str, int, list[Any]]]:
+    """Yield what a save changed, with the dictionary that is for it."""
+    for name, (kept, items) in save["state"].items():
+        yield state, current_name(name), kept, items
+    for name, (kept, items) in save["log"].items():
+        if logs is None or current_name(name) in logs:
+            yield log, current_name(name), kept, items
+
+
+def _fills(save: Any, wanted: str, place: int) -> bool:
     return any(
-        current_name(each) == name and kept + len(items) > place for each, (kept, items) in changes
+        kept <= place < kept + len(items) and current_name(name) == wanted
+        for name, (kept, items) in save["log"].items()
     )
+
+
+def _unsaved_commits(
+    newest_first: Iterable[Committed], made: Mapping[str, tuple[float, float]]
+) -> Generator[Committed]:
+    """Yield the newest commits, up to one that is on record: all older ones are, too.
+
+    The calls of a session are committed and recorded in the same order.
+    """
+    for each in newest_first:
+        yield each
+        began, end = made.get(each.call_id, (math.inf, 0.0))
+        # An id may be used again: then another commit has it, at another time.
+        if began <= each.time <= end + _SOON:
+            return
 
 
 def _head(
@@ -760,7 +978,12 @@ def _share_media(path: Path, target: Path, lines: Iterable[bytes]) -> None:
                 _store(_media_directory(target), source.read_bytes())
 
 
-def _from_head(line: Any, seals: Seals) -> SavedSessionData:
+def inherited_calls(about: Mapping[str, object]) -> int:
+    """Return how many calls a run has from the run that it was forked from, which lists them."""
+    return int(cast("int", about.get(INHERITED, 0)))
+
+
+def _from_head(line: Any, seals: Seals, size: int = 0) -> SavedSessionData:
     if line["wink_session"] != VERSION:
         raise ValueError(f"unknown version {line['wink_session']!r}")
     began = float(line["began"])
@@ -770,18 +993,20 @@ def _from_head(line: Any, seals: Seals) -> SavedSessionData:
         began=began,
         about=thaw(line["about"]),
         at=began,
+        ends=[size],
         seals=seals,
     )
 
 
-def _parsed(text: bytes) -> Any:
-    """Return JSON data; twice as fast as ``json.loads`` alone."""
+def _save_of(text: bytes, path: Path) -> Any:
+    """Return a save as JSON data; twice as fast as ``json.loads`` alone."""
     from pydantic_core import from_json
 
     try:
-        return from_json(text, cache_strings="keys")
+        line = from_json(text, cache_strings="all")  # names of types are values
     except ValueError:  # nested too deeply for it, for example
-        return json.loads(text)
+        line = json.loads(text)
+    return _with_stored(line, path) if _HAS_STORED in text else line
 
 
 def _seals_after(head: bytes) -> Seals:
@@ -813,6 +1038,10 @@ def _readable(data: bytes) -> Generator[bytes]:
             return
         place += len(line) + 1
         yield json.dumps(values).encode()
+
+
+def _warn_of_incomplete(name: str) -> None:
+    _logger.warning("the slice of %s was not saved completely", name.rpartition(":")[2])
 
 
 def _is_unsaved(value: Any) -> bool:

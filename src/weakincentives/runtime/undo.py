@@ -9,7 +9,7 @@ from pathlib import Path
 from weakincentives.errors import UndoRefused
 from weakincentives.filesystem import Branch, Committed, FileChange, HostFilesystem
 from weakincentives.filesystem.diffs import Detail
-from weakincentives.runtime.at import outermost
+from weakincentives.runtime.at import moment_of
 from weakincentives.runtime.calls import Call, Calls, Run, in_place
 from weakincentives.runtime.rewind import REWIND, Parts, since
 
@@ -95,7 +95,7 @@ def preview_rewind(
     if parts == "conversation":
         return RewindPreview()
     history = calls.history_of(call)
-    undone = since(outermost(call), run, history.newest_first(), before=before)
+    undone = since(moment_of(call), run.index, history.newest_first(), before=before)
     edited = history.changed_since(undone)
     if not force and any(edited.values()):
         raise UndoRefused({path: by for path, by in edited.items() if by})
