@@ -13,7 +13,7 @@ import pytest
 
 from weakincentives import Tool, ToolContext, ToolResult
 from weakincentives.call import RunContext
-from weakincentives.logs import CallFilter, configure_logging, get_logger
+from weakincentives.logs import CallFilter, Redaction, configure_logging, get_logger
 from weakincentives.runtime import Session
 
 ours = get_logger("tests.ours")
@@ -252,3 +252,62 @@ def test_no_text_of_others_acts_on_a_terminal_or_looks_like_a_line_of_its_own(
     first, second = stream.getvalue().splitlines()
     assert first.endswith("it said: \\x1b[2J\\u202e")
     assert second.startswith("    2026-01-01")
+
+
+# Secrets
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the key is hunter2-hunter2!", "the key is (the key)!"),
+        ("?key=hunter2-hunter2&x=1", "?key=(the key)&x=1"),
+        ("https://me:s3cret-word@host/x", "https://(the key)@host/x"),
+        ("Authorization: Bearer abcdef.123456", "Authorization: Bearer (the key)"),
+        ("sk-proj-0123456789abcdefghijAB", "(the key)"),
+        ("ghp_0123456789abcdefghijABCDEFGHIJ012345", "(the key)"),
+        ("AKIAIOSFODNN7EXAMPLE", "(the key)"),
+        ("export DB_PASSWORD=abc12345678", "export DB_PASSWORD=(the key)"),
+        ("+SECRET_KEY=abc12345678", "+SECRET_KEY=(the key)"),
+        ("api_key = 'abcdefgh123'", "api_key = '(the key)'"),
+        ('{"auth_token": "abcdefgh123"}', '{"auth_token": "(the key)"}'),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nMIIB\n-----END RSA PRIVATE KEY-----\nrest",
+            "-----BEGIN RSA PRIVATE KEY-----(the key)\n\n-----END RSA PRIVATE KEY-----\nrest",
+        ),
+    ],
+)
+def test_a_secret_is_replaced_and_lines_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, text: str, shown: str
+):
+    monkeypatch.setenv("SHOP_API_KEY", "hunter2-hunter2")
+
+    assert Redaction()(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token = next_token()",
+        "password: Optional[str] = None",
+        "key = 'the name of a field'",
+        "monkey = 'abcdefghijk'",
+        "api_key=os.environ['X']",
+        "SECRET_KEY=$(cat key.txt)",
+        "see https://host/a@b and me@host",
+        "class sk-cube-grid",
+    ],
+)
+def test_source_code_that_only_names_secrets_stays_as_it_is(text: str):
+    assert Redaction()(text) == text
+
+
+def test_in_data_the_values_of_secret_names_are_replaced():
+    data = {
+        "api_key": "abcdefghij",
+        "tokens": 5,
+        "key": "src/settings.py",
+        "list": [{"secret": "x"}],
+    }
+
+    assert Redaction().value(data) == {**data, "api_key": "(the key)"}

@@ -160,18 +160,38 @@ def test_the_readme_on_an_index_has_no_link_that_leads_nowhere(built: Path):
     assert "source distribution" in prose
 
 
+def test_the_page_of_the_debugger_is_in_the_wheel_built_and_without_its_source(built: Path):
+    (wheel,) = built.glob("*.whl")
+    place = "weakincentives/debugger/"
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(place)]
+
+    page = {f"{place}static/{name}" for name in ("index.html", "app.js", "app.css", "LICENSES.txt")}
+    assert {name for name in names if "/static/" in name} == page
+    assert [name for name in names if name.endswith((".ts", ".tsx")) or "/ui/" in name] == []
+
+
+def test_the_source_of_the_page_is_in_the_source_distribution(unpacked: Path):
+    source = unpacked / "src" / "weakincentives" / "debugger" / "ui"
+
+    assert (source / "package-lock.json").is_file()
+    assert list(source.rglob("*.tsx"))
+    assert not (source / "node_modules").exists()
+
+
 @pytest.mark.heavy
 def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, tmp_path: Path):
     (wheel,) = built.glob("*.whl")
     assert wheel.name.startswith("wink_runtime-")
     names = zipfile.ZipFile(wheel).namelist()
     data = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert {str(path.relative_to(SOURCE.parent)) for path in data} <= set(names)
+    shipped = [path for path in data if not path.is_relative_to(SOURCE / "debugger" / "ui")]
+    assert {str(path.relative_to(SOURCE.parent)) for path in shipped} <= set(names)
     python = tmp_path / "empty" / "bin" / "python"
     install = _new_environment(tmp_path / "empty", python)
     subprocess.run([*install, str(wheel)], check=True)
 
-    extra = [name for name in MODULES if name.split(".")[1] in ("cli", "integrations", "mcp")]
+    with_extras = ("cli", "debugger", "integrations", "mcp", "serving")
+    extra = [name for name in MODULES if name.split(".")[1] in with_extras]
     core = [name for name in MODULES if name not in extra]
     program = (
         "import importlib, importlib.util\n"
@@ -210,6 +230,22 @@ def test_a_built_wheel_in_an_empty_environment_holds_every_package(built: Path, 
     assert shown.returncode == 0, shown.stderr
     assert "rolled back" in shown.stdout
     assert "Traceback" not in shown.stderr
+
+    def debugged(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [wink, *arguments, "-w", tmp_path / "demo"],
+            capture_output=True, text=True, check=False, cwd=tmp_path,
+        )  # fmt: skip
+
+    answer = debugged("query", "select run, count(*) from calls group by run", "--format", "csv")
+    run = answer.stdout.splitlines()[1].partition(",")[0]
+    exported = debugged("export", run, "-o", "run.html")
+    assert (exported.returncode, exported.stderr) == (0, "")
+    assert 'id="wink-data"' in (tmp_path / "run.html").read_text()
+    refused = debugged("debug", "--no-open")
+    assert refused.stderr == (
+        "wink: starlette is not installed: run `pip install 'wink-runtime[debug]'`\n"
+    )
 
 
 def _new_environment(place: Path, python: Path) -> list[str]:

@@ -80,6 +80,9 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "mcp --suites files,p": ["files,planning", "files,python"],
         "run x --branch pa": ["parser"],
         "branch me": ["merge"],
+        "debug 2": [run.id],
+        "export 2": [run.id],
+        "query al": ["all"],
         "branch drop pa": ["parser"],
     }
 

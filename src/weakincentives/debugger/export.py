@@ -231,13 +231,11 @@ class _Cleaner:
         return self._shortened(self._redaction.value(value))
 
     def run(self, value: Json) -> Json:
-        """Clean what lists show: texts that were cut, maybe in the middle of a secret."""
-        found = cast("Json", self(value))
-        for each in (*found["turns"], *found["calls"]):
-            for name in ("text", "user", "summary", "error"):
-                if name in each:
-                    each[name] = _without_last_word(each[name])
-        return found
+        lists = {name: [_whole_words(each) for each in value[name]] for name in ("turns", "calls")}
+        return self(value | lists)
+
+    def call(self, value: Json) -> Json:
+        return self(value | _whole_words({name: value[name] for name in _CUT_IN_CALLS}))
 
     def versions(self, value: Json) -> Json:
         """Clean the versions of a file; every text has as many lines as before."""
@@ -275,10 +273,16 @@ class _Cleaner:
 
 _CUT_AT = (80, 200, 400)
 """Characters at which texts in lists are cut."""
+_CUT_IN_CALLS = ("summary", "error")
+_CUT = ("text", "user", *_CUT_IN_CALLS)
 
 
-def _without_last_word(text: str) -> str:
-    """Return a text that was cut without its last word: it may be the beginning of a secret."""
+def _whole_words(row: Json) -> Json:
+    """Return a row of a list, its texts cut after a word: not in the middle of a secret."""
+    return row | {name: _whole_word(row[name]) for name in _CUT if name in row}
+
+
+def _whole_word(text: str) -> str:
     if text.endswith("...") or len(text) in _CUT_AT:
         return f"{text.removesuffix('...').rpartition(' ')[0]}..."
     return text
@@ -382,7 +386,7 @@ class _Data:
             value = self._cleaner(views.slices(run, key))
             self._add(_Rank.SLICE, f"{start}/slices?key={quote_key(key)}", value)
         for number in [each["n"] for each in view["calls"]]:
-            value = self._cleaner(views.call(run, number))
+            value = self._cleaner.call(views.call(run, number))
             self._add(_Rank.CALL, f"{start}/calls/{value['n']}", value)
         for path in sorted(changed - {""}):
             value = self._cleaner.versions(views.versions(run, path))

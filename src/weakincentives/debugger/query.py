@@ -10,7 +10,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -38,7 +38,7 @@ _STEPS = 10_000
 """Instructions of SQLite between two looks at the clock."""
 
 Value: TypeAlias = str | int | float | bytes | None
-Row: TypeAlias = tuple[Value, ...]
+Row: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +270,13 @@ class _Tables:
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[Row]:
         """Yield the values of some columns of a table."""
         makers = {"calls": self._call_rows, "changes": self._changes, "events": self._events}
-        for row in makers[table]("result" in columns):
+        for row in makers[table](columns):
             yield tuple(_stored(row.get(column)) for column in columns)
 
-    def _call_rows(self, with_results: bool) -> Iterator[Mapping[str, object]]:
+    def _call_rows(self, columns: Collection[str]) -> Iterator[Mapping[str, object]]:
         turns: dict[tuple[str, str], int] = {}
         answers: dict[tuple[str, str], object] = {}
-        for run, events in self._all_events():
+        for run, events in self._all_events() if {"turn", "result"} & set(columns) else ():
             for event in events:
                 fields = event.fields
                 if event.kind == _MESSAGE and fields.get("role") == "tool":
@@ -295,11 +295,11 @@ class _Tables:
                 "branch": call.branch or None,
                 **_recorded(call),
             }
-            if with_results and call.record is not None:
+            if "result" in columns and call.record is not None:
                 row["result"] = answers.get((run_id, call.call_id)) or call.shown
             yield row
 
-    def _changes(self, _: bool) -> Iterator[Mapping[str, object]]:
+    def _changes(self, _: Collection[str]) -> Iterator[Mapping[str, object]]:
         for call in self._calls.with_files(self._found()):
             for each in call.files:
                 yield {
@@ -317,9 +317,15 @@ class _Tables:
     def _found(self) -> list[Call]:
         if self._run is not None:
             return self._calls.of_run(self._run)
-        return self._calls.latest(None)
+        found: list[Call] = []
+        for run in self._runs:
+            with suppress(OSError, SnapshotError):  # nothing was saved yet, or it is not ours
+                found += self._calls.of_run(run)
+        for branch in ("", *self._calls.branches):
+            found += [each for each in self._calls.changed(branch) if each.run is None]
+        return sorted(found, key=lambda call: (call.time, call.number))
 
-    def _events(self, _: bool) -> Iterator[Mapping[str, object]]:
+    def _events(self, _: Collection[str]) -> Iterator[Mapping[str, object]]:
         for run, events in self._all_events():
             for n, event in enumerate(events, 1):
                 fields = event.fields
