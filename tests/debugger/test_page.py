@@ -339,6 +339,17 @@ def test_two_calls_are_compared_side_by_side(tab: Tab, expect: Any):
     expect(panel.locator(".merge .cm-merge-b")).to_contain_text("value_25 = 25")
 
 
+def test_no_key_is_lost_however_fast_they_come(tab: Tab, expect: Any):
+    tab.keys("g", *"jjjjjjjj", "e")
+    expect(tab.find("dialog", "Edit call 9, put, and rerun")).to_be_visible()
+    tab.keys("Escape", "r")
+    expect(tab.find("dialog", "Rewind to call 9, put")).to_be_visible()
+    tab.keys("Escape", "j", "k", "k", "2", "3", "1", "?")
+    expect(tab.find("dialog", "Keys")).to_be_visible()
+    tab.keys("Escape")
+    expect(tab.call).to_contain_text("#8 ")
+
+
 def test_the_keys_are_listed(tab: Tab, expect: Any):
     tab.keys("?")
     dialog = tab.find("dialog", "Keys")

@@ -72,9 +72,6 @@ def diff_style(line: str) -> str:
 
 # Workspaces and runs
 
-PATIENCE = 3.0
-"""Seconds to wait for a call of another process, for a command that only takes a moment."""
-
 
 def existing_directory(path: Path) -> Path:
     """Return a directory that can be read, resolved; otherwise raise Misuse."""
@@ -142,6 +139,7 @@ def opened_workspace(
 ) -> HostFilesystem:
     """Open a directory; raises WorkspaceLocked if another process has it alone."""
     from weakincentives.filesystem import HostFilesystem
+    from weakincentives.runtime.undo import PATIENCE
 
     try:
         return HostFilesystem(

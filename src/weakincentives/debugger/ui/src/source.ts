@@ -103,7 +103,9 @@ class Embedded implements Source {
   }
 
   private async unpack(n: number): Promise<Block> {
-    const bytes = Uint8Array.from(atob(this.data.blocks[n] ?? ""), (c) => c.charCodeAt(0));
+    const packed = atob(this.data.blocks[n] ?? "");
+    const bytes = new Uint8Array(packed.length);
+    for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i);
     const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     return (await new Response(plain).json()) as Block;
   }

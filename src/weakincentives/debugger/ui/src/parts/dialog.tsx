@@ -10,13 +10,18 @@ export function Dialog({ title, close, children }: { title: string; close: () =>
     node.current?.showModal();
     return () => before instanceof HTMLElement && before.isConnected && before.focus();
   }, []);
+  // At once: the browser tells of a closed dialog later, maybe after the next key has opened another.
+  const cancel = (event: Event) => {
+    event.preventDefault();
+    close();
+  };
   return (
-    <dialog ref={node} aria-labelledby="dialog-title" onClose={close}
-      onClick={(e) => e.target === node.current && node.current?.close()}>
+    <dialog ref={node} aria-labelledby="dialog-title" onCancel={cancel} onClose={close}
+      onClick={(e) => e.target === node.current && close()}>
       <div class="dialog">
         <header>
           <h2 id="dialog-title">{title}</h2>
-          <button type="button" class="small" aria-label="Close" onClick={() => node.current?.close()}>✕</button>
+          <button type="button" class="small" aria-label="Close" onClick={close}>✕</button>
         </header>
         {children}
       </div>

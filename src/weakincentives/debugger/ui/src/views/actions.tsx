@@ -22,8 +22,9 @@ export function CallActions({ run, row, call, wanted, want }: {
     <button type="button" title={title} disabled={disabled} onClick={() => want(action)}>{label}</button>
   );
   useEffect(() => {
-    if (call && wanted && !open) say("There is nothing to undo");
-    if (call && !open) close();
+    if (!call || !wanted || open) return;
+    say("There is nothing to undo");
+    close();
   }, [call, wanted]);
   return (
     <div class="actions" role="group" aria-label="Actions at this call">

@@ -1,6 +1,6 @@
 // One run: the scrubber, the timeline, and a panel for the chosen call or the world at it.
 
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { filtered, isProblem, rows, type Filter, type Point } from "../model.ts";
 import { count, day, Empty, lasted, money, short, Tag } from "../parts/bits.tsx";
 import { useKeys, type Shortcut } from "../keys.ts";
@@ -53,7 +53,7 @@ export function RunPage({ view, place, workspace, version, writable }: {
     if (action) go({ panel: "call", call }, "replace");
     want(action);
   };
-  useEffect(() => want(""), [call]);
+  useLayoutEffect(() => want(""), [call]); // not later: the next key may be an action
   const visit = (which: string) => document.querySelector<HTMLButtonElement>(`[data-visit="${which}"]:not(:disabled)`)?.click();
   useKeys([
     { keys: ["j", "ArrowDown"], does: "Next call", run: () => move(1) },

@@ -1,6 +1,6 @@
 // Search in what the model said, arguments, results and the contents of files.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { useData } from "../data.ts";
 import { distinct } from "../model.ts";
 import { count, Empty, Problem } from "../parts/bits.tsx";
@@ -15,11 +15,19 @@ export function SearchPanel({ view, query, calls, shown, version }: {
 }) {
   const [typed, setTyped] = useState(query);
   const [places, setPlaces] = useState(PLACES.map((p) => p[0]));
-  useEffect(() => setTyped(query), [query]);
+  const sent = useRef(query);
+  const send = (text: string) => {
+    sent.current = text;
+    go({ q: text }, "replace");
+  };
   useEffect(() => {
-    const timer = setTimeout(() => go({ q: typed }, "replace"), 200);
+    const timer = setTimeout(() => send(typed), 200);
     return () => clearTimeout(timer);
   }, [typed]);
+  // Back and forward change it, too; what is being typed stays.
+  useLayoutEffect(() => {
+    if (query !== sent.current) setTyped((sent.current = query));
+  }, [query]);
   const asked = query.trim() && places.length ? at.search(view.run.id, query, places) : null;
   const { data, error, loading } = useData<Hits>(asked, version);
   // The filters of the timeline hold here, too.
@@ -28,7 +36,7 @@ export function SearchPanel({ view, query, calls, shown, version }: {
     <div class="search" role="search">
       <input id="search" type="search" aria-label="Search this run" placeholder="Search text, arguments, results and files"
         value={typed} onInput={(e) => setTyped(e.currentTarget.value)}
-        onKeyDown={(e) => e.key === "Enter" && go({ q: typed }, "replace")} />
+        onKeyDown={(e) => e.key === "Enter" && send(typed)} />
       <div class="checks" role="group" aria-label="Search in">
         {PLACES.map(([key, label]) => (
           <label key={key}>
