@@ -1,7 +1,7 @@
 // The run at a glance: the minimap with the scrubber over it, and below it the lanes around the chosen
 // call, which zoom. Both are canvases; the slider is what keyboards and screen readers use.
 
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { slug } from "../parts/bits.tsx";
 import { isProblem, type Point } from "../model.ts";
 import type { CallRow } from "../types.ts";
@@ -89,8 +89,8 @@ function Overview({ calls, point, scrub, zoom, setZoom, scale, index }: Props & 
     };
   }, []);
 
-  const all = spans(calls, scale);
-  const count = Math.min(LANES, calls.reduce((n, c) => Math.max(n, c.lane), 0) + 1);
+  const all = useMemo(() => spans(calls, scale), [calls, scale]);
+  const count = useMemo(() => Math.min(LANES, calls.reduce((n, c) => Math.max(n, c.lane), 0) + 1), [calls]);
   const high = laneHeight(count);
   const [from, to] = windowOf(all, index, ZOOMS[zoom]!);
   useLayoutEffect(() => {
@@ -98,7 +98,7 @@ function Overview({ calls, point, scrub, zoom, setZoom, scale, index }: Props & 
     const colours = palette(mini.current!);
     drawMini(paper(mini.current!, width, 18), width, calls, from, to, scale, all, colours);
     drawLanes(paper(lanes.current!, width, high * count), width, high, calls, all, from, to, index, colours);
-  }, [calls, calls.length, index, width, zoom, scale, theme]);
+  }, [all, index, width, zoom, theme]);
 
   const pick = (event: MouseEvent) => {
     const box = lanes.current!.getBoundingClientRect();
@@ -176,14 +176,19 @@ function drawMini(
   ink: CanvasRenderingContext2D, width: number, calls: CallRow[], from: number, to: number, scale: Scale,
   all: [number, number][], colour: Palette,
 ) {
+  // A column of pixels may stand for many calls: a problem among them is what to see.
+  const columns = new Map<number, CallRow>();
+  for (const [i, call] of calls.entries()) {
+    const x = Math.floor((i / calls.length) * width);
+    const there = columns.get(x);
+    if (!there || (isProblem(call) && !isProblem(there))) columns.set(x, call);
+  }
   const wide = Math.max(1, width / Math.max(1, calls.length));
-  for (const problems of [false, true])
-    for (const [i, call] of calls.entries()) {
-      if (isProblem(call) !== problems) continue;
-      ink.fillStyle = colour(slug(call.outcome));
-      const x = (i / calls.length) * width;
-      ink.fillRect(x, problems ? 1 : 6, Math.max(1, wide - (wide > 3 ? 1 : 0)), problems ? 16 : 6);
-    }
+  for (const [x, call] of columns) {
+    const problem = isProblem(call);
+    ink.fillStyle = colour(slug(call.outcome));
+    ink.fillRect(x, problem ? 1 : 6, wide - (wide > 3 ? 1 : 0), problem ? 16 : 6);
+  }
   if (to - from > 0.999 || !calls.length) return;
   // What the lanes below show.
   const [a, b] = scale === "calls" ? [from, to] : [
