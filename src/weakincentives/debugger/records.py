@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.collector import no_collection
 from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
+from weakincentives.prompt.policies import CompletedTools
 from weakincentives.runtime.calls import Run
 from weakincentives.runtime.conversation import ContextCompacted, Message
 from weakincentives.runtime.rewind import REWIND
@@ -26,8 +27,8 @@ from weakincentives.text import summary_of
 
 _RECORDS, _MESSAGES, _PROMPTS = map(type_name, (ToolInvoked, Message, PromptRendered))
 _COMPACTIONS, _ENDS = type_name(ContextCompacted), type_name(PromptExecuted)
-SHOWN_ELSEWHERE = frozenset({_RECORDS, _MESSAGES, _PROMPTS})
-"""Slices that are the calls, turns and prompts themselves."""
+SHOWN_ELSEWHERE = frozenset({_RECORDS, _MESSAGES, _PROMPTS, type_name(CompletedTools)})
+"""Slices that the timeline shows: calls, turns, prompts, and which tools have succeeded."""
 
 _TEXT, _USER, _ERROR, _SUMMARY = 400, 400, 200, 80
 """Characters that stay in memory."""
