@@ -21,7 +21,7 @@ interface Props {
 }
 
 const LANES = 4;
-const laneHeight = (lanes: number) => (lanes === 1 ? 24 : 14);
+const laneHeight = (lanes: number) => (lanes === 1 ? 24 : 20);
 
 export function Strip(props: Props) {
   const { calls, point, scrub } = props;
