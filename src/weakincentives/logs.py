@@ -153,7 +153,10 @@ _SHAPES = tuple(
         ),
         (  # as in .env
             ("=",),
-            r"(?m)^\+?[ \t]*(?:export )?(?P<variable>[A-Z][A-Z0-9_]*)=(?P<secret>[^\s$(]\S{7,})",
+            r"(?<![\w$])(?P<variable>[A-Z][A-Z0-9_]{0,63})(?P<gap>[ \t]{1,4})?=[ \t]{0,4}[\"']?"
+            r"(?P<secret>(?<=[\"'])[^\"'\n]{8,200}(?=[\"'])"
+            # With spaces it may be source code: a call or an index is no value.
+            r"|(?(gap)[^\s$(\[\"'][^\s(\[]{7,}(?=\s|\Z)|[^\s$(\"']\S{7,}))",
         ),
         (
             ("='", '="', ": '", ': "', "= '", '= "', ":'", ':"'),

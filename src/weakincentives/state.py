@@ -12,6 +12,7 @@ the key. The seal also detects damage.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
@@ -26,8 +27,18 @@ from weakincentives.errors import StateUnavailable
 
 _KEY_SIZE = 32
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_OWN: int = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 SEAL_SIZE = 32
 """Characters of a seal: 128 bits in hexadecimal."""
+
+
+def no_links(path: str, flags: int) -> int:
+    """An opener for files of ours: not for links, pipes and devices that someone has planted."""
+    fd = os.open(path, flags | _OWN)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return fd
 
 
 def state_directory() -> Path:

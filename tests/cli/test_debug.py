@@ -65,19 +65,19 @@ def refused(client: OpenerDirector, request: str | Request) -> tuple[int, str]:
 def test_the_printed_link_opens_the_page_of_the_run_once(project: Path, run: Run):  # noqa: F811
     client = browser()
     with debugging(project, run.mark, "--no-open") as (link, process):
-        address, _, fragment = link.partition("#")
-        base = address.partition("?")[0]
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{40,}", address)
-        assert fragment == f"run={run.id}"
+        base = link.partition("?")[0]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/\?token=[\w-]{40,}", link)
 
         assert refused(browser(), base)[0] == 401
-        with client.open(address) as page:
+        with client.open(link) as page:
+            assert f"url=./#run={run.id}" in page.read().decode()
+        with client.open(base) as page:
             assert b'<div id="app">' in page.read()
         with client.open(f"{base}api/workspace") as answer:
             (found,) = json.load(answer)["runs"]
         with client.open(f"{base}app.js") as script:
             assert script.headers["Content-Type"].startswith("text/javascript")
-        code, told = refused(browser(), address)
+        code, told = refused(browser(), link)
         foreign = Request(f"{base}api/workspace", headers={"Host": "example.org"})
 
         assert (found["id"], found["calls"], found["title"]) == (run.id, 7, "fix the sum")
@@ -101,7 +101,7 @@ def test_it_takes_the_named_port_and_refuses_one_that_is_taken(project: Path):  
             cwd=project, capture_output=True, text=True, check=False,
         )  # fmt: skip
     with debugging(project, "--no-open", "--port", str(port)) as (link, _):
-        assert link.startswith(f"http://127.0.0.1:{port}/?token=")
+        assert link.startswith(f"http://127.0.0.1:{port}/")
 
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"wink: cannot listen on port {port}: .*; choose another\n", done.stderr)

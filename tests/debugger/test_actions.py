@@ -201,6 +201,19 @@ def test_an_edited_call_is_made_in_another_process_and_the_page_sees_both_worlds
     assert sorted(map(tuple, compared["files"])) == [("b.txt", "only a"), ("x.txt", "only b")]
 
 
+def test_the_other_process_runs_nothing_that_an_agent_wrote(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    planted = project.path / "weakincentives"
+    planted.mkdir()
+    (planted / "__init__.py").write_text("raise SystemExit('planted')\n")
+    monkeypatch.chdir(project.path)
+
+    made = project.act(actions.rerun, call=3)
+
+    assert project.ended(made["run"]).has_ended
+
+
 def test_a_large_argument_fits(project: Project):
     """A command line has no room for it."""
     content = "a line of text\n" * 50_000
@@ -314,7 +327,7 @@ def test_approvals_are_answered_from_the_page(waiting: Project):
         "write_file",
         "reversible",
     )
-    assert "+a" in first["diff"]
+    assert "+a" in first["shown"]
     assert waiting.views.get("workspace", {})["approvals"] == [first]
     with pytest.raises(AnswerRefused):
         actions.approve(waiting.path, first["id"], {"approved": True, "digest": "other"})
@@ -363,7 +376,9 @@ def served(project: Project) -> Generator[Callable[[str, Any], tuple[int, Any]]]
         debugger = Debugger(project.views, port=port, actions=Actions.ours())
         serving = serve_app(debugger.app, listening, on_stop=debugger.stop)
         task = asyncio.ensure_future(serving)
-        parts.update(loop=asyncio.get_running_loop(), task=task, token=debugger.token)
+        parts.update(
+            loop=asyncio.get_running_loop(), task=task, token=debugger.token, at=debugger.place
+        )
         ready.set()
         await asyncio.wait([task])
 
@@ -371,7 +386,7 @@ def served(project: Project) -> Generator[Callable[[str, Any], tuple[int, Any]]]
     thread.start()
     ready.wait()
     connection = HTTPConnection("127.0.0.1", port, timeout=240)
-    connection.request("GET", f"/?token={parts['token']}")
+    connection.request("GET", f"{parts['at']}/?token={parts['token']}")
     response = connection.getresponse()
     response.read()
     headers = {
@@ -381,7 +396,7 @@ def served(project: Project) -> Generator[Callable[[str, Any], tuple[int, Any]]]
     }
 
     def post(path: str, body: Any) -> tuple[int, Any]:
-        connection.request("POST", f"/api/{path}", json.dumps(body), headers)
+        connection.request("POST", f"{parts['at']}/api/{path}", json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
 

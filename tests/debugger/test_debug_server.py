@@ -15,6 +15,7 @@ import pytest
 from run_world import Work, opened
 
 from weakincentives.debugger import Views
+from weakincentives.debugger.live import Watch
 from weakincentives.debugger.server import Actions, Debugger
 from weakincentives.errors import WinkError
 from weakincentives.serving import listen, serve_app
@@ -61,7 +62,8 @@ class Server:
         sent = {"Cookie": self.cookie} if self.cookie else {}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {k: v for k, v in sent.items() if v})
+        place = f"{self.debugger.place}{path}"
+        connection.request(method, place, data, {k: v for k, v in sent.items() if v})
         return connection.getresponse()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
@@ -122,8 +124,9 @@ def test_the_link_works_once(server: Server) -> None:
     first.read()
     second = server.open("GET", link)
 
-    assert (first.status, first.headers["Location"]) == (303, "/")
+    assert first.status == 200
     cookie = first.headers["Set-Cookie"]
+    assert f"Path={server.debugger.place}/;" in cookie  # else every server of this host gets it
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
     status, page = read(second)
@@ -135,8 +138,19 @@ def test_the_link_works_once(server: Server) -> None:
 @pytest.mark.parametrize("path", ["/", "/app.js", "/api/workspace", "/api/events", "/nothing"])
 def test_without_the_cookie_nothing_is_answered(server: Server, path: str) -> None:
     assert server.get(path) == (401, "Open the link that `wink debug` prints\n")
-    server.cookie = f"wink_debug_{server.port}=guessed"
+    server.cookie = "wink_debug=guessed"
     assert server.get(path)[0] == 401
+
+
+def test_outside_its_own_path_there_is_nothing_even_with_the_cookie(server: Server) -> None:
+    server.log_in()
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for path in ("/", "/api/workspace", f"{server.debugger.place}x/api/workspace"):
+        connection.request("GET", path, headers={"Cookie": server.cookie})
+        response = connection.getresponse()
+        response.read()
+        assert response.status == 401
+    connection.close()
 
 
 def test_a_wrong_token_does_not_use_up_the_link(server: Server) -> None:
@@ -154,7 +168,7 @@ def test_a_foreign_host_is_refused(server: Server, host: str) -> None:
 
     connection = sockets.create_connection(("127.0.0.1", server.port), timeout=60)
     lines = [
-        "GET /api/workspace HTTP/1.1",
+        f"GET {server.debugger.place}/api/workspace HTTP/1.1",
         f"Host: {host.format(port=server.port)}",
         f"Cookie: {server.cookie}",
         "Connection: close",
@@ -317,6 +331,30 @@ def test_changes_are_told_as_they_happen(server: Server, work: Work) -> None:
     while not (news[0] == "runs" and news[1][0]["state"] == "finished"):
         news = next(stream)
     response.close()
+
+
+def test_what_was_undone_elsewhere_is_told(work: Work) -> None:
+    work.write("b1")
+    watch = Watch(Views(work.files.root))
+    assert list(watch.news())
+    assert list(watch.news()) == []
+
+    work.files.undo(work.files.history()[-1])
+
+    news = [each for _ in range(4) for each in watch.news()]
+    assert news == [("changed", {})]
+
+
+def test_numbers_that_json_does_not_have_are_texts(work: Work) -> None:
+    odd = [{"arguments": {"x": float("nan"), "y": [float("inf")]}}]
+    server = Server(Views(work.files.root, approvals=lambda: odd), Actions())
+    server.start()
+    try:
+        server.log_in()
+        workspace = server.get("/api/workspace")[1]
+    finally:
+        server.stop()
+    assert workspace["approvals"] == [{"arguments": {"x": "nan", "y": ["inf"]}}]
 
 
 def test_the_server_stops_while_a_page_is_open(server: Server) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from weakincentives.debugger import query_run
 from weakincentives.debugger.query import SCHEMA, schema_text
 from weakincentives.errors import QueryError
 from weakincentives.filesystem import HostFilesystem
-from weakincentives.runtime.calls import Run
+from weakincentives.runtime.calls import Run, open_run
+from weakincentives.slices import SlicePolicy, slice_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -172,6 +174,25 @@ def test_a_run_in_progress_can_be_asked_about(project: Path):
     scripted_run(project, [TURNS[0], calls(("look", {})), "Done."], tools=[look])
 
     assert seen == [(1,)]
+
+
+@slice_policy(SlicePolicy.LOG)
+@dataclass(frozen=True)
+class Message:
+    """A type of a user's own, with the name of one of ours."""
+
+    text: tuple[str, ...]
+    role: int
+
+
+def test_events_of_any_type_are_rows(project: Path):
+    with open_run(project) as saved:
+        saved.session.dispatch(Message(("a", "b"), 7))
+        saved.save()
+
+    kind, text, role = rows(project, "select kind, text, role from events")[0]
+    assert str(kind).endswith(":Message")
+    assert (text, role) == ('["a", "b"]', 7)
 
 
 def test_names_that_are_not_unicode_are_escaped(project: Path):

@@ -23,7 +23,7 @@ from weakincentives.debugger.placed import NotFound
 from weakincentives.filesystem import Branch, HostFilesystem
 from weakincentives.filesystem.branches import drop_branch
 from weakincentives.runtime import SavedSession, ToolRegistry
-from weakincentives.runtime.calls import begin_run, open_run
+from weakincentives.runtime.calls import Run, begin_run, open_run
 from weakincentives.runtime.forks import fork_run
 from weakincentives.runtime.rewind import rewind_run
 from weakincentives.serde.exact import freeze, plain
@@ -608,6 +608,35 @@ def test_a_file_that_is_no_run_is_listed_with_the_reason(work: Work) -> None:
     listed = {run["mark"]: run for run in Views(work.files.root).get("workspace")["runs"]}
 
     assert "does not carry your seal" in listed["abc"]["damage"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_someone_has_planted_as_a_run_is_not_read(work: Work, kind: str) -> None:
+    planted = work.files.store / "runs" / "20260101-000000-abc.jsonl"
+    if kind == "link":
+        planted.symlink_to("/dev/zero")  # it never ends
+    else:
+        os.mkfifo(planted)  # nobody ever writes to it
+
+    listed = {run["mark"]: run for run in Views(work.files.root).get("workspace")["runs"]}
+
+    assert listed["abc"]["damage"]
+
+
+def test_a_message_that_only_begins_like_json_is_shown(tmp_path: Path) -> None:
+    deep = '{"details": ' + "[" * 5_000
+
+    @wink.tool(reach="reversible")
+    def refuse(*, context: wink.ToolContext) -> str:
+        """Say something odd."""
+        raise ValueError(deep)
+
+    with open_run(tmp_path) as saved:
+        with ToolRegistry([refuse], workspace=tmp_path, session=saved.session) as tools:
+            tools.execute("refuse", {})
+        call = Views(tmp_path).call(Run(saved.path).id, 1)
+
+    assert (call["message"], call["problems"]) == (deep, {})
 
 
 def test_a_history_that_was_trimmed_is_not_made_up(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def claude_code(
 
 
 def _settings(workspace: Path | None) -> dict[str, Any]:
-    program = "wink" if shutil.which("wink") else f"{sys.executable} -m weakincentives.cli"
+    program = "wink" if shutil.which("wink") else f"{sys.executable} -P -m weakincentives.cli"
     command = f"{program} hook claude-code"
     if workspace is not None:
         import shlex

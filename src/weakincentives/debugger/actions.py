@@ -156,7 +156,8 @@ def _start(made: Fork, change: Change) -> None:
     assert made.run is not None
     log = made.run.path.with_suffix(".out")
     # The rules are known to the run; named here, too, since the person has just chosen them.
-    argv = [sys.executable, "-m", "weakincentives.cli", "resume", made.run.id]
+    # Not from the current directory: an agent may have written a package of our name there.
+    argv = [sys.executable, "-P", "-m", "weakincentives.cli", "resume", made.run.id]
     argv += [f"--workspace={made.workspace}", "--json", "--ask-elsewhere"]
     argv += [f"--policy={each}" for each in change.policies]
     argv += ["--", change.message] if change.message else []
@@ -178,6 +179,8 @@ def _start(made: Fork, change: Change) -> None:
     _children[:] = [each for each in _children if each.poll() is None]
 
 
+_MOST_SHOWN = 200_000
+"""Characters of a request; beyond that, it says that not everything is shown."""
 _children: list[subprocess.Popen[bytes]] = []
 """Runs in progress, so that those that have ended do not stay as zombies."""
 
@@ -214,8 +217,8 @@ def approvals(workspace: Path) -> Sequence[Json]:
             "question": each.request.question,
             "arguments": each.request.arguments,
             "reach": each.request.reach or "unstated",
-            "diff": each.request.preview.diff,
-            "facts": dict(each.request.preview.facts),
+            # As on a terminal: invisible characters are marked.
+            "shown": each.request.describe(_MOST_SHOWN),
             "digest": each.digest,
             "since": each.since,
         }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 from weakincentives.debugger.records import Json
 from weakincentives.errors import WinkError
@@ -23,6 +25,27 @@ _OUTSIDE = "outside wink"
 
 Content = tuple[Entry | None, Callable[[], bytes]]
 """What is at a path, and a function that reads it, which may raise OSError."""
+
+
+def to_json(value: Any) -> str:
+    """Return JSON for the page: all ASCII, because a text may have half a surrogate pair.
+
+    Numbers that JSON does not have, such as infinity, are texts.
+    """
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in cast("Sequence[Any]", value)]
+    return value
 
 
 class World(NamedTuple):

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 from urllib.parse import quote
 
+from weakincentives.debugger.contents import to_json
 from weakincentives.debugger.views import Views
 from weakincentives.errors import ExportRefused
 from weakincentives.filesystem.diffs import lines_of
@@ -174,7 +175,7 @@ class _Spool:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()  # ASCII: lone surrogates stay
+    return to_json(value).encode()
 
 
 def _packed(texts: Iterable[bytes]) -> str:

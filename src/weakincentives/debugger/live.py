@@ -15,13 +15,16 @@ _FIRST = 20
 
 
 class Watch:
-    """Tells what has changed since it was last asked; looks at the files of runs only."""
+    """Tells what has changed since it was last asked; looks at names and times of files only."""
 
     def __init__(self, views: Views) -> None:
         self._views = views
         self._seen: dict[str, tuple[int, int]] | None = None
         """Time and size of each run's file."""
         self._running: set[str] = set()
+        self._changed_at: object = None
+        self._wait = 0
+        """Looks until the page is told that the history has changed, if no run says why."""
         self._approvals: list[Any] | None = None
 
     def news(self) -> Iterator[tuple[str, Any]]:
@@ -45,16 +48,30 @@ class Watch:
             or files[each["id"]] != self._seen.get(each["id"])
             or each["state"] != "running"
         ]
+        is_first, gone = self._seen is None, (self._seen or {}).keys() - files.keys()
         self._seen = files
         self._running -= set(changed)
         self._running |= {each["id"] for each in summaries if each["state"] == "running"}
         if told:
             yield "runs", told
             yield from (("run", {"id": each["id"], "calls": each["calls"]}) for each in told)
+        if gone or self._is_outdated(is_first, bool(told)):
+            yield "changed", {}  # by an undo, a merge or a deletion
         approvals = list(self._views.approvals())
         if approvals != self._approvals:
             self._approvals = approvals
             yield "approvals", approvals
+
+    def _is_outdated(self, is_first: bool, is_told: bool) -> bool:
+        """Whether the history has changed, but not by a call: its run is saved right after it."""
+        before, self._changed_at = self._changed_at, self._views.changed_at()
+        if before != self._changed_at and not is_first:
+            self._wait = 2
+        if is_told or not self._wait:
+            self._wait = 0
+            return False
+        self._wait -= 1
+        return not self._wait
 
     def _path(self, run_id: str) -> Path:
         return self._views.runs / f"{run_id}.jsonl"

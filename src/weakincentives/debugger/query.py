@@ -423,6 +423,8 @@ def _events_of(run: Run) -> Iterator[_Event]:
                 calls += len(values)
                 continue
             kind = name.rpartition(":")[2]
+            if kind == _MESSAGE and name != _MESSAGES:
+                kind = name  # of a user's own type
             for value in values:
                 data = plain(value)
                 fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {"value": data}
@@ -438,4 +440,6 @@ def _stored(value: object) -> Value:
     """Return a value as SQLite takes it: lone surrogates are escaped."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict | list | tuple):
+        return _stored(_json(cast("object", value)))
     return cast("Value", value)

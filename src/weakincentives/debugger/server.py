@@ -1,7 +1,9 @@
 """The debugger's server: on loopback, for one browser, with a link that works once.
 
 The link's token is exchanged for a cookie. Every request must have that cookie, our Host and, if it
-has an Origin, ours. The page may load nothing from elsewhere, and no script but its own.
+has an Origin, ours. The page may load nothing from elsewhere, and no script but its own. It is
+below a path that nobody can guess: without one, a browser would send the cookie to all servers of
+this host.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
+from weakincentives.debugger.contents import to_json
 from weakincentives.debugger.live import Watch
 from weakincentives.debugger.placed import NotFound
 from weakincentives.debugger.records import Json
@@ -34,7 +38,6 @@ try:
         FileResponse,
         HTMLResponse,
         PlainTextResponse,
-        RedirectResponse,
         Response,
         StreamingResponse,
     )
@@ -74,6 +77,11 @@ _POLL = 0.5
 """Seconds between looks at the files of runs, while a page is open."""
 _SILENCE = 15.0
 """Seconds after which a silent connection gets a sign of life."""
+_ENTER = """<!doctype html>
+<meta charset="utf-8">
+<title>WINK debugger</title>
+<meta http-equiv="refresh" content="0;url=./#run={}">
+"""
 _USED = """<!doctype html>
 <meta charset="utf-8">
 <title>This link does not work</title>
@@ -104,8 +112,14 @@ class Actions:
 class Debugger:
     """The application, and its link."""
 
-    def __init__(self, views: Views, *, port: int, actions: Actions | None = None) -> None:
+    def __init__(
+        self, views: Views, *, port: int, actions: Actions | None = None, run: str = ""
+    ) -> None:
         self.views = views
+        self.place = f"/{secrets.token_urlsafe(16)}"
+        """The path that everything is below."""
+        self.run = run
+        """The run that the page opens with."""
         self.token = secrets.token_urlsafe(32)
         """In the link; it works once."""
         self._posts = (actions or Actions()).posts
@@ -157,7 +171,7 @@ class Debugger:
         yield "retry: 1000\n\n"
         while not self._stopping.is_set():
             for name, data in await run_in_threadpool(lambda: list(watch.news())):
-                yield f"event: {name}\ndata: {json.dumps(data)}\n\n"
+                yield f"event: {name}\ndata: {to_json(data)}\n\n"
                 silent = 0.0
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _POLL)
@@ -181,14 +195,12 @@ async def _answer(made: Callable[[], Any]) -> Response:
         return _json({"error": str(error)}, 404)
     except (WinkError, OSError) as error:
         return _json({"error": str(error)}, 409)
-    except (LookupError, ValueError) as error:
+    except (LookupError, RecursionError, ValueError) as error:
         return _json({"error": str(error)}, 400)
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    # All ASCII: a text may have half a surrogate pair, which UTF-8 cannot carry.
-    data = json.dumps(value, separators=(",", ":"))
-    return Response(data, status, media_type="application/json")
+    return Response(to_json(value), status, media_type="application/json")
 
 
 async def _body(request: Request) -> bytes:
@@ -205,12 +217,13 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, debugger: Debugger, port: int) -> None:
         self._app = app
+        self._place = debugger.place
+        self._run = debugger.run
         self._token: bytes | None = debugger.token.encode()
         """None once it was used."""
         self._port = port
         self._secret = secrets.token_urlsafe(32)
-        # Cookies do not distinguish ports: another debugger may run at another one.
-        self._cookie = f"wink_debug_{port}"
+        self._cookie = "wink_debug"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -224,17 +237,23 @@ class _Guard:
                     headers[name] = value
             await send(message)
 
-        answer = self._own_answer(scope) or self._app
-        await answer(scope, receive, send_with_headers)
+        path = cast("str", scope["path"])
+        below = path.removeprefix(self._place) if path.startswith(f"{self._place}/") else None
+        answer = self._own_answer(scope, below)
+        if answer is None:
+            await self._app({**scope, "path": below}, receive, send_with_headers)
+        else:
+            await answer(scope, receive, send_with_headers)
 
-    def _own_answer(self, scope: Scope) -> Response | None:
+    def _own_answer(self, scope: Scope, path: str | None) -> Response | None:
         headers = Headers(scope=scope)
         if refused := foreign(headers, LOOPBACK, self._port):
             return PlainTextResponse(f"{refused}\n", 403)
-        given = QueryParams(scope["query_string"]).get("token") if scope["path"] == "/" else None
+        given = QueryParams(scope["query_string"]).get("token") if path == "/" else None
         if given is not None:
             return self._exchanged(given)
-        if not hmac.compare_digest(self._sent(headers).encode(), self._secret.encode()):
+        known = hmac.compare_digest(self._sent(headers).encode(), self._secret.encode())
+        if path is None or not known:
             return PlainTextResponse("Open the link that `wink debug` prints\n", 401)
         return None
 
@@ -243,8 +262,10 @@ class _Guard:
         if self._token is None or not hmac.compare_digest(given.encode(), self._token):
             return HTMLResponse(_USED, 401)
         self._token = None
-        answer = RedirectResponse("/", 303)
-        answer.set_cookie(self._cookie, self._secret, path="/", httponly=True, samesite="strict")
+        # No redirect: after a click on another site, the browser would not send the cookie with it.
+        answer = HTMLResponse(_ENTER.format(quote(self._run)))
+        place = f"{self._place}/"
+        answer.set_cookie(self._cookie, self._secret, path=place, httponly=True, samesite="strict")
         return answer
 
     def _sent(self, headers: Headers) -> str:
@@ -289,8 +310,8 @@ async def _serve(
     on_ready: Callable[[str], object],
 ) -> None:
     port = listening.getsockname()[1]
-    debugger = Debugger(views, port=port, actions=actions)
+    debugger = Debugger(views, port=port, actions=actions, run=run)
     # Most of the work for the first page, while the browser starts.
     threading.Thread(target=views.warm, args=[run], daemon=True).start()
-    on_ready(f"http://127.0.0.1:{port}/?token={debugger.token}{f'#run={run}' if run else ''}")
+    on_ready(f"http://127.0.0.1:{port}{debugger.place}/?token={debugger.token}")
     await serve_app(debugger.app, listening, on_stop=debugger.stop)

@@ -431,6 +431,15 @@ class Views:
             for run in newest_first:
                 self.summary(run)
 
+    def changed_at(self) -> object:
+        """Return a value that differs after a commit, or when there are other branches."""
+        found: list[int] = []
+        for name in ("history", "history/index", "branches"):
+            with contextlib.suppress(OSError):
+                status = os.stat(self._store / name)
+                found += [status.st_mtime_ns, status.st_size]
+        return tuple(found)
+
     def run_ids(self) -> list[str]:
         return [run.id for run in runs_of(self.path)]
 
@@ -780,7 +789,7 @@ def _list(value: Any) -> list[Any]:
 def _problems(message: str) -> dict[str, str]:
     """Return what is wrong with arguments, by path, from the message that the model got."""
     if message.startswith("{"):
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
             return {str(path): str(text) for path, text in json.loads(message)["details"].items()}
     return {}
 

@@ -37,7 +37,7 @@ from weakincentives.filesystem.diffs import Detail, FileChange, all_changed, fil
 from weakincentives.filesystem.disk import HostFilesystem, PrivateView
 from weakincentives.filesystem.entry import Entry
 from weakincentives.filesystem.history import BRANCHES, Committed, Past, append_line
-from weakincentives.filesystem.journal import JOURNAL, no_links
+from weakincentives.filesystem.journal import JOURNAL
 from weakincentives.filesystem.layers import (
     Changed,
     Cover,
@@ -65,6 +65,7 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.filesystem.tree import Held, Tree, remove_tree, xattrs_of
 from weakincentives.filesystem.workspace import Place, Workspace
+from weakincentives.state import no_links
 from weakincentives.text import letters
 
 R = TypeVar("R")

@@ -46,7 +46,6 @@ from weakincentives.filesystem.journal import (
     EncodedEntry,
     Journal,
     Record,
-    no_links,
     read_entries,
     read_journal,
     read_paths,
@@ -71,7 +70,7 @@ from weakincentives.filesystem.store import (
 )
 from weakincentives.filesystem.tree import Held, Tree, remove_tree, write_all
 from weakincentives.gate import ProcessLock
-from weakincentives.state import SEAL_SIZE, Seals
+from weakincentives.state import SEAL_SIZE, Seals, no_links
 
 logger = logging.getLogger("weakincentives.filesystem")
 

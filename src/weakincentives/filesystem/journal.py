@@ -21,7 +21,7 @@ from weakincentives.filesystem.entry import Entry, checked_digest
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
-from weakincentives.state import Seals
+from weakincentives.state import Seals, no_links
 
 JOURNAL = "journal"
 """The kind under which records are sealed; each seal also covers the record's offset."""
@@ -291,11 +291,6 @@ def _goes_on(lines: Iterable[bytes], offset: int, seals: Seals) -> bool:
             return True
         offset += len(line)
     return False
-
-
-def no_links(path: str, flags: int) -> int:
-    """An opener that refuses symbolic links."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 class Journal:

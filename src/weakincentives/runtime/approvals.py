@@ -25,13 +25,12 @@ from weakincentives import locks
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import AnswerRefused, SnapshotError
-from weakincentives.filesystem.journal import no_links
 from weakincentives.filesystem.tree import remove_path
 from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime.calls import Run, runs_of
 from weakincentives.serde import freeze, thaw
-from weakincentives.state import Seals
+from weakincentives.state import Seals, no_links
 
 _logger = get_logger(__name__)
 

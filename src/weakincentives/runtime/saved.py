@@ -45,7 +45,7 @@ from weakincentives.serde import freeze, thaw
 from weakincentives.serde.exact import StoredBytes, current_name
 from weakincentives.session import Session, Snapshot, type_name
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
-from weakincentives.state import SEAL_SIZE, Seals
+from weakincentives.state import SEAL_SIZE, Seals, no_links
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ VERSION = 2
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _HEAD = "session"
+_MAX_HEAD = 64 << 20
+"""Bytes of the first line, whose seal is checked before anything else is read."""
 _UNSAVED = "unsaved"
 """Marks the place of a value that could not be written."""
 _MEDIA = type_name(Media)
@@ -770,8 +772,8 @@ class Saves:
         self.path = path
         self.damage = ""
         """What is wrong with the next save, if it cannot be read."""
-        with open(path, "rb") as file:
-            first = file.readline()
+        with open(path, "rb", opener=no_links) as file:
+            first = file.readline(_MAX_HEAD)
         if not first.endswith(b"\n"):
             raise SnapshotError(f"{path} contains no session: nothing was saved in it")
         text = Seals(_HEAD).unsealed(first[:-1])
@@ -789,7 +791,7 @@ class Saves:
 
     def new(self) -> Generator[tuple[SavePlace, Any]]:
         """Yield the complete saves after the last one, up to the first damaged one."""
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=no_links) as file:
             file.seek(self._end)
             complete, end, _ = file.read().rpartition(b"\n")  # the rest is cut short or new
         for sealed in complete.split(b"\n") if end else ():
@@ -803,7 +805,7 @@ class Saves:
 
     def at(self, places: Iterable[SavePlace]) -> Generator[Any]:
         """Yield some saves again."""
-        with open(self.path, "rb") as file:
+        with open(self.path, "rb", opener=no_links) as file:
             for place in places:
                 file.seek(place.start)
                 sealed = file.read(place.end - place.start - 1)
@@ -951,7 +953,7 @@ def _head(
 
 def _unsealed_lines(path: Path, size: int) -> Generator[bytes]:
     """Yield the texts of the saves in the first ``size`` bytes of a file."""
-    with open(path, "rb", opener=_no_links) as file:
+    with open(path, "rb", opener=no_links) as file:
         lines = file.read(size).split(b"\n")[:-1]
     seals, place = _seals_after(lines[0][SEAL_SIZE + 1 :]), len(lines[0]) + 1
     for line in lines[1:]:
@@ -960,10 +962,6 @@ def _unsealed_lines(path: Path, size: int) -> Generator[bytes]:
             raise SnapshotError(f"{path} has changed while it was read")
         place += len(line) + 1
         yield text
-
-
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | _NOFOLLOW)
 
 
 def _share_media(path: Path, target: Path, lines: Iterable[bytes]) -> None:

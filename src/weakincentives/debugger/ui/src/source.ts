@@ -75,6 +75,7 @@ class Served implements Source {
       take && stream.addEventListener(name, (e) => take(JSON.parse((e as MessageEvent<string>).data) as T));
     on("runs", events.runs);
     on("approvals", events.approvals);
+    on("changed", () => dispatchEvent(new Event("changed")));
     stream.onopen = () => events.connected?.(true);
     stream.onerror = () => events.connected?.(false);
     return () => stream.close();

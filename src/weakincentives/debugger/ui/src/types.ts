@@ -13,7 +13,7 @@ export interface BranchSummary {
 }
 export interface Approval {
   run: string; id: string; call: string; tool: string; question: string; arguments: unknown; reach: string;
-  diff: string; facts: Record<string, string>; digest: string; since: number;
+  shown: string; digest: string; since: number;
 }
 export interface Workspace {
   name: string; path: string; writable: boolean; runs: RunSummary[]; branches: BranchSummary[]; approvals: Approval[];

@@ -2,11 +2,8 @@
 
 import { useState } from "preact/hooks";
 import { say } from "../keys.ts";
-import { parsePatch } from "../model.ts";
 import { clock, Empty, Problem, Tag } from "../parts/bits.tsx";
 import { Dialog } from "../parts/dialog.tsx";
-import { DiffLines } from "../parts/diff.tsx";
-import { Json } from "../parts/json.tsx";
 import { source } from "../source.ts";
 import type { Approval, RunSummary } from "../types.ts";
 import { link } from "../url.ts";
@@ -56,11 +53,9 @@ function Request({ approval, run }: { approval: Approval; run: RunSummary | unde
           <span>since {clock(approval.since)}</span>
         </p>
       </header>
-      {editing ? <ArgumentEditor value={approval.arguments} set={setArgs} /> : <Json value={approval.arguments} />}
-      {Object.entries(approval.facts).length > 0 && (
-        <dl class="given">{Object.entries(approval.facts).map(([key, value]) => [<dt key={`${key}.`}>{key}</dt>, <dd key={key}>{value}</dd>])}</dl>
-      )}
-      {approval.diff && !edited && <Patch diff={approval.diff} />}
+      {/* Invisible characters are marked in it, and no line begins with text from a model. */}
+      <pre class="approval-shown">{approval.shown}</pre>
+      {editing && <ArgumentEditor value={approval.arguments} set={setArgs} />}
       {edited && <p class="note">The change shown was for the arguments as asked. Yours will be checked again.</p>}
       {error && <Problem text={error} />}
       <label class="wide">Reason <input type="text" value={reason} placeholder="told to the model when you deny" onInput={(e) => setReason(e.currentTarget.value)} /></label>
@@ -72,9 +67,4 @@ function Request({ approval, run }: { approval: Approval; run: RunSummary | unde
       </footer>
     </article>
   );
-}
-
-function Patch({ diff }: { diff: string }) {
-  const lines = parsePatch(diff);
-  return lines.length ? <DiffLines lines={lines} label="What it would change" /> : <pre class="text-block" tabIndex={0}>{diff}</pre>;
 }
