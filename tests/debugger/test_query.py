@@ -192,7 +192,7 @@ def test_events_of_any_type_are_rows(project: Path):
 
     kind, text, role = rows(project, "select kind, text, role from events")[0]
     assert str(kind).endswith(":Message")
-    assert (text, role) == ('["a", "b"]', 7)
+    assert (text, role) == ('["a", "b"]', "7")
 
 
 def test_names_that_are_not_unicode_are_escaped(project: Path):
