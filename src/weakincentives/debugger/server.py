@@ -80,6 +80,7 @@ _SILENCE = 15.0
 _ENTER = """<!doctype html>
 <meta charset="utf-8">
 <title>WINK debugger</title>
+<link rel="icon" href="data:,">
 <meta http-equiv="refresh" content="0;url=./#run={}">
 """
 _USED = """<!doctype html>
