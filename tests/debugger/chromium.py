@@ -141,6 +141,7 @@ def opened(browser: Browser, link: str, **options: Any) -> Generator[Tab]:
         context.set_default_timeout(60_000)  # a shared machine stalls
         tab = Tab(context.new_page())
         tab.page.goto(link)
-        tab.page.locator("#app").wait_for(state="attached")  # the link leads to the page
+        if link.startswith("http"):  # it leads to the page
+            tab.page.locator("#app").wait_for(state="attached")
         yield tab
         tab.check()
