@@ -79,14 +79,13 @@ class Terminal:
 
     def wait_for(self, wanted: str, timeout: float = 240, *, times: int = 1) -> str:
         """Return the text once something stands in it; that it does not come is a failure."""
-        with self._changed:
+        with self._changed:  # held until the text is read: what is live is drawn anew all the time
             self._changed.wait_for(
                 lambda: self.text.count(wanted) >= times or not self._is_open, timeout=timeout
             )
-        assert self.text.count(wanted) >= times, (
-            f"{wanted!r} did not come; on the screen is:\n{self.text}"
-        )
-        return self.text
+            seen = self.text
+        assert seen.count(wanted) >= times, f"{wanted!r} did not come; on the screen is:\n{seen}"
+        return seen
 
     def send(self, keys: str) -> None:
         """Type."""

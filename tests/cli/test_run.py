@@ -483,6 +483,22 @@ def test_a_person_sees_the_plan_the_calls_and_what_came_of_them(project: Path):
     assert terminal.raw.endswith(b"\x1b[?25h") or b"\x1b[?25h" in terminal.raw  # the cursor
 
 
+def test_what_is_live_never_erases_a_line_above_it(project: Path):
+    """The live lines are drawn by a thread of their own, while calls of any number end."""
+    turns: list[Any] = []
+    for n in range(40):
+        calls = [{"write_file": {"path": f"{n}-{m}.txt", "content": "x"}} for m in range(1 + n % 7)]
+        turns.append({"say": f"turn {n}", "call": calls})
+    with terminal_run(project, [*turns, "Done."], "--max-turns", "99", rows=50) as terminal:
+        assert terminal.end() == 0
+        lines = terminal.text.splitlines()
+
+    wanted = [f" {n}-{m}.txt" for n in range(40) for m in range(1 + n % 7)]
+    called = [line for line in lines if line.startswith("✓ write_file")]
+    assert [each for each in wanted if not any(each in line for line in called)] == []
+    assert [n for n in range(40) if f"turn {n}" not in lines] == []
+
+
 def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
     with terminal_run(project, FIX, columns=20) as terminal:
         assert terminal.end() == 0

@@ -13,6 +13,7 @@ import re
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -381,19 +382,25 @@ class LiveView(View):
         super().__init__(out)
         self._console = Console(file=out, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
+        self._drawing = threading.RLock()
+        """Held while something is written: rich erases as many lines as it drew last."""
         self._switching = threading.Lock()
         self._keys: _Keys | None = None
         self._is_closed = False
         self._start()
 
     def _print(self, event: Event, before: Plan | None) -> None:
+        if isinstance(event, RunResult):
+            self.close()
+        with self._drawing:
+            self._print_lines(event)
+
+    def _print_lines(self, event: Event) -> None:
         if self.is_asking:  # Ctrl-C was the answer: continue below the question
             self._console.print()
         lines = self._words.lines(event)
-        if isinstance(event, RunResult):
-            self.close()
-            if self.plan is not self._plan_before:
-                lines = [*self._words.plan_lines(self.plan), *lines]
+        if isinstance(event, RunResult) and self.plan is not self._plan_before:
+            lines = [*self._words.plan_lines(self.plan), *lines]
         for line in lines:
             if line.no_wrap:
                 overflow = "ellipsis" if self._words.is_utf8 else "crop"  # "…" is not ASCII
@@ -436,12 +443,14 @@ class LiveView(View):
             self._live = Live(
                 get_renderable=self._region,
                 console=self._console,
-                refresh_per_second=8,
+                auto_refresh=False,
                 transient=True,
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._live.start()
+            with self._drawing:
+                self._live.start()
+            threading.Thread(target=self._draw, args=(self._live,), daemon=True).start()
             if self.on_line is not None:
                 self._keys = _Keys(self)
 
@@ -452,7 +461,15 @@ class LiveView(View):
         if keys is not None:
             keys.stop()
         if live is not None:
-            live.stop()  # without our lock: it waits for the drawing thread
+            with self._drawing:
+                live.stop()
+
+    def _draw(self, live: Live) -> None:
+        while live.is_started:
+            time.sleep(1 / 8)
+            with self._drawing:
+                if live.is_started:
+                    live.refresh()
 
     def _region(self) -> RenderableType:
         from rich.console import Group
