@@ -434,6 +434,27 @@ def test_only_what_is_new_is_sent_again(work: Work) -> None:
     assert whole["commits"] == before["commits"] + news["commits"]
 
 
+def test_what_the_server_keeps_encoded_follows_every_change(tmp_path: Path) -> None:
+    with opened(tmp_path) as work:
+        views, path = Views(work.files.root), f"runs/{work.run.id}"
+
+        def check() -> None:
+            fresh = Views(work.files.root).get(path)
+            assert json.loads(views.get_json(path)) == fresh
+            assert views.get(path) == fresh
+
+        work.write("a1", "b1")
+        check()
+        work.say("only words")
+        check()
+        work.files.undo(work.call(1).call_id)
+        check()
+        work.files.write("direct", "by the library")
+        work.write("c1")
+        check()
+    check()  # it is closed: its file is as before
+
+
 # Other runs, branches, people
 
 

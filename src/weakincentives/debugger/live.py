@@ -54,7 +54,6 @@ class Watch:
         self._running |= {each["id"] for each in summaries if each["state"] == "running"}
         if told:
             yield "runs", told
-            yield from (("run", {"id": each["id"], "calls": each["calls"]}) for each in told)
         if gone or self._is_outdated(is_first, bool(told)):
             yield "changed", {}  # by an undo, a merge or a deletion
         approvals = list(self._views.approvals())

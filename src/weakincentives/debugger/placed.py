@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -49,12 +50,14 @@ class RunCalls:
         """Of each call the serials of the commits whose files it found and left. And the numbers of
         calls by serial."""
         self._made: dict[str, Any] = {}
+        self._making = threading.RLock()
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return what was made under a name, or make it: it stays as long as this does."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        with self._making:  # others wait, instead of making it as well
+            if name not in self._made:
+                self._made[name] = make()
+            return self._made[name]
 
     @property
     def placed(self) -> Iterable[tuple[Call, tuple[int, int]]]:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from weakincentives.budget import NO_TOKENS, TokenUsage
 from weakincentives.collector import no_collection
@@ -19,6 +19,7 @@ from weakincentives.events import PromptExecuted, PromptRendered, ToolInvoked
 from weakincentives.prompt.policies import CompletedTools
 from weakincentives.runtime.calls import Run
 from weakincentives.runtime.conversation import ContextCompacted, Message
+from weakincentives.runtime.index import fields_of
 from weakincentives.runtime.rewind import REWIND
 from weakincentives.runtime.saved import SavedSessionData, SavePlace, Saves
 from weakincentives.serde.exact import current_name, plain
@@ -34,6 +35,7 @@ _TEXT, _USER, _ERROR, _SUMMARY = 400, 400, 200, 80
 """Characters that stay in memory."""
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
+T = TypeVar("T")
 Json = dict[str, Any]
 
 
@@ -148,7 +150,20 @@ class RunRecords:
         self._rewound: list[tuple[SliceNotes, int]] = []
         """The steps since the conversation was rewound, as places in the steps of slices."""
         self._seen = (0, -1)
+        self._made: dict[str, tuple[int, Any]] = {}
         self.refresh()
+
+    @property
+    def version(self) -> int:
+        """Another one as soon as something was added."""
+        return self._seen[1]
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what was made under a name, or make it: it stays until something is added."""
+        found = self._made.get(name)
+        if found is None or found[0] != self.version:
+            found = self._made[name] = self.version, make()
+        return found[1]
 
     @property
     def damage(self) -> str:
@@ -371,12 +386,6 @@ _OF_MESSAGE = ("role", "depth", "conversation", "rewound_to", "as_of")
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(plain(value))
-
-
-def fields_of(value: Any) -> Json:
-    """Return the fields of a dataclass; none of a value that could not be saved."""
-    found = cast("Json", value).get("fields") if isinstance(value, dict) else None
-    return cast("Json", found) if isinstance(found, dict) else {}
 
 
 def _usage(value: Any) -> TokenUsage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import json
 import secrets
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
+from weakincentives.collector import no_collection
 from weakincentives.debugger.contents import to_json
 from weakincentives.debugger.live import Watch
 from weakincentives.debugger.placed import NotFound
@@ -144,7 +146,7 @@ class Debugger:
 
     async def _get(self, request: Request) -> Response:
         path, query = request.path_params["path"], dict(request.query_params)
-        return await _answer(lambda: self.views.get(path, query))
+        return await _answer(lambda: self.views.get_json(path, query))
 
     async def _post(self, request: Request) -> Response:
         name, target = request.path_params["action"], request.path_params["target"]
@@ -162,7 +164,7 @@ class Debugger:
             return _json({"error": f"the body is not JSON: {error}"}, 400)
         if not isinstance(body, dict):
             return _json({"error": "the body must be an object"}, 400)
-        return await _answer(lambda: action(self.views.path, target, cast("Json", body)))
+        return await _answer(lambda: to_json(action(self.views.path, target, cast("Json", body))))
 
     async def _events(self, request: Request) -> Response:
         return StreamingResponse(self._stream(), media_type="text/event-stream")
@@ -188,10 +190,10 @@ class Debugger:
         return FileResponse(_STATIC / found[0], media_type=found[1])
 
 
-async def _answer(made: Callable[[], Any]) -> Response:
-    """Return the answer of a function that may take long, or why there is none."""
+async def _answer(made: Callable[[], str]) -> Response:
+    """Return the JSON that a function makes, which may take long, or why there is none."""
     try:
-        return await run_in_threadpool(lambda: _json(made()))
+        return Response(await run_in_threadpool(made), media_type="application/json")
     except NotFound as error:
         return _json({"error": str(error)}, 404)
     except (WinkError, OSError) as error:
@@ -303,6 +305,12 @@ def serve(
         asyncio.run(_serve(views, listening, actions, run, on_ready))
 
 
+def _warm(views: Views, run: str) -> None:
+    with no_collection():
+        views.warm(run)
+        gc.freeze()  # all of it stays: each later collection would look through it for nothing
+
+
 async def _serve(
     views: Views,
     listening: sockets.socket,
@@ -313,6 +321,6 @@ async def _serve(
     port = listening.getsockname()[1]
     debugger = Debugger(views, port=port, actions=actions, run=run)
     # Most of the work for the first page, while the browser starts.
-    threading.Thread(target=views.warm, args=[run], daemon=True).start()
+    threading.Thread(target=_warm, args=[views, run], daemon=True).start()
     on_ready(f"http://127.0.0.1:{port}{debugger.place}/?token={debugger.token}")
     await serve_app(debugger.app, listening, on_stop=debugger.stop)

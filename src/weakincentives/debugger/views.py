@@ -30,6 +30,7 @@ from weakincentives.debugger.contents import (
     kind_of,
     no_content,
     text_of,
+    to_json,
     to_wire,
     wire_path,
 )
@@ -40,7 +41,6 @@ from weakincentives.debugger.records import (
     RunRecords,
     SliceNotes,
     TurnNotes,
-    fields_of,
 )
 from weakincentives.errors import SnapshotError, WinkError
 from weakincentives.events import EDITED
@@ -61,6 +61,7 @@ from weakincentives.filesystem.versions import (
 )
 from weakincentives.runtime.at import outermost
 from weakincentives.runtime.calls import Call, Run, rendered_result, runs_of
+from weakincentives.runtime.index import fields_of
 from weakincentives.runtime.saved import SavedSession, not_undone
 from weakincentives.serde.exact import plain
 
@@ -78,8 +79,12 @@ class _Known:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the file is read, never while an answer is made."""
+    joining: threading.Lock = field(default_factory=threading.Lock)
+    """Held while its calls are joined with the history, and while all of them are encoded."""
     records: RunRecords | None = None
     calls: RunCalls | None = None
+    answer: tuple[object, str] = (None, "")
+    """All turns and calls as JSON, and what it was made from."""
     size: int = -1
     """Of the file when it could not be read."""
     problem: str = ""
@@ -161,6 +166,14 @@ class Views:
             case _:
                 raise NotFound(f"there is no {path}")
 
+    def get_json(self, path: str, query: Mapping[str, str] | None = None) -> str:
+        """Return the value of a path as JSON."""
+        match path.split("/"):
+            case ["runs", run] if not query:
+                return self._run_json(run)
+            case _:
+                return to_json(self.get(path, query))
+
     # The workspace
 
     def workspace(self) -> Json:
@@ -225,6 +238,19 @@ class Views:
     def run(self, run_id: str, *, after: int = 0) -> Json:
         """Return the turns and calls of a run, or only those after a call, and the commits."""
         joined = self.joined(run_id)
+        return {"run": _summary(joined.records), **self._timeline(joined, after)}
+
+    def _run_json(self, run_id: str) -> str:
+        """Return a whole run as JSON; encodes it only when it has changed."""
+        joined, known = self.joined(run_id), self._known(run_id)
+        state = joined, joined.records.version
+        with known.joining:
+            if known.answer[0] != state:
+                known.answer = state, to_json(self._timeline(joined))
+            rest = known.answer[1]
+        return f'{{"run":{to_json(_summary(joined.records))},{rest[1:]}'
+
+    def _timeline(self, joined: RunCalls, after: int = 0) -> Json:
         records, run = joined.records, joined.records.run
         rows = joined.once("rows", lambda: [_row(call, joined, at) for call, at in joined.placed])
         commits = joined.once("commits", lambda: self._commits(joined))
@@ -232,7 +258,6 @@ class Views:
         sent = max(known, default=joined.base) if after else joined.base
         price = _price(run)
         return {
-            "run": _summary(records),
             "turns": [
                 _turn(turn, price, run.inherited)
                 for turn in records.turns
@@ -386,11 +411,12 @@ class Views:
         if branch:
             own = self._history(branch)
         known = self._known(run_id)
-        calls = known.calls
-        state = len(records.notes), main[0].last, own[0].last, id(own[0])
-        if calls is None or calls.records is not records or calls.state != state:
-            calls = known.calls = RunCalls(records, branch, main, own)
-        return calls
+        with known.joining:
+            calls = known.calls
+            state = len(records.notes), main[0].last, own[0].last, id(own[0])
+            if calls is None or calls.records is not records or calls.state != state:
+                calls = known.calls = RunCalls(records, branch, main, own)
+            return calls
 
     def content_at(self, world: World, parts: Parts) -> Content:
         """Return what is at a path, and a function that reads it, which may raise OSError."""
@@ -427,7 +453,7 @@ class Views:
         with contextlib.suppress(OSError, WinkError, NotFound):
             newest_first = sorted(runs_of(self.path), key=lambda run: run.saved_at, reverse=True)
             for first in [run_id] if run_id else [run.id for run in newest_first[:1]]:
-                self.run(first)
+                self._run_json(first)
             for run in newest_first:
                 self.summary(run)
 
@@ -660,6 +686,12 @@ def _note(joined: RunCalls) -> str:
 
 
 def _summary(records: RunRecords) -> Json:
+    lasting = records.once("summary", lambda: _lasting_summary(records))
+    return lasting | {"state": _state(records.run, records)}
+
+
+def _lasting_summary(records: RunRecords) -> Json:
+    """Return what changes only when the run is saved."""
     run, about = records.run, records.run.data.about
     price = _price(run)
     usages = [turn.usage for turn in records.turns]
@@ -671,7 +703,6 @@ def _summary(records: RunRecords) -> Json:
         "model": str(about.get("model") or ""),
         "began": run.data.began,
         "saved": max(run.data.at, run.data.began),
-        "state": _state(run, records),
         "branch": run.branch,
         "dry": run.is_dry,
         "forkedFrom": about.get("forked_from"),
@@ -689,7 +720,8 @@ def _state(run: Run, records: RunRecords | None = None) -> str:
             return "running"
     if records is None:
         return "interrupted"
-    return "finished" if not records.turns or run.has_ended else "interrupted"
+    is_over = records.once("is_over", lambda: not records.turns or run.has_ended)
+    return "finished" if is_over else "interrupted"
 
 
 def _price(run: Run) -> TokenPrice | None:

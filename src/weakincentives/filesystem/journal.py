@@ -21,6 +21,7 @@ from weakincentives.filesystem.entry import Entry, checked_digest
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Source, Store, checked_parts
 from weakincentives.filesystem.tree import write_all
+from weakincentives.serde.exact import json_of
 from weakincentives.state import Seals, no_links
 
 JOURNAL = "journal"
@@ -263,7 +264,7 @@ def _read_values(path: Path, seals: Seals) -> list[list[Any]] | None:
     offset = 0
     for line in lines[:-1]:
         text = seals.unsealed(line, offset)
-        values = [None] if text is None else json.loads(text)
+        values = [None] if text is None else json_of(text)
         if values[0] != _VERSION:
             return None
         offset += len(line) + 1

@@ -59,7 +59,7 @@ class CallIndex:
         """Return the index of frozen values, which are not decoded."""
         index = cls(inherited)
         for fields in map(fields_of, log.get(RECORDS, ())):
-            failure = fields_of(fields_of(fields.get("result") or {}).get("failure") or {})
+            failure = fields_of(fields_of(fields.get("result")).get("failure"))
             index._add_record(
                 fields.get("call_id"),
                 float(fields.get("timestamp", 0)),
@@ -123,6 +123,7 @@ class CallIndex:
         self._messages += 1
 
 
-def fields_of(value: Any) -> Mapping[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of a frozen dataclass; none of a value that could not be saved."""
-    return cast("Mapping[str, Any]", value.get("fields", {}))
+    found = cast("dict[str, Any]", value).get("fields") if isinstance(value, dict) else None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

@@ -85,6 +85,16 @@ def thaw(data: object, *, types: Iterable[Any] = ()) -> Any:
         raise SnapshotError(f"Cannot thaw {place}: {error}") from error
 
 
+def json_of(text: bytes) -> Any:
+    """Return what a line of JSON says; twice as fast as ``json.loads`` alone."""
+    from pydantic_core import from_json
+
+    try:
+        return from_json(text, cache_strings="all")  # names of types are values
+    except ValueError:  # half a surrogate pair, or nested too deeply for it, for example
+        return json.loads(text)
+
+
 def plain(value: Any) -> object:
     """Return a value without its type names, for people and machines to read."""
     if isinstance(value, list):
