@@ -13,7 +13,6 @@ import re
 import select
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -382,6 +381,8 @@ class LiveView(View):
         super().__init__(out)
         self._console = Console(file=out, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
+        self._is_over = threading.Event()
+        """That of the thread which draws the live lines."""
         self._drawing = threading.RLock()
         """Held while something is written: rich erases as many lines as it drew last."""
         self._switching = threading.Lock()
@@ -450,12 +451,15 @@ class LiveView(View):
             )
             with self._drawing:
                 self._live.start()
-            threading.Thread(target=self._draw, args=(self._live,), daemon=True).start()
+            self._is_over = threading.Event()
+            args = self._live, self._is_over
+            threading.Thread(target=self._draw, args=args, daemon=True).start()
             if self.on_line is not None:
                 self._keys = _Keys(self)
 
     def _pause(self) -> None:
         with self._switching:
+            self._is_over.set()
             live, self._live = self._live, None
             keys, self._keys = self._keys, None
         if keys is not None:
@@ -464,11 +468,10 @@ class LiveView(View):
             with self._drawing:
                 live.stop()
 
-    def _draw(self, live: Live) -> None:
-        while live.is_started:
-            time.sleep(1 / 8)
+    def _draw(self, live: Live, is_over: threading.Event) -> None:
+        while not is_over.wait(1 / 8):
             with self._drawing:
-                if live.is_started:
+                if not is_over.is_set():
                     live.refresh()
 
     def _region(self) -> RenderableType:
