@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ordinary_user import OrdinaryUser, found_ordinary_user, place_for_others
+from postgres import Postgres, started_postgres
 
 pytest.register_assert_rewrite("cases")  # of tests/integrations: its failures show the values
 
@@ -67,6 +68,13 @@ def ordinary_user() -> Iterator[OrdinaryUser]:
     """A user who may do nothing special, for tests that run as root."""
     with found_ordinary_user() as user:
         yield user
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server; tests make databases of their own in it, and leave it running."""
+    with started_postgres() as server:
+        yield server
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ WinkError
 ├── ExportRefused                    a run cannot be exported to this file, or at this size
 ├── SandboxUnavailable               the operator must act: no sandbox works here
 ├── McpServerError                   an MCP server cannot be started or reached, or has ended
+├── DatabaseUnavailable              the operator must act: a database cannot be reached
 ├── MissingExtra                     the operator must install something (also an ImportError)
 ├── PromptError
 │   ├── PromptValidationError          a template is invalid
@@ -64,7 +65,8 @@ WinkError
 ├── SessionError
 │   ├── AnswerRefused                  an approval came too late, or for something else
 │   ├── ReducerError                   a reducer raised; its event changed nothing
-│   ├── SessionInUse                   its file is open in another process
+│   ├── LeaseLost                      another process has taken over the session
+│   ├── SessionInUse                   another process has it open
 │   ├── SnapshotError                  a snapshot cannot be written or read
 │   └── SnapshotExpired                an older snapshot has been restored
 └── ResourceError
@@ -276,6 +278,10 @@ class McpServerError(WinkError):
     def __init__(self, message: str, *, code: str = "SERVER_ERROR") -> None:
         super().__init__(message)
         self.code = code
+
+
+class DatabaseUnavailable(WinkError):
+    """A database cannot be reached, or the connection to it was lost."""
 
 
 class MissingExtra(WinkError, ImportError):
@@ -492,8 +498,12 @@ class ReducerError(SessionError):
     """A reducer raised; the event was applied to no slice."""
 
 
+class LeaseLost(SessionError):
+    """Another process has taken over the session; nothing of this one is saved any more."""
+
+
 class SessionInUse(SessionError):
-    """The session's file is open in another process."""
+    """Another process has the session open."""
 
 
 class SnapshotError(SessionError):

@@ -1,0 +1,1 @@
+"""Where sessions, outcomes and runs are kept: files, SQLite or PostgreSQL."""

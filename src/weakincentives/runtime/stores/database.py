@@ -1,0 +1,184 @@
+"""A database named by a URL: SQLite in a file, or PostgreSQL. One SQL text serves both."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.errors import DatabaseUnavailable, MissingExtra
+
+T = TypeVar("T")
+
+_BUSY = 30.0
+"""Seconds to wait for another process that writes to the same SQLite file."""
+_MAX_IDLE = 8
+"""Connections to PostgreSQL that stay open between transactions."""
+
+
+class Transaction:
+    """Statements that take effect together. Parameters are ``?`` in the SQL text."""
+
+    def __init__(self, connection: Any, *, is_postgres: bool) -> None:
+        self._connection = connection
+        self._is_postgres = is_postgres
+
+    @property
+    def now(self) -> str:
+        """The time as an SQL expression, in unix seconds: that of the database, not of a worker."""
+        if self._is_postgres:
+            return "extract(epoch from clock_timestamp())::double precision"
+        return "((julianday('now') - 2440587.5) * 86400.0)"
+
+    @property
+    def for_update(self) -> str:
+        """Ends a SELECT that locks its rows; SQLite has locked the whole database already."""
+        return " FOR UPDATE" if self._is_postgres else ""
+
+    def execute(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run a statement and return its rows."""
+        text = sql.replace("?", "%s") if self._is_postgres else sql
+        cursor = self._connection.execute(text, values)
+        return [] if cursor.description is None else list(cursor.fetchall())
+
+    def changed(self, sql: str, *values: Any) -> int:
+        """Run a statement and return how many rows it changed."""
+        text = sql.replace("?", "%s") if self._is_postgres else sql
+        return self._connection.execute(text, values).rowcount
+
+    def execute_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run a statement once for each row of parameters."""
+        if self._is_postgres:
+            self._connection.cursor().executemany(sql.replace("?", "%s"), rows)
+        else:
+            self._connection.executemany(sql, rows)
+
+
+class Database:
+    """A database that any thread may use: ``sqlite:///file.db`` or ``postgresql://...``.
+
+    SQL for both: types are ``TEXT``, ``BIGINT``, ``DOUBLE PRECISION`` and ``BYTEA``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        scheme, _, rest = url.partition("://")
+        self.is_postgres = scheme in ("postgresql", "postgres")
+        if not self.is_postgres and not (scheme == "sqlite" and rest.startswith("/")):
+            raise ValueError(
+                f"expected sqlite:///FILE or postgresql://USER@HOST/NAME, got {scheme}://"
+            )
+        self._path = unquote(rest[1:])
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, Any]] = []
+        """Open connections, with the process that opened them: a fork must not use them."""
+        self._is_closed = False
+
+    @contextmanager
+    def transaction(self) -> Generator[Transaction]:
+        """Commit the statements of the block together, or none of them if it raises.
+
+        Raises:
+            DatabaseUnavailable: The connection was lost. If that happened while committing, the
+                statements may or may not have taken effect.
+        """
+        connection = self._connect()
+        try:
+            if not self.is_postgres:
+                connection.execute("BEGIN IMMEDIATE")
+            yield Transaction(connection, is_postgres=self.is_postgres)
+            connection.commit()
+        except BaseException as error:
+            with suppress(Exception):
+                connection.rollback()
+            if self._is_lost(connection, error):
+                with suppress(Exception):
+                    connection.close()
+                raise DatabaseUnavailable(f"{self.shown} cannot be used: {error}") from error
+            self._give_back(connection)
+            raise
+        self._give_back(connection)
+
+    def repeat(self, work: Callable[[Transaction], T], *, patience: float = 60.0) -> T:
+        """Return what a transaction returns; repeat it while the database cannot be reached.
+
+        It may have taken effect although the connection was lost, so it must be safe to repeat.
+        """
+        began, wait = SYSTEM_CLOCK.monotonic(), 0.05
+        while True:
+            try:
+                with self.transaction() as transaction:
+                    return work(transaction)
+            except DatabaseUnavailable:
+                if SYSTEM_CLOCK.monotonic() - began + wait > patience:
+                    raise
+                threading.Event().wait(wait)
+                wait = min(wait * 2, 2.0)
+
+    @property
+    def shown(self) -> str:
+        """The URL without a password."""
+        scheme, _, rest = self.url.partition("://")
+        user, at, place = rest.rpartition("@")
+        return f"{scheme}://{user.partition(':')[0]}{at}{place.partition('?')[0]}"
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for pid, connection in idle:
+            if pid == os.getpid():
+                connection.close()
+
+    def _connect(self) -> Any:
+        with self._lock:
+            self._idle = [each for each in self._idle if each[0] == os.getpid()]
+            if self._idle:
+                return self._idle.pop()[1]
+        try:
+            return self._new_postgres() if self.is_postgres else self._new_sqlite()
+        except (sqlite3.Error, OSError) as error:
+            raise DatabaseUnavailable(f"{self.shown} cannot be opened: {error}") from error
+
+    def _new_sqlite(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=_BUSY, isolation_level=None, check_same_thread=False
+        )
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        return connection
+
+    def _new_postgres(self) -> Any:
+        try:
+            import psycopg
+        except ImportError as error:
+            raise MissingExtra("durable", "psycopg") from error
+        try:
+            return psycopg.connect(self.url, connect_timeout=10)
+        except psycopg.Error as error:
+            raise DatabaseUnavailable(f"{self.shown} cannot be reached: {error}") from error
+
+    def _give_back(self, connection: Any) -> None:
+        with self._lock:
+            if not self._is_closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append((os.getpid(), connection))
+                return
+        connection.close()
+
+    def _is_lost(self, connection: Any, error: BaseException) -> bool:
+        """Whether an error is one of the connection, or an interrupt has left it in the middle."""
+        if not isinstance(error, Exception):
+            return False if not self.is_postgres else bool(connection.closed)
+        if self.is_postgres:
+            import psycopg
+
+            return bool(connection.closed) or isinstance(
+                error, (psycopg.OperationalError, psycopg.InterfaceError)
+            )
+        return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
