@@ -2,8 +2,9 @@
 
 Its log is in a file, or in another store of sessions. The head of the log identifies the session.
 Every other line is one save: for each changed slice, how many values stay and which values follow
-them; and ``files``, further lines that are saved with it. A save with ``folded`` replaces all saves
-before it. The bytes of ``Media`` are stored once, by digest.
+them; and ``files``, further lines that are saved with it. Compacting a log writes its state anew,
+as saves with ``fold``, the number of each: the first one replaces all before it. The bytes of
+``Media`` are stored once, by digest.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ _UNSAVED = "unsaved"
 """Marks the place of a value that could not be written."""
 _HAS_UNSAVED = f'"{_UNSAVED}"'.encode()
 _HAS_FILES = b'"files":['
+_FOLDED = 64
+"""Values in each save of a log that was compacted."""
 _SOON = 1.0
 """Seconds after its end in which a call is normally committed."""
 INHERITED = "inherited_calls"
@@ -325,8 +328,7 @@ class SavedSession:
         pending = [(source, tuple(source.pending())) for source in self._sources]
         files = [line for _, each in pending for line in each]
         if files:
-            last = lines.pop() if lines else self._empty_line()
-            lines.append(f'{last[:-1]},"files":{json.dumps(files, separators=(",", ":"))}}}')
+            lines.append(_with_files(lines.pop() if lines else self._empty_line(), files))
         if lines:
             self._log.append([line.encode() for line in lines])
         for source, each in pending:
@@ -726,8 +728,8 @@ class SavedSessionData:
         """Apply one save."""
         self.at = float(line["at"])
         self.saves.append(line)
-        if "folded" in line:
-            self.state, self.log, self.resumed = {}, {}, [float(each) for each in line["folded"]]
+        if line.get("fold") == 0:
+            self.state, self.log, self.resumed = {}, {}, [float(each) for each in line["resumed"]]
         elif not line["state"] and not line["log"] and "files" not in line:
             self.resumed.append(self.at)
         _add_files(self.files, line)
@@ -882,26 +884,47 @@ def _readable_from(log: SessionLog) -> Generator[None]:
 
 def _add_files(files: list[str], line: Any) -> None:
     """Add the attached lines of a save to those of older saves."""
-    if "folded" in line:
+    if line.get("fold") == 0:
         files.clear()
     files += line.get("files", ())
 
 
+def compact_session(
+    path: str | Path, *, store: SessionStore | None = None, wait: float = 0.0
+) -> None:
+    """Compact a session that is not open: see ``SavedSession.compact``."""
+    store, name, _ = _located(path, store)
+    with contextlib.closing(store.open(name, wait=wait)) as log:
+        compact_log(log)
+
+
 def compact_log(log: LeasedLog) -> None:
-    """Fold all saves of a log into one; what is lost is going back to before."""
+    """Fold all saves of a log into one state; what is lost is going back to before.
+
+    The state is written as several saves, so that a session still opens without parsing all of it.
+    """
     data = _head_of(log)
     with _readable_from(log), no_collection():
         for text in log.load().texts:
             data.add(json.loads(text))
-    changes = {
-        kind: {name: [0, values] for name, values in slices.items() if values}
+    changes = [
+        (kind, name, start, values[start : start + _FOLDED])
         for kind, slices in (("state", data.state), ("log", data.log))
-    }
-    save = {"at": data.at, **changes, "folded": data.resumed}
-    text = _json(save)
-    if data.files:
-        text = f'{text[:-1]},"files":{json.dumps(data.files, separators=(",", ":"))}}}'
-    log.replace([text.encode()])
+        for name, values in slices.items()
+        for start in range(0, len(values), _FOLDED)
+    ]
+    first: dict[str, Any] = {"at": data.at, "state": {}, "log": {}, "resumed": data.resumed}
+    lines = [_with_files(_json({**first, "fold": 0}), data.files)]
+    for number, (kind, name, start, values) in enumerate(changes, 1):
+        change = {"state": {}, "log": {}, kind: {name: [start, values]}}
+        lines.append(_json({"at": data.at, **change, "fold": number}))
+    log.replace([line.encode() for line in lines])
+
+
+def _with_files(line: str, files: Sequence[str]) -> str:
+    """Return a save with lines that are attached to it."""
+    # ASCII only: any text can be attached, even half a surrogate pair.
+    return f'{line[:-1]},"files":{json.dumps(files, separators=(",", ":"))}}}' if files else line
 
 
 # Going back
@@ -956,7 +979,7 @@ def _gone_back(
     undone, saves = 0, iter(newest_first)
     for save in saves:
         is_last = _fills(save, *until)
-        if is_last and "folded" in save:
+        if is_last and "fold" in save:
             raise SnapshotError("the log was compacted since, so there is no way back to then")
         if is_last and through:
             saves = chain([save], saves)

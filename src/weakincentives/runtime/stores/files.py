@@ -12,12 +12,13 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from weakincentives import locks
 from weakincentives.errors import SessionInUse, SnapshotError
 from weakincentives.runtime.ledger import OutcomeLedger
-from weakincentives.runtime.stores.logs import LogPart, SavePlace, waited
+from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
 from weakincentives.runtime.stores.media import digests_in
 from weakincentives.serde.exact import StoredBytes
 from weakincentives.state import SEAL_SIZE, Seals, no_links
@@ -152,6 +153,11 @@ class FileLog:
                 if text is None:
                     raise SnapshotError(f"{self.path} has changed while it was read")
                 yield text
+
+    def place_after(self, texts: Sequence[bytes]) -> int | None:
+        ends = [*accumulate((SEAL_SIZE + len(text) + 2 for text in texts), initial=self.begin)]
+        places = [SavePlace(*each) for each in pairwise(ends)]
+        return ends[-1] if not texts or begins_with(self, texts, places) else None
 
     def media(self, digest: str) -> StoredBytes:
         path = _media_directory(self.path) / digest
