@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,10 @@ from weakincentives.errors import SnapshotError
 from weakincentives.serde.exact import current_name
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+_CHANGE = re.compile(rb'":\[[0-9]+,\[')
+"""What follows the name of a slice: how many values stay, and those that follow them."""
 
 
 class NewestSaves:
@@ -146,10 +151,11 @@ def are_plain(texts: Sequence[bytes]) -> bool:
 def _names_in(whole: bytes) -> set[tuple[str, bytes]]:
     """Return what may be the names of slices, each with the text that its changes begin with.
 
-    Any key of a list may be; most are told apart by the colon that every name of a class has. In a
-    string, the quote after the key is escaped: no JSON string ends in a single backslash.
+    Any key of such a list may be; most are told apart by the colon that every name of a class has.
+    In a string, the quote after the key is escaped: no JSON string ends in a single backslash.
     """
-    keys = {part[part.rfind(b'"') + 1 :] for part in whole.split(b'":[')[:-1]}
+    ends = (match.start() for match in _CHANGE.finditer(whole))
+    keys = {whole[whole.rfind(b'"', 0, end) + 1 : end] for end in ends}
     found: set[tuple[str, bytes]] = set()
     for key in keys:
         if b":" in key:
