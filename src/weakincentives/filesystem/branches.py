@@ -51,7 +51,7 @@ from weakincentives.filesystem.layers import (
 )
 from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
-from weakincentives.filesystem.staging import Staging, State, Step, is_same
+from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
 from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import (
     DirectoryLock,
@@ -213,7 +213,7 @@ class _Log:
             raise HistoryDamaged(f"{self.path} is not the log of a branch")
         self._size = place
         try:
-            commits = tuple(_decoded(each, self.objects, self._device) for each in texts[1:])
+            commits = tuple(decoded_commit(each, self.objects, self._device) for each in texts[1:])
         except (LookupError, TypeError, ValueError) as error:
             raise HistoryDamaged(f"{self.path} has an invalid record: {error}") from error
         head = texts[0]
@@ -240,6 +240,11 @@ def _head(info: BranchInfo) -> bytes:
 
 
 def _encoded(commit: BranchCommit) -> bytes:
+    return json.dumps(commit_values(commit), separators=(",", ":")).encode()
+
+
+def commit_values(commit: BranchCommit) -> dict[str, Any]:
+    """Return a commit as JSON values; contents only as digests."""
     steps = [
         (
             step.method,
@@ -252,7 +257,7 @@ def _encoded(commit: BranchCommit) -> bytes:
         )
         for step in commit.steps
     ]
-    values = {
+    return {
         "call": commit.call_id,
         "tool": commit.tool,
         "time": commit.time,
@@ -261,7 +266,6 @@ def _encoded(commit: BranchCommit) -> bytes:
         "reads": sorted("/".join(parts) for parts in commit.reads),
         "undoes": commit.undoes,
     }
-    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +274,8 @@ def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "xattrs": shown}
 
 
-def _decoded(values: Mapping[str, Any], objects: Objects, device: int) -> BranchCommit:
+def decoded_commit(values: Mapping[str, Any], objects: Objects, device: int) -> BranchCommit:
+    """Return the commit of :func:`commit_values`; raises ValueError if they are malformed."""
     return BranchCommit(
         call_id=str(values["call"]),
         tool=str(values["tool"]),
@@ -319,7 +324,8 @@ def add_points(points: list[Layer], commits: Iterable[BranchCommit], disk: Look)
     """Append the state after each commit to the states before it."""
     layer = points[-1]
     for commit in commits:
-        for step in commit.steps:
+        for given in commit.steps:
+            step = on_linked(given, layer)
             if step.method == "back":
                 layer = points[cast("_Point", step.content).serial]
             elif step.method == "base":
@@ -329,6 +335,20 @@ def add_points(points: list[Layer], commits: Iterable[BranchCommit], disk: Look)
                 if step.target is not None and step.node is not None:
                     layer = layer.put(step.target, Cover(step.node, step.content))
         points.append(layer)
+
+
+def on_linked(step: Step, layer: Layer) -> Step:
+    """Return a write to a hard-linked file as one to the file that the layer has there.
+
+    Inode numbers differ on every machine, and those of copies each time a branch is opened.
+    """
+    node = step.node
+    if step.method != "write" or node is None or node.links < 2:
+        return step
+    there = node_at(layer, step.parts)
+    if there is None or there.kind != "file" or there.links < 2:
+        return step
+    return step._replace(node=node._replace(ino=there.ino, device=there.device))
 
 
 def changed_between(before: Layer, after: Layer) -> list[Parts]:
@@ -540,6 +560,11 @@ class Branch(PrivateView):
         return self._staging.layer
 
     @property
+    def contents(self) -> Objects:
+        """The contents that its commits need."""
+        return self._log.objects
+
+    @property
     def seen(self) -> Mapping[Parts, Entry | None]:
         """What it saw at paths before it first changed them."""
         return self._was
@@ -628,7 +653,10 @@ class Branch(PrivateView):
         elif node.kind == "file" and node.digest is None:
             with Held(os.open(step.content, os.O_RDONLY | os.O_NOFOLLOW)) as fd:
                 # Its inode is free soon, and may then be another file's.
-                node = node._replace(xattrs=xattrs_of(fd), digest=objects.add(fd), device=0)
+                ino = next(numbers)
+                node = node._replace(
+                    xattrs=xattrs_of(fd), digest=objects.add(fd), ino=ino, device=0
+                )
         if node.digest is None:
             return step._replace(content=None, node=node)
         return step._replace(content=partial(objects.read, node.digest), node=node)
