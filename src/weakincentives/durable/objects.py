@@ -187,7 +187,8 @@ class BucketObjects:
         self._obstore: Any = obstore
         self.url = url
         try:
-            self._store: Any = from_url(url, **options)
+            made = {"mkdir": True} if url.startswith("file:") else {}
+            self._store: Any = from_url(url, **made, **options)
         except (BaseError, ValueError) as error:
             raise StorageUnavailable(f"{url} cannot be used: {_first_line(error)}") from error
 
