@@ -23,7 +23,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
-from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged
+from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged, WinkError
 from weakincentives.filesystem.branches import (
     Branch,
     BranchCommit,
@@ -420,7 +420,7 @@ def _manifest(objects: ObjectStorage, key: str) -> Iterator[tuple[Parts, Entry, 
                     raise ValueError(f"the size of {path!r} is wrong")
                 yield checked_parts(path), entry, places
     except (LookupError, TypeError, ValueError) as error:
-        if isinstance(error, HistoryDamaged):
+        if isinstance(error, WinkError):
             raise
         raise HistoryDamaged(f"the stored tree {key} is invalid: {error}") from error
 
