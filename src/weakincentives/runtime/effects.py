@@ -202,14 +202,14 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Note the outcome of a call that reaches outside; in a LOG, so a rollback does not undo it.
 
     A success is in the ledger before the commit: a kill between that and the next save must not
-    lose the answer.
+    lose the answer. In a saved session, one record commits both: see ``recovery``.
     """
     outcome = "committed" if result.success else _outcome_of_failure(transaction)
     noted = transaction.outcome = _outcome(transaction, transaction.call, outcome, result.render())
     transaction.open().session.read_only = None
     with suppress(ViewClosed):  # interrupted while ending: it is noted already
         transaction.session.dispatch(noted)
-    if result.success and transaction.ledger is not None:
+    if result.success and transaction.ledger is not None and transaction.saver is None:
         views = (view for _, _, view in transaction.forks if hasattr(view, "store"))
         transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 

@@ -45,6 +45,8 @@ class CallOutcome:
     """The result as the model saw it."""
     files: bool = False
     """Whether it also changed files on disk, which are committed after it answered."""
+    redo: str = ""
+    """What the file of its session lacks until it is next saved: see ``recovery``."""
 
 
 class OutcomeLedger:
@@ -109,6 +111,16 @@ class OutcomeLedger:
             self._catch_up()
             found = (each for each in self._known.values() if each.call_id.startswith(prefix))
             return tuple(self._as_it_is(each) for each in found)
+
+    def answered(self) -> tuple[CallOutcome, ...]:
+        """Return the calls that answered and were killed before their sessions were saved."""
+        with self._lock:
+            self._catch_up()
+            return tuple(
+                each
+                for each in self._known.values()
+                if each.redo and each.outcome == "answered" and not self._is_under_way(each.call_id)
+            )
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls whose outcome is unknown."""
@@ -369,7 +381,10 @@ def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
 def _text_of(outcome: CallOutcome) -> bytes:
     """Return an entry to seal; its mark identifies the call if the rest is damaged."""
     mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
-    return json.dumps({**asdict(outcome), "mark": mark}).encode()
+    fields = asdict(outcome)
+    if not outcome.redo:
+        del fields["redo"]
+    return json.dumps({**fields, "mark": mark}).encode()
 
 
 def _read_file(path: Path, start: int = 0) -> bytes:

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -51,6 +50,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
+    from weakincentives.filesystem.redo import Redo
 
 _logger = get_logger(__name__)
 
@@ -72,8 +72,6 @@ _LARGE = 1_000
 """Characters of base64; fewer stay in the line."""
 _BLOCK = 64 << 10
 """Bytes that are read first where a file is read from its end."""
-_SOON = 1.0
-"""Seconds after its end in which a call is normally committed."""
 INHERITED = "inherited_calls"
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _UNKNOWN = (
@@ -139,6 +137,11 @@ class SavedSession:
         self._saved: dict[type, Slice[Any]] = {}
         self._unsaved: list[Snapshot] = []
         """The states that a failed save has left."""
+        self._pending: list[str] = []
+        """Lines that the commit of a call has encoded, and that are not in the file yet."""
+        self.file_id = session.session_id
+        """The id of the session in its file."""
+        self._types: tuple[type, ...] = ()
         self._names: dict[str, type] = {}
         self._stops: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -188,17 +191,23 @@ class SavedSession:
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
             session = Session.from_snapshot(data.snapshot(types), **options)
             saved = cls(path, session, data.about, fd, data.size)
-            saved._seals, incomplete = data.seals, data.incomplete
-            if not incomplete:  # else it is made when it is first needed
-                saved._index = CallIndex.of(data.log, inherited_calls(data.about))
-            (present,) = session.states_passed()
-            for _, slice_type, values in present.slices():
-                name = type_name(slice_type)
-                saved._names[name] = slice_type
-                # An incomplete slice has other places here than in the file: write it anew.
-                saved._saved[slice_type] = Slice.of(()) if name in incomplete else values
+            saved._types = tuple(types)
+            saved._continue_from(data)
         saved._listen()
         return saved
+
+    def _continue_from(self, data: SavedSessionData) -> None:
+        """Save what differs from a file's content, which the session has just got."""
+        self._seals, self.file_id, incomplete = data.seals, data.session_id, data.incomplete
+        self._index, self._saved = CallIndex(inherited_calls(data.about)), {}
+        if not incomplete:  # else it is made when it is first needed
+            self._index = CallIndex.of(data.log, inherited_calls(data.about))
+        (present,) = self.session.states_passed()
+        for _, slice_type, values in present.slices():
+            name = type_name(slice_type)
+            self._names[name] = slice_type
+            # An incomplete slice has other places here than in the file: write it anew.
+            self._saved[slice_type] = Slice.of(()) if name in incomplete else values
 
     @staticmethod
     def is_in_use(path: str | Path) -> bool:
@@ -272,15 +281,83 @@ class SavedSession:
             if self._fd < 0 or self._pid != os.getpid():
                 raise SessionError(f"{self.path} was closed, or belongs to another process")
             # Not the view of a call in progress: that has not been committed.
-            states = [*self._unsaved, *self.session.states_passed()]
-            self._unsaved = states[:-1]
-            saved, lines = self._saved, list[str]()
-            for state in states:
-                lines += self._line(state, saved)
-                saved = {kind: values for _, kind, values in state.slices()}
-            if lines:
-                self._append(*lines)
-            self._saved, self._unsaved = saved, []
+            lines, saved = self._encode(self.session.states_passed())
+            if self._pending or lines:
+                self._append(*self._pending, *lines)
+            self._saved, self._unsaved, self._pending = saved, [], []
+
+    def _encode(self, states: list[Snapshot]) -> tuple[list[str], dict[type, Slice[Any]]]:
+        """Return the lines for the states that are not saved, and what is saved after them."""
+        states = [*self._unsaved, *states]
+        self._unsaved = states[:-1]
+        saved, lines = self._saved, list[str]()
+        for state in states:
+            lines += self._line(state, saved)
+            saved = {kind: values for _, kind, values in state.slices()}
+        return lines, saved
+
+    # The record that commits a call: see ``recovery``
+
+    @property
+    def commits_with_calls(self) -> bool:
+        """Whether the record that commits a call can hold what its file gets next."""
+        return self._fd >= 0 and self._pid == os.getpid()
+
+    @contextlib.contextmanager
+    def encoding(self, call_id: str) -> Generator[Encoding]:
+        """Yield the encoding of a call's state; the next save writes it, unless the block fails."""
+        with self._lock:
+            encoding = Encoding(self, call_id)
+            yield encoding
+            if encoding.saved is not None:
+                self._pending += encoding.lines
+                self._saved, self._unsaved = encoding.saved, []
+
+    def encode_after(self, call_id: str, after: Snapshot) -> tuple[Redo, dict[type, Slice[Any]]]:
+        """Return the lines for the present state and the one to come, and what is saved then."""
+        from weakincentives.filesystem.redo import Redo
+
+        lines, saved = self._encode([*self.session.states_passed(), after])
+        at = self._size + _sealed_size(self._pending)
+        redo = Redo(
+            session=self.file_id,
+            file=str(self.path.absolute()),
+            at=at,
+            end=at + _sealed_size(lines),
+            call_id=call_id,
+            lines=tuple(lines),
+        )
+        return redo, saved
+
+    def append_missing(self, redos: Iterable[Redo]) -> None:
+        """Append what the file lacks of the lines that commit records hold, oldest first."""
+        before = self._size
+        with self._lock:
+            for each in redos:
+                if each.end <= self._size:
+                    continue
+                present = self._lines_from(each.at)
+                if self._pending or present is None or present != [*each.lines[: len(present)]]:
+                    _logger.warning("%s went on without call %s", self.path, each.call_id)
+                    break
+                self._append(*each.lines[len(present) :])
+            if self._size == before:
+                return
+            data = SavedSessionData.read(self.path)
+            self.session.hold(data.snapshot(self._types))
+            self._continue_from(data)
+
+    def _lines_from(self, at: int) -> list[str] | None:
+        """Return the texts of the lines from a place on; None if no line begins there."""
+        found: list[str] = []
+        while at < self._size:
+            line = os.pread(self._fd, self._size - at, at).partition(b"\n")[0]
+            text = self._seals.unsealed(line, at)
+            if text is None:
+                return None
+            found.append(text.decode())
+            at += len(line) + 1
+        return found if at == self._size else None
 
     def _line(self, state: Snapshot, saved: Mapping[type, Slice[Any]]) -> list[str]:
         """Return a line with what has changed from one state to another; none for nothing."""
@@ -308,23 +385,30 @@ class SavedSession:
                 f'{{"at":{json.dumps(self.session.clock.time())},"state":{{}},"log":{{}}}}'
             )
 
-    def undo_unrecorded(
+    def recover(
         self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
     ) -> tuple[str, ...]:
-        """Repair what a kill left between a call's commit and its record; returns undone calls.
+        """Complete what a kill left between a call's commit and its record; returns undone calls.
 
-        For a session that is resumed. A call's file changes are undone, and the call will be
-        re-run. A call that took effect outside is not re-run: it gets its answer from the ledger,
-        by default the workspace's own. If neither is possible, it is recorded as unknown.
+        For a session that is resumed, before anything else is done with it. A call that was
+        committed gets its record, with the answer that it gave, and is not re-run.
+
+        A commit without what the session needs, such as that of an earlier version, is undone, and
+        its call will be re-run. One that took effect outside is not re-run: it gets its answer
+        from the ledger, by default the workspace's own. If neither is possible, it is recorded as
+        unknown.
         """
+        from weakincentives.runtime.recovery import redo_missing, unsaved_commits
+
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
+        redo_missing(self, files, ledger)
         index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
         hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}
         outcomes = {call_id: ledger.find(call_id) for call_id in (*index.unrecorded, *hosted)}
         # The files of a call whose outcome was unknown may have been committed long ago.
         is_old = any(e and e.files and e.outcome == "committed" for e in outcomes.values())
-        history = [*_unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
+        history = [*unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
         for each in history:
             if each.call_id.startswith(mark) and each.call_id not in index.made:
                 hosted[each.call_id] = each.tool
@@ -348,6 +432,9 @@ class SavedSession:
                     self.record(call, _unknown(f"Its changes stay: {error}"))
         self.save()
         return tuple(reversed(undone))
+
+    undo_unrecorded = recover
+    """The name before ``recover`` redid anything."""
 
     def user_messages(self) -> list[UserMessage]:
         """Return the user's messages in the last conversation, without those rewound.
@@ -530,6 +617,7 @@ class SavedSession:
             finally:
                 fd, self._fd = self._fd, -1
                 locks.close(fd)
+                self.session.saver = None
                 self.session.states_passed(follow=False)
 
     def __enter__(self) -> SavedSession:
@@ -542,6 +630,7 @@ class SavedSession:
         subscribe = self.session.dispatcher.subscribe
         for kind in (Message, ToolInvoked, ContextCompacted, PromptExecuted):
             self._stops.append(subscribe(kind, self._on_record))
+        self.session.saver = self
 
     def _on_record(self, event: object) -> None:
         if isinstance(event, Message) and event.role == "tool":
@@ -603,6 +692,42 @@ class SavedSession:
             os.ftruncate(self._fd, self._size)
             raise
         self._size += len(data)
+
+
+class Encoding:
+    """The lines for the state after a call: made once, for the record that commits it and the file.
+
+    Made when the record needs them. Without them, the next save makes them.
+    """
+
+    after: Snapshot
+
+    def __init__(self, saved: SavedSession, call_id: str) -> None:
+        self._of = saved
+        self._call_id = call_id
+        self.is_asked = False
+        """Whether a record was to hold them."""
+        self.lines: Sequence[str] = ()
+        self.saved: dict[type, Slice[Any]] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.saved is not None
+
+    def redo(self) -> Redo | None:
+        """Return what a record holds; None if that cannot be encoded now."""
+        self.is_asked = True
+        try:
+            redo, self.saved = self._of.encode_after(self._call_id, self.after)
+        except (OSError, ValueError) as error:  # the next save may be luckier
+            _logger.warning("the commit of %s has no session state: %s", self._call_id, error)
+            return None
+        self.lines = redo.lines
+        return redo
+
+
+def _sealed_size(lines: Iterable[str]) -> int:
+    return sum(SEAL_SIZE + 2 + len(line.encode()) for line in lines)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -920,21 +1045,6 @@ def _fills(save: Any, wanted: str, place: int) -> bool:
         kept <= place < kept + len(items) and current_name(name) == wanted
         for name, (kept, items) in save["log"].items()
     )
-
-
-def _unsaved_commits(
-    newest_first: Iterable[Committed], made: Mapping[str, tuple[float, float]]
-) -> Generator[Committed]:
-    """Yield the newest commits, up to one that is on record: all older ones are, too.
-
-    The calls of a session are committed and recorded in the same order.
-    """
-    for each in newest_first:
-        yield each
-        began, end = made.get(each.call_id, (math.inf, 0.0))
-        # An id may be used again: then another commit has it, at another time.
-        if began <= each.time <= end + _SOON:
-            return
 
 
 def _head(
