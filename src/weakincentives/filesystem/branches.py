@@ -255,7 +255,7 @@ def _encoded(commit: BranchCommit) -> bytes:
         )
         for step in commit.steps
     ]
-    values = {
+    values: dict[str, Any] = {
         "call": commit.call_id,
         "tool": commit.tool,
         "time": commit.time,

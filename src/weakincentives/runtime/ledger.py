@@ -135,18 +135,26 @@ class OutcomeLedger:
             raise WinkError(f"call {call_id!r} is not on record")
         self._add(CallOutcome(call_id, found.tool_name, outcome, found.timestamp, found.message))
 
-    def begin(self, call_id: str, tool_name: str, timestamp: float) -> None:
-        """Record that a call is about to run; refuse one that must not run again."""
+    def begin(
+        self, call_id: str, tool_name: str, timestamp: float, *, may_repeat: bool = False
+    ) -> CallOutcome | None:
+        """Record that a call is about to run; refuse one that must not run again.
+
+        With ``may_repeat``, a call whose outcome is unknown runs again: what was known of it is
+        returned.
+        """
         with self._lock, self._alone():
             found = self.find(call_id)
             if found is not None and found.outcome == "unknown":
                 found = self._ask(replace(found, tool_name=found.tool_name or tool_name))
-            if found is not None:
-                _refuse(found)
+            unknown = found if found is not None and found.outcome == "unknown" else None
+            if found is not None and not (unknown and may_repeat):
+                refuse(found)
             self._running.add(call_id)
             if self._locks is not None:
                 self._locks.take(call_id)
             self._add(CallOutcome(call_id, tool_name, "started", timestamp))
+            return unknown
 
     def answer(self, outcome: CallOutcome) -> None:
         """Record the answer of a call that took effect, before the rest is committed."""
@@ -477,7 +485,7 @@ _MOST_RECENT = 16
 _ledgers_lock = threading.Lock()
 
 
-def _refuse(found: CallOutcome) -> None:
+def refuse(found: CallOutcome) -> None:
     """Refuse a call that took effect or may have; one that was undone may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
     if found.outcome == "committed":

@@ -172,6 +172,8 @@ class Transaction:
     """Where a call that reaches outside is on record."""
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
+    stays_unknown = False
+    """Whether it has only asked what became of it, so that there is nothing to compensate."""
 
     # What it changes
     settled = False
