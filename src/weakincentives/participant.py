@@ -8,7 +8,7 @@ both filesystems, the memory and the event bus implement the contract; a resourc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weakincentives.errors import ReadOnlyView, ViewClosed
@@ -99,6 +99,14 @@ class Participant:
     def changed_here(self) -> tuple[str, ...]:
         """Return the paths of files that this view has changed."""
         return ()
+
+    @property
+    def holds_redo(self) -> bool:
+        """Whether merging a view that changed files writes a record that can hold more."""
+        return False
+
+    def commit_with(self, redo: Callable[[], Any]) -> None:
+        """Have the record that commits this view hold what ``redo`` returns, for its session."""
 
     @property
     def is_changing_files(self) -> bool:

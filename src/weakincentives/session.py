@@ -545,6 +545,8 @@ class Session(Participant):
     tracks_reads = False
     """Whether this is a view with a read set."""
     _passed: _Passed = None
+    saver: Any = None
+    """The ``SavedSession`` that this session is saved by; None in views."""
 
     def __init__(
         self,
@@ -909,11 +911,19 @@ class Session(Participant):
     def from_snapshot(cls, snapshot: Snapshot, **options: Any) -> Session:
         """Return a new session with a snapshot's STATE and LOG slices."""
         session = cls(**options)
-        state = {kind: values for kind, values in snapshot.state.items() if kind is not _Child}
-        # ``register`` may have set other policies than the types declare.
-        session._wiring.policies = {kind: policy for policy, kind, _ in snapshot.slices()}
-        session._root = _Root(state, snapshot.log)
+        session.hold(snapshot)
         return session
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """Replace all STATE and LOG slices by those of a snapshot; the children stay."""
+        with self._lock:
+            here = self._root.state
+            state = {kind: values for kind, values in here.items() if kind is _Child}
+            state |= {kind: each for kind, each in snapshot.state.items() if kind is not _Child}
+            # ``register`` may have set other policies than the types declare.
+            policies = {kind: policy for policy, kind, _ in snapshot.slices()}
+            self._wiring.policies = {**self._wiring.policies, **policies}
+            self._root = _Root(state, snapshot.log)
 
     def _check_restorable(self, snapshot: Snapshot) -> None:
         if snapshot.wiring is not None:
@@ -1005,12 +1015,16 @@ class Session(Participant):
         keep: bool,
         record: object = None,
         transaction: Any = None,
+        first: Callable[[Snapshot], bool] | None = None,
     ) -> None:
         """End a view and add a record, in one step that also marks a ``transaction`` as settled.
 
         With ``keep``, all changes are committed, otherwise only events and records for LOG slices.
         Reducers that fail on those are skipped and logged: a rollback must not fail. A refused
         call has no view, only a record.
+
+        ``first`` gets the state to come, and may still fail; nothing can after it. It returns
+        whether that state is encoded already.
         """
         with self._lock:
             if self._sealed is not None:
@@ -1033,8 +1047,11 @@ class Session(Participant):
                 root = self._forgotten(root, view._events_since(None))
             if record is not None:
                 root = self._applied(root, record) if keep else self._forgotten(root, [record])
+            is_encoded = first is not None and first(
+                Snapshot(root.state, root.log, taken_at=self.clock.time())
+            )
             passed = self._passed
-            if passed is not None and record is not None:
+            if passed is not None and record is not None and not is_encoded:
                 passed = (passed, self._root, root)
             # The commit point: one statement, so that an interrupt finds all of it done or none.
             if transaction is not None:

@@ -139,6 +139,7 @@ def _server(
     with _files(settings, branch, alone=in_place) as files:
         saved = None if fresh else _last_session(settings, about)
         if saved is not None:
+            saved.recover(files)
             saved.mark_resumed()
         saved = saved or begin_run(location_of(settings.workspace), about)
         with saved, open_workbench(settings, saved.session, ask=ask_client, files=files) as bench:

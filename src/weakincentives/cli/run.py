@@ -643,7 +643,7 @@ class AgentRun:
         from weakincentives.runtime.forks import SECTIONS
 
         if saved is not None:
-            saved.undo_unrecorded(files)
+            saved.recover(files)
         save = None if self.dry_run else partial(save_rule, self.settings.workspace)
         about: Mapping[str, object] = {} if self.earlier is None else self.earlier.data.about
         approver = Approver(

@@ -51,6 +51,7 @@ from weakincentives.filesystem.layers import (
 )
 from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
+from weakincentives.filesystem.redo import MakeRedo, Redo, keep, pack, unpack
 from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
 from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import (
@@ -93,6 +94,8 @@ class BranchCommit:
     """What the branch saw at the changed paths before it first changed them."""
     reads: frozenset[Parts] = frozenset()
     undoes: tuple[str, ...] = ()
+    redo: Mapping[str, Any] | None = None
+    """What it holds for the session of the call, as JSON values."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -257,7 +260,7 @@ def commit_values(commit: BranchCommit) -> dict[str, Any]:
         )
         for step in commit.steps
     ]
-    return {
+    values: dict[str, Any] = {
         "call": commit.call_id,
         "tool": commit.tool,
         "time": commit.time,
@@ -266,6 +269,9 @@ def commit_values(commit: BranchCommit) -> dict[str, Any]:
         "reads": sorted("/".join(parts) for parts in commit.reads),
         "undoes": commit.undoes,
     }
+    if commit.redo is not None:
+        values["redo"] = commit.redo
+    return values
 
 
 def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,6 +290,7 @@ def decoded_commit(values: Mapping[str, Any], objects: Objects, device: int) -> 
         was={checked_parts(path): each and Entry.decode(each) for path, each in values["was"]},
         reads=frozenset(map(checked_parts, values["reads"])),
         undoes=tuple(map(str, values["undoes"])),
+        redo=values.get("redo"),
     )
 
 
@@ -514,7 +521,8 @@ class Branch(PrivateView):
         root = Path(os.path.realpath(root))
         info = new_branch(root, name, at=at, about=about, store=store)
         if of is not None:
-            kept = of.commits[:commits]
+            # What a commit holds for the session of a run stays with that run.
+            kept = tuple(replace(each, redo=None) for each in of.commits[:commits])
             info = replace(info, base=of.base, began=of.began, moment=of.moment, commits=kept)
         return cls(root, info, of=of, **options)
 
@@ -565,19 +573,29 @@ class Branch(PrivateView):
         return self._atomically(do, call_under_way())
 
     def _atomically(
-        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+        self,
+        do: Callable[[], R],
+        call: ToolCall | None = None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
     ) -> R:
         before = self._staging.state
         try:
             result = do()
             if self._staging.state.steps:
-                self._commit(self._staging.state.steps, call, undoes)
+                self._commit(self._staging.state.steps, call, undoes, redo)
             return result
         except BaseException:
             self._staging.state = before
             raise
 
-    def _commit(self, steps: Sequence[Step], call: ToolCall | None, undoes: Sequence[str]) -> None:
+    def _commit(
+        self,
+        steps: Sequence[Step],
+        call: ToolCall | None,
+        undoes: Sequence[str],
+        redo: MakeRedo | None,
+    ) -> None:
         number = len(self.info.commits) + 1
         was = dict(self._seen(steps))  # first: to store what is moved reads it
         commit = BranchCommit(
@@ -589,6 +607,9 @@ class Branch(PrivateView):
             reads=frozenset(self._reads.touched - self._logged if self._reads else ()),
             undoes=tuple(undoes),
         )
+        if redo is not None:
+            record = pack(redo(), self._log.objects, safe=self._branched.store.safe)
+            commit = replace(commit, redo=record.get("redo"))
         self._log.append(commit)
         self.info = replace(self.info, commits=(*self.info.commits, commit))
         self._note_commits([commit])
@@ -724,6 +745,13 @@ class Branch(PrivateView):
 
     def newest_first(self) -> Iterator[Committed]:
         return reversed(self.info.calls)
+
+    @property
+    def holds_redo(self) -> bool:
+        return True
+
+    def redo_of(self, call: Committed) -> Redo | None:
+        return _redo_of(self.info.commits[call.serial - 1], self._log.objects)
 
     def at(self, number: int) -> Look:
         """Return the files after so many commits of the branch."""
@@ -956,6 +984,8 @@ class Branch(PrivateView):
     def _begin_anew(self, info: BranchInfo) -> None:
         workspace = self._branched
         base = base_of(self.root, info)
+        for commit in self.info.commits if not info.commits else ():
+            keep(self.store, _redo_of(commit, self._log.objects))
         self._log.create(info)
         workspace.base.close()
         workspace.use(base)
@@ -963,6 +993,10 @@ class Branch(PrivateView):
         self._staging.base = workspace.disk
         workspace.points.clear()
         self._show(info.commits)
+
+
+def _redo_of(commit: BranchCommit, objects: Objects) -> Redo | None:
+    return None if commit.redo is None else unpack({"redo": commit.redo}, objects)
 
 
 def _wholes(step: Step) -> set[Parts]:

@@ -30,6 +30,7 @@ from weakincentives.filesystem.entry import (
 from weakincentives.filesystem.history import History
 from weakincentives.filesystem.journal import Record, read_journal
 from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
+from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.restore import (
     Restore,
     move_out,
@@ -348,7 +349,12 @@ class Changes:
         self._undo_from(count, tolerant=True)
         self._sweep()
 
-    def commit(self, call: ToolCall | None = None, undoes: Sequence[str] = ()) -> int | None:
+    def commit(
+        self,
+        call: ToolCall | None = None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
+    ) -> int | None:
         """Commit; returns the serial in the history, or None if nothing changed."""
         self._marks.clear()
         if not self.records:
@@ -361,7 +367,7 @@ class Changes:
         left = self._left_now()
         needed = {each.digest for each in left.values() if each is not None}
         kept = {digest: data for digest, data in self._contents.items() if digest in needed}
-        serial = self.history.add(self.records, call, left, self.tree, undoes, kept)
+        serial = self.history.add(self.records, call, left, self.tree, undoes, kept, redo)
         self.records = []
         self._contents.clear()
         self._kept = 0

@@ -59,6 +59,7 @@ from weakincentives.filesystem.paths import (
 )
 from weakincentives.filesystem.patterns import PathPatterns
 from weakincentives.filesystem.prune import Pruned, prune
+from weakincentives.filesystem.redo import MakeRedo, Redo
 from weakincentives.filesystem.scan import Noted
 from weakincentives.filesystem.staging import Edit, Staging, State
 from weakincentives.filesystem.store import HISTORY_LIMITS, Limits, Store
@@ -110,6 +111,7 @@ class HostFilesystem(OnDisk):
     """Where changes are made while a transaction is open."""
 
     journalled = True
+    _redo: MakeRedo | None = None
 
     def __init__(
         self,
@@ -311,10 +313,14 @@ class HostFilesystem(OnDisk):
             return do() if operation == "restore" else self._atomically(do)
 
     def _atomically(
-        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+        self,
+        do: Callable[[], R],
+        call: ToolCall | None = None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
     ) -> R:
         """Make several changes as a whole, or not at all; outside of views, a transaction."""
-        with self._workspace.transaction(call, undoes) as self._edit:
+        with self._workspace.transaction(call, undoes, redo) as self._edit:
             try:
                 return do()
             finally:
@@ -405,6 +411,14 @@ class HostFilesystem(OnDisk):
                 if isinstance(error, WinkError):
                     raise
                 raise worded(error, "committed") from error
+
+    @property
+    def holds_redo(self) -> bool:
+        history = self._workspace.history
+        return history.limits.size > 0 or history.references.oldest() is not None
+
+    def commit_with(self, redo: MakeRedo) -> None:
+        self._redo = redo
 
     def discard(self, view: HostFilesystem) -> tuple[str, ...]:
         """Undo what a view changed; returns a sentence for each thing that could not be undone.
@@ -584,6 +598,10 @@ class HostFilesystem(OnDisk):
             history.refresh()
             return history.calls(history.after(0))
 
+    def redo_of(self, call: Committed) -> Redo | None:
+        """Return what a call's record holds for its session; None for nothing."""
+        return self._workspace.history.redo(call.serial)
+
     def diff(self, call_id: str) -> str:
         """Return what a call changed, as a patch for ``git apply``.
 
@@ -744,9 +762,17 @@ class _View(HostFilesystem):
         raise NotImplementedError
 
     def _atomically(
-        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+        self,
+        do: Callable[[], R],
+        call: ToolCall | None = None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
     ) -> R:
         return self._step(do)
+
+    @property
+    def holds_redo(self) -> bool:
+        return False  # what is merged into a view is not committed yet
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -864,7 +890,11 @@ class _ViewInPlace(_View):
         self._edit = self._changes = changes or parent._workspace.begin_in_place()
 
     def _atomically(
-        self, do: Callable[[], R], call: ToolCall | None = None, undoes: Sequence[str] = ()
+        self,
+        do: Callable[[], R],
+        call: ToolCall | None = None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
     ) -> R:
         self._changes.save_anew()
         result = self._step(do)
@@ -921,7 +951,7 @@ class _ViewInPlace(_View):
         if isinstance(parent, _ViewInPlace):
             parent._undoes += self._undoes
         else:
-            self._workspace.commit(self._changes, self.call, self._undoes)
+            self._workspace.commit(self._changes, self.call, self._undoes, self._redo)
         self._ended = True
         self.seal("this view was merged")
 
@@ -1079,7 +1109,9 @@ class PrivateView(_View):
             # Its call has ended: nobody needs the state before the commit, which costs much.
             self._workspace.private.discard(self)
         try:
-            parent._atomically(lambda: staging.replay(parent._edit, parent._go_to), self.call)
+            parent._atomically(
+                lambda: staging.replay(parent._edit, parent._go_to), self.call, (), self._redo
+            )
         except BaseException as error:
             self._workspace.private.add(self)
             if isinstance(error, WinkError) or not isinstance(error, OSError):

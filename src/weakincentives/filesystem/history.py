@@ -46,11 +46,13 @@ from weakincentives.filesystem.journal import (
     EncodedEntry,
     Journal,
     Record,
+    read_commit,
     read_entries,
     read_journal,
     read_paths,
 )
 from weakincentives.filesystem.paths import Parts, join_path
+from weakincentives.filesystem.redo import MakeRedo, Redo, keep, object_in, pack, unpack
 from weakincentives.filesystem.scratch import NOTE, TEMPORARY
 from weakincentives.filesystem.store import (
     HISTORY_LIMITS,
@@ -256,6 +258,14 @@ class Past:
         if found is None or found[0].get("serial") != serial:
             return self.read(serial).committed
         return _committed(*found)
+
+    def redo(self, serial: int) -> Redo | None:
+        """Return what a call's record holds for its session; None for nothing."""
+        try:
+            meta = read_commit(self._file(serial), self._seals)
+        except FileNotFoundError:  # trimmed
+            return None
+        return None if meta is None else unpack(meta, self.objects)
 
     def entries(
         self, serial: int
@@ -532,12 +542,13 @@ class History(Past):
         tree: Tree,
         undoes: Sequence[str] = (),
         contents: Mapping[str, bytes] | None = None,
+        redo: MakeRedo | None = None,
     ) -> int | None:
         """Commit. Returns the serial, or None if nothing is stored.
 
         ``after`` has the present entries at the changed paths. ``tree`` is the workspace, which may
         have scratch directories. ``undoes`` are the ids of the undone calls. ``contents`` are to be
-        kept, by digest.
+        kept, by digest. ``redo`` returns what the record holds for the session of the call.
         """
         if not [record for record in records if record.op in ("was", "moved")]:
             self.journal.cut(0)
@@ -549,7 +560,7 @@ class History(Past):
         serial = self.last + 1
         self.own.add(serial)
         entries, size = self._entries(records, tree)
-        meta = {
+        meta: dict[str, Any] = {
             "serial": serial,
             "call": f"{'undo' if undoes else 'direct'}_{serial}" if call is None else call.id,
             "tool": "" if call is None else call.name,
@@ -560,6 +571,10 @@ class History(Past):
             "undoes": list(undoes),
             "kept": {digest: self._content(data) for digest, data in (contents or {}).items()},
         }
+        if redo is not None:
+            meta |= pack(redo(), self.objects, safe=self.store.safe)
+            if digest := object_in(meta):
+                meta["kept"][digest] = None  # counted like other contents
         commit = Record(op="commit", data=meta)
         self.journal.append(commit)
         finish = functools.partial(self.finish, [*records, commit], entries)
@@ -770,6 +785,7 @@ class History(Past):
     def _remove(self, serials: Iterable[int], uses: Uses) -> None:
         needed = self.references.objects()
         for serial in serials:
+            keep(self.store.path, self.redo(serial))
             # The entry last: after a kill, the next trim finds it again.
             for digest in uses.forget(serial) - needed:
                 self.store.objects.remove(digest)

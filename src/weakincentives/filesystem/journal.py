@@ -219,6 +219,12 @@ def read_paths(path: Path, seals: Seals) -> tuple[dict[str, Any], set[str]] | No
     return values[-1][12], paths
 
 
+def read_commit(path: Path, seals: Seals) -> dict[str, Any] | None:
+    """Return the data of a commit; None where ``read_paths`` returns it."""
+    values = _read_values(path, seals)
+    return None if values is None else values[-1][12]
+
+
 def read_entries(
     path: Path, seals: Seals
 ) -> tuple[dict[str, Any], dict[str, tuple[EncodedEntry, EncodedEntry]]] | None:

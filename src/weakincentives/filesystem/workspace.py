@@ -32,6 +32,7 @@ from weakincentives.filesystem.layers import (
     undone,
 )
 from weakincentives.filesystem.paths import Parts
+from weakincentives.filesystem.redo import MakeRedo
 from weakincentives.filesystem.reserved import Reserved
 from weakincentives.filesystem.scan import External, Noted
 from weakincentives.filesystem.store import Limits, Store
@@ -176,13 +177,18 @@ class Workspace:
         return look
 
     @contextlib.contextmanager
-    def transaction(self, call: ToolCall | None, undoes: Sequence[str] = ()) -> Generator[Changes]:
+    def transaction(
+        self,
+        call: ToolCall | None,
+        undoes: Sequence[str] = (),
+        redo: MakeRedo | None = None,
+    ) -> Generator[Changes]:
         """Commit the changes made in the block, or roll back if it raises."""
         self.commands.wait()
         changes = Changes(self.tree, self.history)
         try:
             yield changes
-            serial = changes.commit(call, undoes)
+            serial = changes.commit(call, undoes, redo)
         except BaseException:
             changes.roll_back()
             raise
@@ -245,7 +251,13 @@ class Workspace:
             records, taken = self._undoable(changes.records[index:])
             self._begin_stage(changes, self.present.supersede(records, taken))
 
-    def commit(self, changes: Changes, call: ToolCall | None, undoes: Sequence[str]) -> None:
+    def commit(
+        self,
+        changes: Changes,
+        call: ToolCall | None,
+        undoes: Sequence[str],
+        redo: MakeRedo | None = None,
+    ) -> None:
         """Commit the transaction that works in place, and close it."""
         if changes.records:
             self.check_held()
@@ -254,7 +266,7 @@ class Workspace:
         if self.expects_programs:
             self.external.settle(changes, last=True)
             self.check_found(changes.since(None))
-        serial = changes.commit(call, undoes)
+        serial = changes.commit(call, undoes, redo)
         self._end_in_place()
         self._committed(serial)
 

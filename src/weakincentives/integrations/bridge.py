@@ -401,9 +401,9 @@ class Bridge:
         types = [kind for kind in kinds if isinstance(kind, type)]
         with ExitStack() as closing:
             run = closing.enter_context(open_run(files, self._title, key=key, types=types))
+            run.recover(files)
             if len(run.session[ToolInvoked]):
                 run.mark_resumed()
-            run.undo_unrecorded(files)
             closing.pop_all()
             return run
 

@@ -22,6 +22,7 @@ from typing import (
     ParamSpec,
     Protocol,
     Self,
+    TypeAlias,
     TypeVar,
     Union,
     cast,
@@ -70,6 +71,10 @@ outside for good. A tool that states nothing is rolled back as far as possible.
 Writes = Literal["api", "command", "external"]
 """How a tool changes files: through our filesystem, by a command we start, or by another program.
 """
+
+Recovery: TypeAlias = ToolResult[Any] | Literal["rolled_back"] | None
+"""What became of a call whose outcome was unknown: its result, ``"rolled_back"`` if it did not take
+effect, or None if that is still unknown."""
 
 DEFAULT_MAX_RESULT_CHARS = 100_000
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
@@ -139,6 +144,13 @@ class Tool(TypedConstructor, Generic[P, R]):
     """Characters of a result that the model sees at once; it can read the rest. None: no limit."""
     preview: Callable[..., CallPreview] | None = None
     """``preview(params, *, context)`` says what a call would do: for a person who approves it."""
+    idempotent: bool = False
+    """Whether a call of which nobody knows if it took effect may be made again, with the same id:
+    its handler gives ``context.idempotency_key`` to the service, which does nothing twice."""
+    recover: Callable[..., Recovery | Awaitable[Recovery]] | None = None
+    """``recover(outcome, context)`` is asked about such a call, plain or async. It returns the
+    call's result if it took effect, ``"rolled_back"`` if it did not, so that it runs now, or None
+    if that cannot be found out. ``outcome`` is a ``CallOutcome``."""
     title: str = ""
     input_schema: Mapping[str, Any] | None = None
     """The raw JSON schema of a tool made with ``from_schema``."""
@@ -236,8 +248,25 @@ class Tool(TypedConstructor, Generic[P, R]):
             if problem or is_async(self.preview):
                 problem = problem or "it must not be async"
                 raise self._wrong(f"its preview must fit preview(params, *, context): {problem}")
+        if self.idempotent or self.recover is not None:
+            self._check_recovery()
         if self.preconditions or self.effects or self.retry is not None:
             self._check_protocol()
+
+    def _check_recovery(self) -> None:
+        if self.reach not in ("compensable", "irreversible"):
+            raise self._wrong(
+                "idempotent and recover are for a tool that reaches outside: state the reach"
+                f' "compensable" or "irreversible", got {self.reach!r}'
+            )
+        if self.idempotent and self.recover is not None:
+            raise self._wrong(
+                "it is idempotent, so a call whose outcome is unknown is made again: recover would"
+                " never be asked"
+            )
+        problem = None if self.recover is None else misfit(self.recover, object(), object())
+        if problem is not None:
+            raise self._wrong(f"its recover must fit recover(outcome, context): {problem}")
 
     def _check_protocol(self) -> None:
         from weakincentives.prompt.contracts import Effect, Precondition
@@ -254,7 +283,8 @@ class Tool(TypedConstructor, Generic[P, R]):
             for each in given:
                 if not isinstance(each, kind):
                     raise self._wrong(f"{name} must be a {kind.__name__}, got {each!r}")
-        if self.reach == "irreversible" and self.retry is not None and self.retry.max_retries:
+        retries = self.retry is not None and self.retry.max_retries
+        if self.reach == "irreversible" and retries and not self.idempotent:
             raise self._wrong(
                 "it is irreversible and cannot be retried: a failed attempt may have taken effect"
             )
@@ -666,6 +696,8 @@ def tool(
     effects: Sequence[Effect] = (),
     retry: RetryPolicy | None = None,
     preview: Callable[..., CallPreview] | None = None,
+    idempotent: bool = False,
+    recover: Callable[..., Recovery | Awaitable[Recovery]] | None = None,
 ) -> _Decorator: ...
 def tool(
     function: Callable[..., Any] | None = None,

@@ -6,12 +6,12 @@ A call that reaches outside is on record in a ledger from before it runs until i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import ToolCall, transaction_under_way
 from weakincentives.errors import ViewClosed
@@ -24,6 +24,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.contracts import CascadeEffect, Effect
+    from weakincentives.prompt.tool import Tool
     from weakincentives.runtime.ledger import CallOutcome, Outcome
 
 _logger = get_logger(__name__)
@@ -52,12 +53,7 @@ async def finish(answer: object, on_loop: bool = True) -> None:
         await answer
         return
     # A sync call rolls back what a nested call did, and that may have been made on a loop.
-    from weakincentives.loops import run_blocking
-
-    async def finished() -> None:
-        await answer
-
-    run_blocking(finished)
+    _awaited(answer)
 
 
 async def undo_effects(
@@ -82,7 +78,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
     tool's are called however far it came: they undo what its handler did.
     """
     tool, on_loop = transaction.tool, transaction.on_loop
-    if transaction.settled or tool is None or not transaction.ran:
+    if transaction.settled or tool is None or not transaction.ran or transaction.stays_unknown:
         return
     failures: list[str] = []
     outside: list[bool] = []  # for each call that reached outside, whether that was undone
@@ -173,8 +169,11 @@ def cascaded(
 # The ledger
 
 
-def put_on_record(transaction: Transaction) -> None:
-    """Put a call that reaches outside on record; refuse one that took effect or may have."""
+def put_on_record(transaction: Transaction, offer: Offer) -> Offer:
+    """Put a call that reaches outside on record; refuse one that took effect or may have.
+
+    Returns the tool as it is run: one with ``recover`` is asked first about an unknown outcome.
+    """
     from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 
     resources = transaction.bound.resources
@@ -183,8 +182,7 @@ def put_on_record(transaction: Transaction) -> None:
         # A workspace on disk has its ledger in its store.
         store = getattr(resources.find(Filesystem), "store", None)
         ledger = None if store is None else OutcomeLedger.at(store / "outcomes.jsonl")
-    call, tool = transaction.call, transaction.tool
-    assert tool is not None
+    call, tool = transaction.call, offer.tool
     if ledger is None:
         ledger = OutcomeLedger()
         earlier = transaction.bound.session[CallOutcome].select(
@@ -194,22 +192,71 @@ def put_on_record(transaction: Transaction) -> None:
         )
         if earlier is not None:
             ledger.end(earlier)
-    ledger.begin(call.id, tool.name, transaction.timestamp)
+    may_repeat = tool.idempotent or tool.recover is not None
+    unknown = ledger.begin(call.id, tool.name, transaction.timestamp, may_repeat=may_repeat)
     transaction.ledger = ledger
+    if unknown is None or tool.recover is None:
+        return offer
+    transaction.tool = tool.replace(handler=_asking_first(tool, unknown))
+    return replace(offer, tool=transaction.tool)
+
+
+def _asking_first(tool: Tool[Any, Any], unknown: CallOutcome) -> Any:
+    """Return a handler that runs the tool only if its ``recover`` says that the call did not."""
+    recover: Any = tool.recover
+    run: Any = tool.handler
+
+    def booked(told: object) -> ToolResult[Any] | None:
+        if isinstance(told, ToolResult):
+            return cast("ToolResult[Any]", told)
+        if told is None:
+            from weakincentives.runtime.ledger import refuse
+
+            refuse(unknown)
+        if told != "rolled_back":
+            raise TypeError(
+                f"recover must return a ToolResult, 'rolled_back' or None, got {told!r}"
+            )
+        transaction_under_way.get().stays_unknown = False
+        return None
+
+    async def asynchronous(params: object, *, context: ToolContext) -> Any:
+        transaction_under_way.get().stays_unknown = True
+        told = recover(unknown, context)
+        answer = booked(await told if isawaitable(told) else told)
+        return await run(params, context=context) if answer is None else answer
+
+    def synchronous(params: object, *, context: ToolContext) -> Any:
+        transaction_under_way.get().stays_unknown = True
+        told = recover(unknown, context)
+        answer = booked(_awaited(told) if isawaitable(told) else told)
+        return run(params, context=context) if answer is None else answer
+
+    return asynchronous if tool.is_async else synchronous
+
+
+def _awaited(answer: Awaitable[Any]) -> Any:
+    """Return what an async function returns, in sync code."""
+    from weakincentives.loops import run_blocking
+
+    async def finished() -> Any:
+        return await answer
+
+    return run_blocking(finished)
 
 
 def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
     """Note the outcome of a call that reaches outside; in a LOG, so a rollback does not undo it.
 
     A success is in the ledger before the commit: a kill between that and the next save must not
-    lose the answer.
+    lose the answer. In a saved session, one record commits both: see ``recovery``.
     """
     outcome = "committed" if result.success else _outcome_of_failure(transaction)
     noted = transaction.outcome = _outcome(transaction, transaction.call, outcome, result.render())
     transaction.open().session.read_only = None
     with suppress(ViewClosed):  # interrupted while ending: it is noted already
         transaction.session.dispatch(noted)
-    if result.success and transaction.ledger is not None:
+    if result.success and transaction.ledger is not None and transaction.saver is None:
         views = (view for _, _, view in transaction.forks if hasattr(view, "store"))
         transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 

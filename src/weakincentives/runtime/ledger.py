@@ -45,6 +45,8 @@ class CallOutcome:
     """The result as the model saw it."""
     files: bool = False
     """Whether it also changed files on disk, which are committed after it answered."""
+    redo: str = ""
+    """What the file of its session lacks until it is next saved: see ``recovery``."""
 
 
 class OutcomeEntries(Protocol):
@@ -127,6 +129,10 @@ class OutcomeLedger:
         """Return the outcomes of the calls whose ids begin like this, oldest first."""
         return tuple(self._entries.calls(prefix))
 
+    def answered(self) -> tuple[CallOutcome, ...]:
+        """Return the calls that answered and were killed before their sessions were saved."""
+        return tuple(each for each in self.calls() if each.redo and each.outcome == "committed")
+
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls whose outcome is unknown."""
         return tuple(each for each in self.calls() if each.outcome == "unknown")
@@ -139,22 +145,33 @@ class OutcomeLedger:
         def settled(found: CallOutcome | None) -> CallOutcome:
             if found is None:
                 raise WinkError(f"call {call_id!r} is not on record")
-            return replace(found, outcome=outcome, files=False)
+            return replace(found, outcome=outcome, files=False, redo="")
 
         self._entries.change(call_id, settled)
 
-    def begin(self, call_id: str, tool_name: str, timestamp: float) -> None:
-        """Record that a call is about to run; refuse one that must not run again."""
+    def begin(
+        self, call_id: str, tool_name: str, timestamp: float, *, may_repeat: bool = False
+    ) -> CallOutcome | None:
+        """Record that a call is about to run; refuse one that must not run again.
+
+        With ``may_repeat``, a call whose outcome is unknown runs again: what was known of it is
+        returned.
+        """
         found = self.find(call_id)
         if found is not None and found.outcome == "unknown":
             self._ask(replace(found, tool_name=found.tool_name or tool_name))
+        unknown: list[CallOutcome] = []
 
         def begun(found: CallOutcome | None) -> CallOutcome:
-            if found is not None:
-                _refuse(replace(found, tool_name=found.tool_name or tool_name))
+            unknown.clear()
+            if found is not None and found.outcome == "unknown" and may_repeat:
+                unknown.append(found)
+            elif found is not None:
+                refuse(replace(found, tool_name=found.tool_name or tool_name))
             return CallOutcome(call_id, tool_name, "started", timestamp)
 
         self._entries.change(call_id, begun, running=True)
+        return unknown[0] if unknown else None
 
     def answer(self, outcome: CallOutcome) -> None:
         """Record the answer of a call that took effect, before the rest is committed."""
@@ -439,7 +456,10 @@ def _readable(data: bytes) -> tuple[list[bytes], list[int]]:
 def _text_of(outcome: CallOutcome) -> bytes:
     """Return an entry to seal; its mark identifies the call if the rest is damaged."""
     mark = Seals(_MARK).seal(outcome.call_id.encode("utf-8", "surrogatepass"))
-    return json.dumps({**asdict(outcome), "mark": mark}).encode()
+    fields = asdict(outcome)
+    if not outcome.redo:
+        del fields["redo"]
+    return json.dumps({**fields, "mark": mark}).encode()
 
 
 def _read_file(path: Path, start: int = 0) -> bytes:
@@ -532,7 +552,7 @@ _MOST_RECENT = 16
 _ledgers_lock = threading.Lock()
 
 
-def _refuse(found: CallOutcome) -> None:
+def refuse(found: CallOutcome) -> None:
     """Refuse a call that took effect or may have; one that was undone may run again."""
     call = f"call {found.call_id} to tool '{found.tool_name}'"
     if found.outcome == "committed":

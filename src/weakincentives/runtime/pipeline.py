@@ -26,7 +26,6 @@ from weakincentives.runtime.transactions import Place, Recorded, Surroundings, T
 from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
-
 _MAX_CASCADE = 8
 
 
@@ -55,7 +54,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
             if transaction.ran:
                 await turn.pause(transaction)
             else:
-                _start(transaction, offer)
+                tool = _start(transaction, offer)
             if tool.reach == "read" or transaction.reads_only:
                 transaction.read_only()
             else:
@@ -193,15 +192,16 @@ def _check_limits(transaction: Transaction) -> None:
 # Attempt
 
 
-def _start(transaction: Transaction, offer: Offer) -> None:
+def _start(transaction: Transaction, offer: Offer) -> Tool[Any, Any]:
     """Put a call that reaches outside on record, and notify policies that it is about to run."""
     if offer.tool.reach in ("compensable", "irreversible"):
-        effects.put_on_record(transaction)
+        offer = effects.put_on_record(transaction, offer)
     for policy in offer.counters:
         policy.on_start(offer.tool, transaction.params, context=transaction.bound)  # type: ignore[misc]
     transaction.ran, transaction.offer = True, offer
     if transaction.context.heartbeat is not None:
         transaction.context.heartbeat.beat()
+    return offer.tool
 
 
 def _accept(transaction: Transaction, offer: Offer, result: ToolResult[Any]) -> ToolResult[Any]:

@@ -66,7 +66,7 @@ def rewind_run(
         UndoRefused: Other calls have changed the same files since. Nothing was rewound. ``force``
             replaces their changes, and edits; the history keeps what they hold.
     """
-    saved.undo_unrecorded(files)
+    saved.recover(files)
     moment = saved.moment(number)
     undone: tuple[Committed, ...] = ()
     if parts != "conversation":
@@ -77,7 +77,7 @@ def rewind_run(
             "before" if before else "to": f"{saved.mark}/{number}",
             **({} if parts == "all" else {"only": parts}),
         },
-        # With the mark of the run: a kill before it is recorded lets `undo_unrecorded` undo it.
+        # With the mark of the run: a kill before it is recorded lets `recover` undo it.
         f"{saved.mark}:rewind_{os.urandom(4).hex()}",
     )
     # Read first: what cannot be read must not leave the files rewound without the rest.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from weakincentives.runtime.stores.files import (
     FileStore,
     OpenFileLog,
     adopt_file,
+    sealed_size,
     share_media,
     store_media,
     write_file,
@@ -58,6 +58,7 @@ from weakincentives.tool_result import ToolResult
 if TYPE_CHECKING:
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.filesystem.history import Committed
+    from weakincentives.filesystem.redo import Redo
 
 _logger = get_logger(__name__)
 
@@ -70,8 +71,6 @@ _HAS_UNSAVED = f'"{_UNSAVED}"'.encode()
 _HAS_FILES = b'"files":['
 _FOLDED = 64
 """Values in each save of a log that was compacted."""
-_SOON = 1.0
-"""Seconds after its end in which a call is normally committed."""
 INHERITED = "inherited_calls"
 _UNKNOWN = (
     "The process was killed before this call was recorded, so the call is not re-run. {}\n"
@@ -147,6 +146,11 @@ class SavedSession:
         self._saved: dict[type, Slice[Any]] = {}
         self._unsaved: list[Snapshot] = []
         """The states that a failed save has left."""
+        self._pending: list[str] = []
+        """Lines that the commit of a call has encoded, and that are not in the file yet."""
+        self.file_id = session.session_id
+        """The id of the session in its file."""
+        self._types: tuple[type, ...] = ()
         self._names: dict[str, type] = {}
         self._stops: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -215,6 +219,7 @@ class SavedSession:
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
             session = Session.from_snapshot(found.snapshot, **options)
             saved = cls(stem, log, session, data.about)
+            saved.file_id, saved._types = data.session_id, tuple(types)
             saved._take_over(found, texts)
         except BaseException:
             log.close()
@@ -284,9 +289,7 @@ class SavedSession:
         Raises:
             SessionError: It is in another store.
         """
-        if not isinstance(self._log, OpenFileLog):
-            raise SessionError(f"{self._log.shown} is not in a file")
-        return self._log.path
+        return self._file_log().path
 
     @property
     def token(self) -> int:
@@ -315,14 +318,90 @@ class SavedSession:
             if not self._is_open or self._pid != os.getpid():
                 raise SessionError(f"{self._log.shown} was closed, or belongs to another process")
             # Not the view of a call in progress: that has not been committed.
-            states = [*self._unsaved, *self.session.states_passed()]
-            self._unsaved = states[:-1]
-            saved, lines = self._saved, list[str]()
-            for state in states:
-                lines += self._line(state, saved)
-                saved = {kind: values for _, kind, values in state.slices()}
-            self._append(lines)
-            self._saved, self._unsaved = saved, []
+            lines, saved = self._encode(self.session.states_passed())
+            self._append([*self._pending, *lines])
+            self._saved, self._unsaved, self._pending = saved, [], []
+
+    def _encode(self, states: list[Snapshot]) -> tuple[list[str], dict[type, Slice[Any]]]:
+        """Return the lines for the states that are not saved, and what is saved after them."""
+        states = [*self._unsaved, *states]
+        self._unsaved = states[:-1]
+        saved, lines = self._saved, list[str]()
+        for state in states:
+            lines += self._line(state, saved)
+            saved = {kind: values for _, kind, values in state.slices()}
+        return lines, saved
+
+    # The record that commits a call: see ``recovery``
+
+    @property
+    def commits_with_calls(self) -> bool:
+        """Whether the record that commits a call can hold what its file gets next.
+
+        In another store, the next save itself commits a call, with the lines that are attached.
+        """
+        is_file = isinstance(self._log, OpenFileLog) and not self._sources
+        return is_file and self._is_open and self._pid == os.getpid()
+
+    @contextlib.contextmanager
+    def encoding(self, call_id: str) -> Generator[Encoding]:
+        """Yield the encoding of a call's state; the next save writes it, unless the block fails."""
+        with self._lock:
+            encoding = Encoding(self, call_id)
+            yield encoding
+            if encoding.saved is not None:
+                self._pending += encoding.lines
+                self._saved, self._unsaved = encoding.saved, []
+
+    def encode_after(self, call_id: str, after: Snapshot) -> tuple[Redo, dict[type, Slice[Any]]]:
+        """Return the lines for the present state and the one to come, and what is saved then."""
+        from weakincentives.filesystem.redo import Redo
+
+        lines, saved = self._encode([*self.session.states_passed(), after])
+        log = self._file_log()
+        at = log.size + sealed_size(self._pending)
+        redo = Redo(
+            session=self.file_id,
+            file=str(log.path.absolute()),
+            at=at,
+            end=at + sealed_size(lines),
+            call_id=call_id,
+            lines=tuple(lines),
+        )
+        return redo, saved
+
+    def append_missing(self, redos: Iterable[Redo]) -> None:
+        """Append what the file lacks of the lines that commit records hold, oldest first."""
+        log, made = self._file_log(), self.index.made
+        before = log.size
+        with self._lock:
+            for each in redos:
+                if each.end <= log.size:
+                    continue
+                present = log.lines_from(each.at)
+                if self._pending or present is None or present != [*each.lines[: len(present)]]:
+                    if each.call_id in made:
+                        continue  # the file has been compacted since
+                    _logger.warning("%s went on without call %s", log.path, each.call_id)
+                    break
+                log.append([line.encode() for line in each.lines[len(present) :]])
+            if log.size != before:
+                self._read_again(log)
+
+    def _file_log(self) -> OpenFileLog:
+        if not isinstance(self._log, OpenFileLog):
+            raise SessionError(f"{self._log.shown} is not in a file")
+        return self._log
+
+    def _read_again(self, log: OpenFileLog) -> None:
+        """Give the session what its file has."""
+        data = _head_of(log)
+        with _readable_from(log), no_collection():
+            texts = log.load().texts
+            found = _opened(data, texts, partial(parsed, media=log.media), self._types)
+        self.session.hold(found.snapshot)
+        self._index, self._saved = CallIndex(inherited_calls(data.about)), {}
+        self._take_over(found, texts)
 
     def _append(self, lines: list[str]) -> None:
         """Append lines, the last one with the lines that are attached."""
@@ -393,23 +472,30 @@ class SavedSession:
     def _empty_line(self) -> str:
         return f'{{"at":{json.dumps(self.session.clock.time())},"state":{{}},"log":{{}}}}'
 
-    def undo_unrecorded(
+    def recover(
         self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
     ) -> tuple[str, ...]:
-        """Repair what a kill left between a call's commit and its record; returns undone calls.
+        """Complete what a kill left between a call's commit and its record; returns undone calls.
 
-        For a session that is resumed. A call's file changes are undone, and the call will be
-        re-run. A call that took effect outside is not re-run: it gets its answer from the ledger,
-        by default the workspace's own. If neither is possible, it is recorded as unknown.
+        For a session that is resumed, before anything else is done with it. A call that was
+        committed gets its record, with the answer that it gave, and is not re-run.
+
+        A commit without what the session needs, such as that of an earlier version, is undone, and
+        its call will be re-run. One that took effect outside is not re-run: it gets its answer
+        from the ledger, by default the workspace's own. If neither is possible, it is recorded as
+        unknown.
         """
+        from weakincentives.runtime.recovery import redo_missing, unsaved_commits
+
         ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
+        redo_missing(self, files, ledger)
         index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
         hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}
         outcomes = {call_id: ledger.find(call_id) for call_id in (*index.unrecorded, *hosted)}
         # The files of a call whose outcome was unknown may have been committed long ago.
         is_old = any(e and e.files and e.outcome == "committed" for e in outcomes.values())
-        history = [*_unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
+        history = [*unsaved_commits(files.newest_first(), {} if is_old else index.made)][::-1]
         for each in history:
             if each.call_id.startswith(mark) and each.call_id not in index.made:
                 hosted[each.call_id] = each.tool
@@ -433,6 +519,9 @@ class SavedSession:
                     self.record(call, _unknown(f"Its changes stay: {error}"))
         self.save()
         return tuple(reversed(undone))
+
+    undo_unrecorded = recover
+    """The name before ``recover`` redid anything."""
 
     def user_messages(self) -> list[UserMessage]:
         """Return the user's messages in the last conversation, without those rewound.
@@ -608,6 +697,7 @@ class SavedSession:
             finally:
                 self._is_open = False
                 self._log.close()
+                self.session.saver = None
                 self.session.states_passed(follow=False)
 
     def __enter__(self) -> SavedSession:
@@ -620,6 +710,7 @@ class SavedSession:
         subscribe = self.session.dispatcher.subscribe
         for kind in (Message, ToolInvoked, ContextCompacted, PromptExecuted):
             self._stops.append(subscribe(kind, self._on_record))
+        self.session.saver = self
 
     def _on_record(self, event: object) -> None:
         if isinstance(event, Message) and event.role == "tool":
@@ -665,6 +756,38 @@ class SavedSession:
                 error,
             )
             return shown or _json({"$": _UNSAVED})
+
+
+class Encoding:
+    """The lines for the state after a call: made once, for the record that commits it and the file.
+
+    Made when the record needs them. Without them, the next save makes them.
+    """
+
+    after: Snapshot
+
+    def __init__(self, saved: SavedSession, call_id: str) -> None:
+        self._of = saved
+        self._call_id = call_id
+        self.is_asked = False
+        """Whether a record was to hold them."""
+        self.lines: Sequence[str] = ()
+        self.saved: dict[type, Slice[Any]] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.saved is not None
+
+    def redo(self) -> Redo | None:
+        """Return what a record holds; None if that cannot be encoded now."""
+        self.is_asked = True
+        try:
+            redo, self.saved = self._of.encode_after(self._call_id, self.after)
+        except (OSError, ValueError) as error:  # the next save may be luckier
+            _logger.warning("the commit of %s has no session state: %s", self._call_id, error)
+            return None
+        self.lines = redo.lines
+        return redo
 
 
 @dataclass(slots=True, kw_only=True)
@@ -1035,21 +1158,6 @@ def _fills(save: Any, wanted: str, place: int) -> bool:
         kept <= place < kept + len(items) and current_name(name) == wanted
         for name, (kept, items) in save["log"].items()
     )
-
-
-def _unsaved_commits(
-    newest_first: Iterable[Committed], made: Mapping[str, tuple[float, float]]
-) -> Generator[Committed]:
-    """Yield the newest commits, up to one that is on record: all older ones are, too.
-
-    The calls of a session are committed and recorded in the same order.
-    """
-    for each in newest_first:
-        yield each
-        began, end = made.get(each.call_id, (math.inf, 0.0))
-        # An id may be used again: then another commit has it, at another time.
-        if began <= each.time <= end + _SOON:
-            return
 
 
 def _head(

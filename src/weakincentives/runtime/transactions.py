@@ -172,6 +172,8 @@ class Transaction:
     """Where a call that reaches outside is on record."""
     outcome: CallOutcome | None = None
     event: ToolInvoked | None = None
+    stays_unknown = False
+    """Whether it has only asked what became of it, so that there is nothing to compensate."""
 
     # What it changes
     settled = False
@@ -467,14 +469,32 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Commit everything and add the record, in one step for all others."""
         self._seal()
-        with undisturbed() if self._journalled else _UNPROTECTED:
-            if self.forks:
-                views = [fork for fork in self.forks if not fork[1].in_place]
-                self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
-                for _, base, view in views:
+        saver = self.saver
+        if saver is not None:
+            from weakincentives.runtime.recovery import commit_saved
+
+            with undisturbed():
+                commit_saved(self, record, saver)
+        else:
+            with undisturbed() if self._journalled else _UNPROTECTED:
+                for _, base, view in self.views_to_merge():
                     base.merge(view)
-            self.base.settle(self.session, keep=True, record=record, transaction=self)
+                self.base.settle(self.session, keep=True, record=record, transaction=self)
         self.committed = True
+
+    @property
+    def saver(self) -> Any:
+        """What saves the session, if the record that commits this call can hold its changes."""
+        saver = self.base.saver
+        return saver if saver is not None and saver.commits_with_calls else None
+
+    def views_to_merge(self) -> list[tuple[str, Participant, Participant]]:
+        """Return what the commit merges, after a note of the state before."""
+        if not self.forks:
+            return []
+        views = [fork for fork in self.forks if not fork[1].in_place]
+        self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+        return views
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""

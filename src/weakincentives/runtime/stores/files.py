@@ -171,6 +171,18 @@ class OpenFileLog(FileLog):
         self._size = self.begin
         """The length of the complete lines."""
 
+    @property
+    def size(self) -> int:
+        """The length of the complete lines: where the next save begins."""
+        return self._size
+
+    def lines_from(self, at: int) -> list[str] | None:
+        """Return the texts of the saves from a place on; None if no save begins there."""
+        part = self.read(at)
+        if at > self._size or part.damage:
+            return None
+        return [text.decode() for text in part.texts]
+
     def load(self) -> LogPart:
         part = self.read(self.begin).checked()
         self._size = part.end
@@ -234,6 +246,11 @@ class OpenFileLog(FileLog):
         for text in texts:
             data += self._seals.sealed(text, start + len(data)) + b"\n"
         return data
+
+
+def sealed_size(lines: Iterable[str]) -> int:
+    """Return how long saves are in a file."""
+    return sum(SEAL_SIZE + 2 + len(line.encode()) for line in lines)
 
 
 def write_file(path: Path, head: bytes, texts: Sequence[bytes]) -> None:

@@ -1,0 +1,146 @@
+"""One commit record for a call in a saved session, and what to redo from it after a kill.
+
+Such a call is committed by one record. If it changed files on disk, that is the record in the
+history of the workspace or branch; otherwise, if it reached outside, its entry in the ledger;
+otherwise the line in the session's file. The first two hold the lines that the session's file gets
+next, with the call's answer and outcome. A kill before the record leaves nothing of the call. After
+a kill behind it, ``redo_missing`` completes the session's file and the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weakincentives.filesystem.redo import Redo, forget, kept
+from weakincentives.runtime.ledger import CallOutcome
+
+if TYPE_CHECKING:
+    from weakincentives.filesystem import HostFilesystem
+    from weakincentives.filesystem.history import Committed
+    from weakincentives.participant import Participant
+    from weakincentives.runtime.ledger import OutcomeLedger
+    from weakincentives.runtime.saved import Encoding, SavedSession
+    from weakincentives.runtime.transactions import Transaction
+    from weakincentives.session import Snapshot
+
+_SOON = 1.0
+"""Seconds after its end in which a call is normally committed."""
+
+
+# Commit
+
+
+def commit_saved(transaction: Transaction, record: object, saver: SavedSession) -> None:
+    """Commit a call whose session is saved: files, session, answer and outcome with one record.
+
+    What can fail comes before that record, and its place in memory right after it.
+    """
+    views = transaction.views_to_merge()
+    for _, base, view in views:
+        if not base.journalled:
+            base.merge(view)
+    on_disk = [(base, view) for _, base, view in views if base.journalled]
+    with saver.encoding(transaction.call.id) as encoding:
+
+        def first(after: Snapshot) -> bool:
+            encoding.after = after
+            _write_record(transaction, on_disk, encoding)
+            return encoding.is_done
+
+        transaction.base.settle(
+            transaction.session, keep=True, record=record, transaction=transaction, first=first
+        )
+
+
+def _write_record(
+    transaction: Transaction,
+    on_disk: Sequence[tuple[Participant, Participant]],
+    encoding: Encoding,
+) -> None:
+    holder = _holder(on_disk)
+    ledger, outcome = transaction.ledger, transaction.outcome
+    if ledger is not None and outcome is not None and holder is None:
+        # There is no record of the files, so the answer is on record before they are committed.
+        files = any(view.changed_here() for _, view in on_disk)
+        ledger.answer(replace(outcome, files=files, redo="" if files else _text(encoding.redo())))
+    for base, view in on_disk:
+        if view is not holder:
+            base.merge(view)
+    if holder is None:
+        return
+    base = next(base for base, view in on_disk if view is holder)
+    holder.commit_with(encoding.redo)
+    base.merge(holder)
+    if ledger is not None and outcome is not None and not encoding.is_asked:
+        ledger.answer(replace(outcome, redo=_text(encoding.redo())))
+
+
+def _holder(on_disk: Sequence[tuple[Participant, Participant]]) -> Participant | None:
+    """Return the view whose commit record is that of the call; it is merged last."""
+    able = [view for base, view in on_disk if base.holds_redo]
+    if len(able) > 1:
+        able = [view for view in able if view.changed_here()] or able
+    return able[-1] if able else None
+
+
+def _text(redo: Redo | None) -> str:
+    return "" if redo is None else json.dumps(redo.encode())
+
+
+# Redo
+
+
+def redo_missing(saved: SavedSession, files: HostFilesystem, ledger: OutcomeLedger) -> None:
+    """Complete the file of a session, and the ledger, from the records of its commits."""
+    answered = [each for each in ledger.answered() if _of(each, saved.file_id) is not None]
+    found = [_of(each, saved.file_id) for each in answered]
+    found += kept(files.store, saved.file_id)
+    for commit in unsaved_commits(files.newest_first(), saved.index.made):
+        redo = files.redo_of(commit)
+        if redo is not None and redo.session == saved.file_id:
+            found.append(redo)
+    wanted = sorted((each for each in found if each is not None), key=lambda each: each.at)
+    saved.append_missing(wanted)
+    for each in wanted:
+        forget(files.store, each)
+    made = saved.index.made
+    for each in answered:
+        if each.call_id in made:
+            ledger.end(replace(each, outcome="committed", redo=""))
+    _settle(saved, ledger)
+
+
+def _of(answered: CallOutcome, file_id: str) -> Redo | None:
+    redo = Redo.decode(json.loads(answered.redo))
+    return redo if redo.session == file_id else None
+
+
+def _settle(saved: SavedSession, ledger: OutcomeLedger) -> None:
+    """Enter the outcomes that the session has and the ledger lacks."""
+    open_calls = {each.call_id for each in ledger.unsettled()}
+    if not open_calls:
+        return
+    for each in saved.session.read_slice(CallOutcome).newest_first():
+        if each.call_id in open_calls:
+            open_calls.discard(each.call_id)
+            if each.outcome != "unknown":
+                ledger.end(each)
+
+
+def unsaved_commits(
+    newest_first: Iterable[Committed], made: Mapping[str, tuple[float, float]]
+) -> Generator[Committed]:
+    """Yield the newest commits, up to one that is on record: all older ones are, too.
+
+    The calls of a session are committed and recorded in the same order.
+    """
+    for each in newest_first:
+        yield each
+        began, end = made.get(each.call_id, (math.inf, 0.0))
+        # An id may be used again: then another commit has it, at another time.
+        if began <= each.time <= end + _SOON:
+            return
