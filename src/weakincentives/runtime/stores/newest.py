@@ -51,11 +51,18 @@ class NewestSaves:
                 if not self._older:
                     raise SnapshotError(f"values are missing in the slice of {values.name}")
                 self._older -= 1
-                save = self._parse(self._texts[self._older])
-                for kind, slices in (("state", self.state), ("log", self.log)):
-                    for name, (kept, items) in save[kind].items():
-                        if (found := slices.get(current_name(name))) is not None:
-                            found.add(kept, items)
+                try:
+                    self._add(self._parse(self._texts[self._older]))
+                except UNREADABLE as error:
+                    raise SnapshotError(
+                        f"save {self._older + 1} cannot be read: {error}"
+                    ) from error
+
+    def _add(self, save: Any) -> None:
+        for kind, slices in (("state", self.state), ("log", self.log)):
+            for name, (kept, items) in save[kind].items():
+                if (found := slices.get(current_name(name))) is not None:
+                    found.add(kept, items)
 
     def _find(self, name: str, text: bytes, whole: bytes, starts: list[int]) -> None:
         """Find the newest save of a slice, if there is a slice of this name."""
