@@ -52,6 +52,11 @@ class CallOutcome:
 class OutcomeEntries(Protocol):
     """Where a ledger keeps its entries: the newest of each call."""
 
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether the next save of the session records how calls ended."""
+        ...
+
     def find(self, call_id: str) -> CallOutcome | None:
         """Return the outcome of a call as it is now: its process may be gone."""
         ...
@@ -175,6 +180,8 @@ class OutcomeLedger:
 
     def answer(self, outcome: CallOutcome) -> None:
         """Record the answer of a call that took effect, before the rest is committed."""
+        if self._entries.waits_for_save:
+            return  # one transaction records all of it
         self._entries.change(outcome.call_id, lambda _: replace(outcome, outcome="answered"))
 
     def end(self, outcome: CallOutcome) -> None:
@@ -220,6 +227,8 @@ def as_it_is(found: CallOutcome, *, is_under_way: bool) -> CallOutcome:
 
 class _Entries:
     """Entries in memory, and in a file if there is a path."""
+
+    waits_for_save = False
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

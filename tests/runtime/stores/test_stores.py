@@ -536,8 +536,8 @@ def test_a_process_that_was_paused_beyond_its_lease_changes_nothing(database: Pl
             assert found is not None
             assert found.outcome == "unknown"
             child.process.send_signal(signal.SIGCONT)
+            assert child.ask("end call-1") == "done"  # that is saved with the session
             assert child.ask("note of a ghost") == "LeaseLost"
-            assert child.ask("end call-1") == "LeaseLost"
             assert child.ask("begin call-2") == "LeaseLost"
             assert other.ledger.find("call-1") == found
             assert other.ledger.find("call-2") is None
@@ -745,13 +745,11 @@ def test_a_call_of_a_process_that_is_gone_is_unknown_until_someone_settles_it(
     ledgers: Any,
 ):
     ledger: OutcomeLedger = ledgers()
-    for call_id in ("1", "2", "3"):
+    for call_id in ("1", "2"):
         ledger.begin(call_id, "send", 1.0)
-    ledger.answer(ended("3"))
 
     ledger = ledgers()
     assert [each.call_id for each in ledger.unsettled()] == ["1", "2"]
-    assert ledger.find("3") == ended("3")
     with pytest.raises(OutcomeOnRecord, match="not known"):
         ledger.begin("1", "send", 1.0)
     ledger.settle("1", "committed")
@@ -770,6 +768,25 @@ def test_a_call_of_a_process_that_is_gone_is_unknown_until_someone_settles_it(
         ledger.settle("9", "committed")
     with pytest.raises(ValueError, match="settled as"):
         ledger.settle("1", "started")
+
+
+def test_how_a_call_ended_is_saved_with_its_session(database: Place):
+    """One transaction has both: before it, nobody can say how the call ended."""
+    with database.create() as saved:
+        assert saved.ledger is not None
+        saved.ledger.begin("1", "send", 1.0)
+        saved.ledger.answer(ended("1"))
+        saved.ledger.end(ended("1"))
+        assert saved.ledger.find("1") == ended("1")
+        seen = database.store().ledger(NAME)
+        assert seen.find("1").outcome == "started"
+        saved.session.dispatch(Note("a"))
+        saved.save()
+        assert seen.find("1") == ended("1")
+        saved.ledger.begin("2", "send", 1.0)
+        saved.ledger.end(CallOutcome("2", "send", "rolled_back", 1.0))
+        saved.ledger.begin("2", "send", 2.0)
+    assert [each.call_id for each in seen.unsettled()] == ["2"]
 
 
 def test_anyone_may_look_at_the_outcomes_of_a_session_and_settle_them(database: Place):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -78,6 +79,7 @@ class Database:
         self._idle: list[tuple[int, Any]] = []
         """Open connections, with the process that opened them: a fork must not use them."""
         self._is_closed = False
+        weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
     def transaction(self) -> Generator[Transaction]:
@@ -131,14 +133,11 @@ class Database:
         """Close the connections that are not in use."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
-        for pid, connection in idle:
-            if pid == os.getpid():
-                connection.close()
+            _close_all(self._idle)
 
     def _connect(self) -> Any:
         with self._lock:
-            self._idle = [each for each in self._idle if each[0] == os.getpid()]
+            self._idle[:] = [each for each in self._idle if each[0] == os.getpid()]
             if self._idle:
                 return self._idle.pop()[1]
         try:
@@ -182,3 +181,12 @@ class Database:
                 error, (psycopg.OperationalError, psycopg.InterfaceError)
             )
         return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+
+def _close_all(idle: list[tuple[int, Any]]) -> None:
+    """Close connections, but not those of the process that this one was forked from."""
+    while idle:
+        pid, connection = idle.pop()
+        if pid == os.getpid():
+            with suppress(Exception):
+                connection.close()

@@ -1,4 +1,8 @@
-"""The outcomes of a session's calls in a database, under the lease of the session."""
+"""The outcomes of a session's calls in a database, under the lease of the session.
+
+The start of a call is there before it runs. How it ended is written with the next save of the
+session, in one transaction: a kill leaves both, or a call whose outcome is unknown.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,17 @@ class SqlOutcomes:
         self._session = session
         self._token = token
         self._running: set[str] = set()
+        self._ended: dict[str, CallOutcome] = {}
+        """How calls ended, until the next save of the session."""
+
+    @property
+    def waits_for_save(self) -> bool:
+        """Whether the next save of the session records how calls ended."""
+        return self._token is not None
 
     def find(self, call_id: str) -> CallOutcome | None:
+        if call_id in self._ended:
+            return self._ended[call_id]
         return self._do(lambda transaction: self._found(transaction, call_id)[0])
 
     def calls(self, prefix: str) -> list[CallOutcome]:
@@ -50,7 +63,8 @@ class SqlOutcomes:
             )
         )
         found = (self._outcome(row, holder) for row in rows)
-        return [each for each in found if each.call_id.startswith(prefix)]
+        own = (self._ended.get(each.call_id, each) for each in found)
+        return [each for each in own if each.call_id.startswith(prefix)]
 
     def change(
         self,
@@ -59,17 +73,35 @@ class SqlOutcomes:
         *,
         running: bool | None = None,
     ) -> None:
+        if running is False and self.waits_for_save:
+            self._ended[call_id] = decide(self.find(call_id))
+            self._running.discard(call_id)
+            return
         change = uuid.uuid4().hex
 
         def work(transaction: Transaction) -> None:
             self._check_token(transaction, is_call=running is not None)
             found, earlier = self._found(transaction, call_id)
             if earlier != change:  # else the connection was lost while this was committed
-                self._write(transaction, decide(found), change)
+                self._write(transaction, decide(self._ended.get(call_id, found)), change)
 
         self._do(work)
+        self._ended.pop(call_id, None)
         if running is not None:
             (self._running.add if running else self._running.discard)(call_id)
+
+    def save(self, transaction: Transaction) -> dict[str, CallOutcome]:
+        """Write how calls ended, and return that: it is ``saved`` once this is committed."""
+        ended = dict(self._ended)
+        for outcome in ended.values():
+            self._write(transaction, outcome, uuid.uuid4().hex)
+        return ended
+
+    def saved(self, ended: dict[str, CallOutcome]) -> None:
+        """Note that these outcomes are in the database."""
+        for call_id, outcome in ended.items():
+            if self._ended.get(call_id) is outcome:
+                del self._ended[call_id]
 
     def damage(self) -> str:
         """Nothing: the database has its own means to detect damage."""

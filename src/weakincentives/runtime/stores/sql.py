@@ -22,7 +22,7 @@ from weakincentives.errors import (
     SnapshotError,
 )
 from weakincentives.logs import get_logger
-from weakincentives.runtime.ledger import OutcomeLedger
+from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
 from weakincentives.runtime.stores.database import Database, Transaction
 from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
 from weakincentives.runtime.stores.outcomes import SqlOutcomes
@@ -270,7 +270,8 @@ class OpenSqlLog(SqlLog):
         self._last = 0
         self._media: dict[str, bytes] = {}
         """Not yet stored: that happens with the next append."""
-        self._ledger: OutcomeLedger | None = None
+        self._outcomes = SqlOutcomes(store.do, name, token=token)
+        self._ledger = OutcomeLedger(entries=self._outcomes)
         self._closed = threading.Event()
         self._renewing = threading.Thread(target=self._renew, name=f"lease of {name}", daemon=True)
         self._renewing.start()
@@ -294,29 +295,30 @@ class OpenSqlLog(SqlLog):
             batch *= 2
 
     def append(self, texts: Sequence[bytes]) -> None:
-        """Add saves in one transaction, which checks the fencing token and renews the lease."""
-        before, after = self._last, self._last + len(texts)
+        """Add saves in one transaction, which checks the fencing token and renews the lease.
 
-        def work(transaction: Transaction) -> None:
-            if self._moved(transaction, before, after):
-                self._insert(transaction, before, texts)
-
-        self._store.do(work)
-        self._last = after
-        self._media.clear()
+        It also records how calls that reach outside ended since the last one.
+        """
+        self._write(texts, anew=False)
 
     def replace(self, texts: Sequence[bytes]) -> None:
         """Replace all saves in one transaction; the numbers go on, so that a reader can follow."""
+        self._write(texts, anew=True)
+
+    def _write(self, texts: Sequence[bytes], *, anew: bool) -> None:
         before, after = self._last, self._last + len(texts)
 
-        def work(transaction: Transaction) -> None:
-            if self._moved(transaction, before, after):
+        def work(transaction: Transaction) -> dict[str, CallOutcome]:
+            if not self._moved(transaction, before, after):
+                return {}
+            if anew:
                 transaction.execute("DELETE FROM wink_saves WHERE session = ?", self.name)
                 sql = "UPDATE wink_sessions SET first = ? WHERE name = ?"
                 transaction.execute(sql, before + 1, self.name)
-                self._insert(transaction, before, texts)
+            self._insert(transaction, before, texts)
+            return self._outcomes.save(transaction)
 
-        self._store.do(work)
+        self._outcomes.saved(self._store.do(work))
         self._last = after
         self._media.clear()
 
@@ -326,9 +328,6 @@ class OpenSqlLog(SqlLog):
         return digest
 
     def ledger(self) -> OutcomeLedger:
-        if self._ledger is None:
-            entries = SqlOutcomes(self._store.do, self.name, token=self.token)
-            self._ledger = OutcomeLedger(entries=entries)
         return self._ledger
 
     def close(self) -> None:
