@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import pkgutil
-import signal
 import socket
 import sys
 import termios
@@ -43,12 +42,13 @@ def serve(requests: socket.socket) -> None:
     """Return in each process that is to be `wink`; the server itself ends with its tests."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have told how theirs ended
+                pass
         if not request:
             os._exit(0)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how the next process ends
         if os.fork() == 0:
             requests.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             *streams, status = descriptors
             if forked := os.fork():
                 for stream in streams:
@@ -85,6 +85,7 @@ def become(request: dict[str, Any], streams: Sequence[int]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
+    sys.modules["__main__"] = __main__  # help names the program as it was started
     sys.argv = [__main__.__file__, *request["arguments"]]
 
 

@@ -55,6 +55,11 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def can_fork(env: Mapping[str, str]) -> bool:
+    """Whether a fork is what a new interpreter with this environment would be."""
+    return _settled(env) == SETTLED
+
+
 def start(
     arguments: Sequence[str],
     *,
@@ -66,28 +71,33 @@ def start(
     """Run `wink` with these arguments; ``terminal`` makes its input the terminal it belongs to."""
     told, status = os.pipe()
     request = {"arguments": arguments, "cwd": str(cwd), "env": dict(env), "terminal": terminal}
-    settled = tuple((name, value) for name, value in sorted(env.items()) if _is_settled(name))
-    socket.send_fds(_server(settled), [json.dumps(request).encode()], [*streams, status])
+    socket.send_fds(_server(), [json.dumps(request).encode()], [*streams, status])
     os.close(status)
     return Forked(told)
 
 
-def _is_settled(name: str) -> bool:
-    return name.startswith(SETTLED_AT_START)
-
-
 @functools.cache
-def _server(settled: tuple[tuple[str, str], ...]) -> socket.socket:
-    """Return the way to a process that forks, with what is settled when an interpreter starts."""
+def _server() -> socket.socket:
+    """Start the process that forks, and return the way to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    others = {name: value for name, value in os.environ.items() if not _is_settled(name)}
+    others = {name: value for name, value in os.environ.items() if name not in _settled(os.environ)}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, str(SERVER), str(theirs.fileno())],
-            env={**others, **dict(settled)},
+            env={**others, **SETTLED},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
     atexit.register(process.wait)
     atexit.register(ours.close)  # first: this ends it
     return ours
+
+
+def _settled(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(SETTLED_AT_START)}
+
+
+SETTLED = {
+    **{name: value for name, value in _settled(os.environ).items() if not name.startswith("LC_")},
+    "LANG": "C.UTF-8",
+}

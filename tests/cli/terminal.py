@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import pyte
-from forked import Forked
+from forked import Forked, can_fork
 from forked import start as start_forked
 
 from waiting import is_readable
@@ -130,6 +130,19 @@ def wink(
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `wink` without a terminal and return what it wrote."""
+    around = environment(env)
+    if not can_fork(around):
+        return subprocess.run(
+            [*WINK, *arguments],
+            cwd=cwd,
+            env=around,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=timeout,
+            check=False,
+        )
     assert len(stdin.encode()) < 65536, "more than a pipe holds"
     source, target = os.pipe()
     with open(target, "w", encoding="utf-8") as given:
@@ -140,7 +153,7 @@ def wink(
         TemporaryFile("w+", encoding="utf-8") as err,
     ):
         streams = given.fileno(), out.fileno(), err.fileno()
-        process = start_forked(arguments, cwd=cwd, env=environment(env), streams=streams)
+        process = start_forked(arguments, cwd=cwd, env=around, streams=streams)
         try:
             code = process.wait(timeout)
         finally:
@@ -155,7 +168,7 @@ def _process(
 ) -> Forked | subprocess.Popen[bytes]:
     """Run a program with a terminal of its own."""
     streams = terminal, terminal, terminal
-    if tuple(argv[: len(WINK)]) == WINK:
+    if tuple(argv[: len(WINK)]) == WINK and can_fork(env):
         arguments = argv[len(WINK) :]
         return start_forked(arguments, cwd=cwd, env=env, streams=streams, terminal=True)
     return subprocess.Popen(
