@@ -34,7 +34,7 @@ integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our inte
 
 check: lint test  ## What must hold before a commit.
 
-lint: $(VENDORS)  ## Format, lint, types, layers. The tests build the documentation site.
+lint: $(VENDORS)  ## Format, lint, types, layers. `make test-all` builds the documentation site.
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -13,6 +13,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Tests, and what they start, keep their state here: never in the home of whoever runs them. Those
 # that become another user name a directory of that user.
@@ -38,11 +39,30 @@ SLOW_SETUP = (
 class ByTest(LoadScopeScheduling):
     """Gives each process a whole page, or one test with all its parameters, at a time."""
 
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        # Largest first would go through all modules again for every size, and set them up again.
+        config.option.loadscopereorder = False
+
+    def mark_test_complete(
+        self, node: WorkerController, item_index: int, duration: float = 0
+    ) -> None:
+        """Forget what is complete; else every test is counted again after each."""
+        super().mark_test_complete(node, item_index, duration)
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(self.assigned_work[node][scope].values()):
+            del self.assigned_work[node][scope]
+
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        if "contrib/tools/test_sandbox" in path:
-            return "sandbox"  # a test that floods the disk would stop the command of another
-        return path if path.endswith((".md", *SLOW_SETUP)) else nodeid.partition("[")[0]
+        return _in_one_process(nodeid) or nodeid.partition("[")[0]
+
+
+def _in_one_process(nodeid: str) -> str:
+    """Return the name of what must run in one process with this test, if anything."""
+    path = nodeid.partition("::")[0]
+    if "contrib/tools/test_sandbox" in path:
+        return "sandbox"  # a test that floods the disk would stop the command of another
+    return path if path.endswith((".md", *SLOW_SETUP)) else ""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,11 +73,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the blocks of a page back in order: the others are shuffled, a page is read downward."""
+    """Put the blocks of a page back in order: the others are shuffled, a page is read downward.
+
+    What one process must do alone comes first, so that it does not end long after the others.
+    """
     places = [n for n, item in enumerate(items) if item.path.suffix == ".md"]
     pages = sorted((items[n] for n in places), key=lambda i: (str(i.path), i.location[1] or 0))
     for place, item in zip(places, pages, strict=True):
         items[place] = item
+    items.sort(key=lambda item: not _in_one_process(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

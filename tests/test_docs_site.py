@@ -53,6 +53,7 @@ PUBLIC = [
 ]
 
 
+# Building it takes as long as 1,000 tests; what the pages say and link to is tested without it.
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with every warning an error."""
@@ -76,6 +77,7 @@ def html(site: Path, page: str) -> str:
 # The site
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_in_the_api_reference(site: Path, name: str):
     module = importlib.import_module(name)
@@ -96,6 +98,7 @@ def _places(package: str, name: str) -> set[str]:
     return {f"{package}.{name}", f"{defined}.{name}"}
 
 
+@pytest.mark.heavy
 def test_the_names_of_the_root_lead_to_where_they_are_described(site: Path):
     linked = re.findall(
         r'href="[\w/.]*#weakincentives[\w.]*"><code>(\w+)<', html(site, "api/index.html")
@@ -114,6 +117,7 @@ def test_every_package_has_a_page_in_the_api_reference():
     assert {name for name in packages if importlib.import_module(name).__all__} <= set(PUBLIC)
 
 
+@pytest.mark.heavy
 def test_nothing_is_fetched_from_elsewhere(site: Path):
     fetched = [
         (page.name, found)
@@ -258,6 +262,7 @@ def test_llms_txt_starts_as_the_home_page_does():
     assert blocks[0] == blocks[1]
 
 
+@pytest.mark.heavy
 def test_the_site_serves_both_maps_with_links_that_work_there(site: Path):
     named = re.findall(r"^- \[[^\]]+\]\(([^)]+)\)", html(site, "llms.txt"), re.MULTILINE)
 

@@ -12,8 +12,11 @@ import termios
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pyte
+from forked import Forked, can_fork
+from forked import start as start_forked
 
 from waiting import is_readable
 
@@ -47,15 +50,7 @@ class Terminal:
         self._master, slave = pty.openpty()
         self.screen.write_process_input = self.send  # answers, such as where the cursor is
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        self.process = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _WITH_TERMINAL, *argv],
-            cwd=cwd,
-            env=environment(env),
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-        )
+        self.process = _process(argv, slave, cwd, environment(env))
         os.close(slave)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -135,16 +130,55 @@ def wink(
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """Run `wink` without a terminal and return what it wrote."""
-    return subprocess.run(
-        [*WINK, *arguments],
+    around = environment(env)
+    if not can_fork(around):
+        return subprocess.run(
+            [*WINK, *arguments],
+            cwd=cwd,
+            env=around,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=timeout,
+            check=False,
+        )
+    assert len(stdin.encode()) < 65536, "more than a pipe holds"
+    source, target = os.pipe()
+    with open(target, "w", encoding="utf-8") as given:
+        given.write(stdin)
+    with (
+        open(source) as given,
+        TemporaryFile("w+", encoding="utf-8") as out,
+        TemporaryFile("w+", encoding="utf-8") as err,
+    ):
+        streams = given.fileno(), out.fileno(), err.fileno()
+        process = start_forked(arguments, cwd=cwd, env=around, streams=streams)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([*WINK, *arguments], code, out.read(), err.read())
+
+
+def _process(
+    argv: Sequence[str], terminal: int, cwd: Path, env: Mapping[str, str]
+) -> Forked | subprocess.Popen[bytes]:
+    """Run a program with a terminal of its own."""
+    streams = terminal, terminal, terminal
+    if tuple(argv[: len(WINK)]) == WINK and can_fork(env):
+        arguments = argv[len(WINK) :]
+        return start_forked(arguments, cwd=cwd, env=env, streams=streams, terminal=True)
+    return subprocess.Popen(
+        [sys.executable, "-IS", "-c", _WITH_TERMINAL, *argv],
         cwd=cwd,
-        env=environment(env),
-        input=stdin,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=timeout,
-        check=False,
+        env=env,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
     )
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from commands import Done, Wink, approve
-from terminal import WINK, environment
+from forked import Forked
+from forked import start as start_forked
+from terminal import environment
 
 from weakincentives.adapters import Message
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of
@@ -86,7 +88,7 @@ def meanwhile(project: Path, *acts: Callable[[], object]) -> Iterator[None]:
     assert not thread.is_alive(), "no call has waited"
 
 
-def release(project: Path, number: int, process: subprocess.Popen[bytes]) -> int:
+def release(project: Path, number: int, process: Forked) -> int:
     """Wait until a call of a process waits; closing the descriptor lets it go on."""
     while True:
         assert process.poll() is None, "the run has ended"
@@ -96,11 +98,13 @@ def release(project: Path, number: int, process: subprocess.Popen[bytes]) -> int
             threading.Event().wait(0.01)
 
 
-def start(project: Path, turns: list[Any], *flags: str, name: str) -> subprocess.Popen[bytes]:
+def start(project: Path, turns: list[Any], *flags: str, name: str) -> Forked:
     """Start a run in a process of its own."""
     model = script(project, turns, f"{name}.json")
     arguments = ("run", name, "-m", model, "--sandbox", "none", *flags)
-    return subprocess.Popen([*WINK, *arguments], cwd=project, env=environment())
+    with open(os.devnull) as nothing:
+        streams = nothing.fileno(), 1, 2
+        return start_forked(arguments, cwd=project, env=environment(), streams=streams)
 
 
 def names(project: Path) -> list[str]:
@@ -323,7 +327,7 @@ def test_what_cannot_work_leaves_no_branch_behind(project: Path, wink: Wink):
 
 def test_two_runs_at_once_with_overlapping_files_lose_nothing(project: Path, wink: Wink):
     """Each changes its own line of one file, a line of its own file, and deletes nothing."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[Forked] = []
     for n, line in enumerate((2, 8)):
         own = {"old_string": f"line {line}\n", "new_string": f"of run {n}\n", "path": "a.txt"}
         put = {"path": f"own{n}.txt", "content": f"{n}\n"}

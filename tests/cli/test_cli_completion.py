@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from commands import make_run
 from terminal import Terminal
 from test_history import TURNS, project  # noqa: F401  # fixtures
 
+from weakincentives.cli.entry import main
 from weakincentives.filesystem import Branch
 
 BEGIN = 'eval "$(wink --show-completion bash)"'
@@ -64,11 +66,29 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 def test_bash_completes_commands_and_values(program: Path, project: Path):  # noqa: F811
     run = make_run(project, TURNS)
-    Branch.create(project, "parser").close()
     expected = {
         "do": ["doctor"],
         "log --ru": ["--run"],
         "log --run 2": [run.id],
+        "mcp --suites files,p": ["files,planning", "files,python"],
+    }
+
+    assert dict(zip(expected, offered(program, project, *expected), strict=True)) == expected
+
+
+def test_values_of_every_kind_are_completed(
+    project: Path,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Asked as the shell's script does, in this process."""
+    run = make_run(project, TURNS)
+    Branch.create(project, "parser").close()
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "argv", ["wink"])
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # not `python -m pytest`
+    monkeypatch.setenv("_WINK_COMPLETE", "complete_bash")
+    expected = {
         "resume 2": [run.id],
         f"show {run.mark}/4": [f"{run.mark}/4"],
         f"undo --to {run.mark}/4": [f"{run.mark}/4"],
@@ -77,7 +97,6 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "tools edit": ["edit_file"],
         "policy check shell": ["shell_execute"],
         "run x --model openai": ["openai:", "openai-responses:"],
-        "mcp --suites files,p": ["files,planning", "files,python"],
         "run x --branch pa": ["parser"],
         "branch me": ["merge"],
         "debug 2": [run.id],
@@ -86,7 +105,14 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "branch drop pa": ["parser"],
     }
 
-    assert dict(zip(expected, offered(program, project, *expected), strict=True)) == expected
+    def completed(line: str) -> list[str]:
+        monkeypatch.setenv("COMP_WORDS", f"wink {line}")
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+        with pytest.raises(SystemExit):
+            main([])
+        return capfd.readouterr().out.split()
+
+    assert {line: completed(line) for line in expected} == expected
 
 
 def test_the_workspace_that_was_named_is_the_one_that_is_looked_at(

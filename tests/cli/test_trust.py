@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import py_compile
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from terminal import WINK, Terminal
+from terminal import WINK, Terminal, wink
 
 TOOLS = """
 import os
@@ -52,14 +51,8 @@ class Project:
 
     def __call__(self, *words: str, cwd: Path | None = None, **env: str) -> tuple[int, str]:
         """Return how a command ended, and what it said."""
-        done = subprocess.run(
-            [*WINK, *words, "-w", str(self.root)],
-            cwd=cwd or self.above,
-            env={**os.environ, "MARK": str(self.mark), **env},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        more = {"MARK": str(self.mark), **env}
+        done = wink(*words, "-w", str(self.root), cwd=cwd or self.above, env=more)
         return done.returncode, done.stdout + done.stderr
 
     def approve(self, *words: str, **env: str) -> None:

@@ -199,7 +199,7 @@ def as_text(data: bytes | None) -> str | None:
         return None
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(15, settings.default.max_examples * 6 // 10))
 @given(
     st.dictionaries(st.sampled_from(["a", "dir/c", "other/x"]), TEXTS, max_size=3),
     st.lists(STEPS, max_size=8),

@@ -25,12 +25,12 @@ def pages(tmp_path: Path) -> list[Path]:
     return made
 
 
+@pytest.mark.heavy  # `make lint` checks the library and the examples
 @pytest.mark.parametrize(
     ("checker", "options"),
     [
         pytest.param("pyright", ["--pythonpath", sys.executable], id="pyright"),
-        # Marked because of its time without a cache.
-        pytest.param("mypy", ["--strict"], id="mypy", marks=pytest.mark.heavy),
+        pytest.param("mypy", ["--strict"], id="mypy"),
     ],
 )
 def test_the_typed_surface_reads_as_written_and_the_first_pages_are_clean(

@@ -148,8 +148,13 @@ def dump(value: object) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
-    """Return pydantic's adapter for ``target``; a TypeError names an unsupported type."""
+def adapter_for(
+    target: Any, extra: Extra = "forbid", *, describe: bool = False
+) -> TypeAdapter[Any]:
+    """Return pydantic's adapter for ``target``; a TypeError names an unsupported type.
+
+    Only a schema needs descriptions, and finding them parses the file that defines each class.
+    """
     from pydantic import ConfigDict, GetPydanticSchema, TypeAdapter
     from pydantic.errors import (
         PydanticSchemaGenerationError,
@@ -161,7 +166,7 @@ def adapter_for(target: Any, extra: Extra = "forbid") -> TypeAdapter[Any]:
         strict=True,
         extra=extra,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        use_attribute_docstrings=describe,
         val_json_bytes="base64",
         ser_json_bytes="base64",
     )
@@ -252,7 +257,7 @@ def _schema(target: Any) -> dict[str, Any]:
     if target is None or target is type(None):
         return {"type": "object", "properties": {}, "additionalProperties": False}
     try:
-        full = adapter_for(target).json_schema(schema_generator=_generator())
+        full = adapter_for(target, describe=True).json_schema(schema_generator=_generator())
     except PydanticInvalidForJsonSchema as error:
         raise TypeError(f"{target!r} has no JSON schema: {error.message}") from error
     return _with_top_inlined(full)
