@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from store_world import KINDS, NAME, Note, store_at
+from store_world import KINDS, NAME, Note, Place
 
 from weakincentives.errors import WinkError
 from weakincentives.runtime import SavedSession
@@ -17,7 +17,7 @@ def say(text: object) -> None:
 
 
 where, lease = sys.argv[1:]
-store = store_at(where, lease=float(lease)) if "://" in where else store_at(where)
+store = Place(where).store(lease=float(lease))
 saved: SavedSession | None = None
 for line in sys.stdin:
     command, _, rest = line.strip().partition(" ")

@@ -19,7 +19,6 @@ from weakincentives.runtime import (
     FileStore,
     SavedSession,
     Session,
-    SessionStore,
     SlicePolicy,
     SqlStore,
     replace_latest,
@@ -73,18 +72,25 @@ def content(session: Session) -> dict[type, tuple[Any, ...]]:
     return {kind: session[kind].all() for kind in KINDS}
 
 
-@dataclass(frozen=True)
 class Place:
     """Where a store is: another process finds it by the same text."""
 
-    where: str
-
-    @property
-    def is_sql(self) -> bool:
-        return "://" in self.where
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.is_sql = "://" in where
+        self.database = Database(where) if self.is_sql else None
 
     def store(self, **options: Any) -> Any:
-        return store_at(self.where, **options)
+        return (
+            FileStore(self.where) if self.database is None else SqlStore(self.database, **options)
+        )
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.database is not None:
+            self.database.close()
 
     @contextmanager
     def opened(self, **options: Any) -> Iterator[SavedSession]:
@@ -97,15 +103,8 @@ class Place:
 
     def sql(self, text: str) -> list[tuple[Any, ...]]:
         """Do something to the database behind the back of the store."""
-        database = Database(self.where)
-        with database.transaction() as transaction:
-            found = transaction.execute(text)
-        database.close()
-        return found
-
-
-def store_at(where: str, **options: Any) -> SessionStore:
-    return SqlStore(Database(where), **options) if "://" in where else FileStore(where)
+        assert self.database is not None
+        return self.database.repeat(lambda transaction: transaction.execute(text))
 
 
 ALL = ["files", "sqlite", pytest.param("postgres", marks=pytest.mark.heavy)]
@@ -113,6 +112,7 @@ SQL = ALL[1:]
 
 
 def place_of(request: pytest.FixtureRequest) -> Place:
+    """Return the place that a test is to use; it must be closed."""
     if request.param == "postgres":
         return Place(request.getfixturevalue("postgres").new_database())
     tmp_path: Path = request.getfixturevalue("tmp_path")

@@ -59,13 +59,15 @@ from weakincentives.runtime.saved import Saves
 
 
 @pytest.fixture(params=ALL)
-def place(request: pytest.FixtureRequest) -> Place:
-    return place_of(request)
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with place_of(request) as found:
+        yield found
 
 
 @pytest.fixture(params=SQL)
-def database(request: pytest.FixtureRequest) -> Place:
-    return place_of(request)
+def database(request: pytest.FixtureRequest) -> Iterator[Place]:
+    with place_of(request) as found:
+        yield found
 
 
 class Lines:
@@ -444,8 +446,8 @@ def test_any_sequence_of_saves_is_read_back(place: Place, steps: list[Any]):
 @pytest.mark.parametrize("other", ["files", "sqlite"])
 def test_a_copy_follows_its_source(place: Place, tmp_path: Path, other: str):
     where = f"sqlite:///{tmp_path}/copy.db" if other == "sqlite" else str(tmp_path / "copies")
-    source, target = place.store(), Place(where)
-    with place.create() as saved:
+    source = place.store()
+    with Place(where) as target, place.create() as saved:
         saved.session.dispatch(Seen(Media(b"GIF89a" * 1000)))
         saved.save()
         assert copy_session(source, NAME, target.store()) == 1
@@ -465,10 +467,10 @@ def test_a_copy_follows_its_source(place: Place, tmp_path: Path, other: str):
             assert content(copy.session) == content(saved.session)
             assert copy.session.session_id == saved.session.session_id
 
-    SavedSession.create("other", Session(), store=source).close()
-    with pytest.raises(FileExistsError):
-        copy_session(source, "other", target.store(), NAME)
-    assert copy_session(source, NAME, target.store(), "another") == 4
+        SavedSession.create("other", Session(), store=source).close()
+        with pytest.raises(FileExistsError):
+            copy_session(source, "other", target.store(), NAME)
+        assert copy_session(source, NAME, target.store(), "another") == 4
 
 
 # Leases
@@ -556,8 +558,9 @@ def test_a_process_that_dies_leaves_a_lease_that_expires(database: Place):
 
 
 def test_a_lease_has_a_length(tmp_path: Path):
-    with pytest.raises(ValueError, match="lease must be positive"):
-        SqlStore(Database(f"sqlite:///{tmp_path}/a.db"), lease=0)
+    with Place(f"sqlite:///{tmp_path}/a.db") as place:
+        with pytest.raises(ValueError, match="lease must be positive"):
+            place.store(lease=0)
 
 
 # Connections
@@ -615,37 +618,39 @@ def test_a_commit_whose_success_is_not_known_is_repeated_once(database: Place):
     lose()
     with SavedSession.open(NAME, store=store, types=KINDS) as saved:
         assert saved.token == 2
+    forgetful.close()
     _check(database)
 
 
 @pytest.mark.heavy
 def test_postgres_commits_and_the_answer_is_lost(postgres: Postgres):
-    place = Place(postgres.new_database())
     proxy = CuttingProxy(postgres.port)
-    through = Place(place.where.replace(f":{postgres.port}/", f":{proxy.port}/"))
-    with through.create() as saved:
-        _work(saved, proxy.cut.set)
-    assert proxy.cuts == 6
+    with Place(postgres.new_database()) as place:
+        direct = f":{postgres.port}/"
+        with Place(place.where.replace(direct, f":{proxy.port}/")) as through:
+            with through.create() as saved:
+                _work(saved, proxy.cut.set)
+        assert proxy.cuts == 6
+        _check(place)
     proxy.close()
-    _check(place)
 
 
 @pytest.mark.heavy
 def test_dropped_connections_are_replaced(postgres: Postgres):
-    place = Place(postgres.new_database())
     drop = (
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )
-    with place.create() as saved:
-        _work(saved, lambda: place.sql(drop))
-    _check(place)
+    url = postgres.new_database()
+    with Place(url) as place, Place(url) as other:
+        with place.create() as saved:
+            _work(saved, lambda: other.sql(drop))
+        _check(place)
 
 
 @pytest.mark.heavy
 def test_a_database_that_restarts_is_waited_for():
-    with started_postgres() as server:
-        place = Place(server.new_database())
+    with started_postgres() as server, Place(server.new_database()) as place:
         with place.create() as saved:
             saved.session.dispatch(Note("before"))
             saved.save()
@@ -668,8 +673,7 @@ def test_a_database_that_restarts_is_waited_for():
 
 @pytest.mark.heavy
 def test_a_database_that_stays_away_is_an_error_and_the_next_save_includes_it():
-    with started_postgres() as server:
-        place = Place(server.new_database())
+    with started_postgres() as server, Place(server.new_database()) as place:
         with place.create(patience=0.0) as saved:
             saved.session.dispatch(Note("before"))
             server.stop()
@@ -810,12 +814,12 @@ def test_a_file_has_no_ledger_of_its_own(tmp_path: Path):
 
 
 def test_the_lines_in_a_database_are_those_of_a_file(tmp_path: Path):
-    place = Place(f"sqlite:///{tmp_path}/a.db")
-    with place.create() as saved:
-        saved.session.dispatch(Note("a"))
-    copy_session(place.store(), NAME, FileStore(tmp_path))
+    with Place(f"sqlite:///{tmp_path}/a.db") as place:
+        with place.create() as saved:
+            saved.session.dispatch(Note("a"))
+        copy_session(place.store(), NAME, FileStore(tmp_path))
+        rows = [text for (text,) in place.sql("SELECT text FROM wink_saves ORDER BY number")]
 
     lines = (tmp_path / NAME).read_text().splitlines()
-    rows = [text for (text,) in place.sql("SELECT text FROM wink_saves ORDER BY number")]
     assert [line[33:] for line in lines[1:]] == rows
     assert json.loads(lines[0][33:])["wink_session"] == 2
