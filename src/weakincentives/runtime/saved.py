@@ -299,6 +299,11 @@ class SavedSession:
     # The record that commits a call: see ``recovery``
 
     @property
+    def size(self) -> int:
+        """The bytes in the file."""
+        return self._size
+
+    @property
     def commits_with_calls(self) -> bool:
         """Whether the record that commits a call can hold what its file gets next."""
         return self._fd >= 0 and self._pid == os.getpid()
