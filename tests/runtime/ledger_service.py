@@ -12,11 +12,15 @@ most: Counter[str] = Counter()
 
 
 class Orders(BaseHTTPRequestHandler):
-    """It does not know a repeated order from a new one: ordering twice has effect twice."""
+    """It does not know a repeated order from a new one: ordering twice has effect twice.
+
+    At ``/once`` it does.
+    """
 
     def do_POST(self) -> None:
         key = self._key
-        counts[key] += 1
+        if self.path != "/once" or not counts[key]:
+            counts[key] += 1
         most[key] = max(most[key], counts[key])
         self._answer(counts[key])
 

@@ -1,9 +1,9 @@
 """The program that a test of resuming kills: four calls, two of which reach a service.
 
 Run as ``resume_child.py DIRECTORY URL run|resume KILL_AT``. KILL_AT is TOOL@POINT or ``never``. The
-points, in order: ``handler`` (the handler is done), ``answer`` (the answer is about to be put on
-record), ``answered`` (it is), ``end`` (the files are committed), ``ended`` (the outcome is on
-record; the session is not saved).
+points, in order: ``handler`` (the handler is done), ``answer`` (of a call without changes to files,
+the answer is about to be put on record), ``answered`` (it is), ``end`` (the call is committed),
+``ended`` (the outcome is on record; the session is not saved).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ else:
     bus = Dispatcher()
     bus.subscribe(ToolInvoked, ended)
     saved = SavedSession.open(WHERE / "run.jsonl", dispatcher=bus)
-    saved.undo_unrecorded(files, ledger=ledger)
+    saved.recover(files, ledger=ledger)
 with prompt.resources, saved:
     answer = ScriptedAdapter([turn] * 4).evaluate(prompt, saved.session, resume=WHAT == "resume")
     records = saved.session[ToolInvoked].all()

@@ -52,7 +52,7 @@ if WHAT == "run":
     saved = SavedSession.create(WHERE / "run.jsonl", session)
 else:
     saved = SavedSession.open(WHERE / "run.jsonl")
-    saved.undo_unrecorded(files)
+    saved.recover(files)
 with prompt.resources, saved:
     answer = adapter.evaluate(prompt, saved.session, resume=WHAT == "resume")
     texts = [record.params.text for record in saved.session[ToolInvoked].all()]

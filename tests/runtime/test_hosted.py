@@ -658,8 +658,8 @@ def test_a_run_of_another_user_is_not_continued(tmp_path: Path):
         open_run(tmp_path, key="a")
 
 
-def test_calls_that_a_kill_left_unrecorded_are_undone_when_the_run_continues(tmp_path: Path):
-    """The files are committed before the session is saved."""
+def test_calls_that_a_kill_left_unrecorded_are_redone_when_the_run_continues(tmp_path: Path):
+    """The files are committed, with what the session needs, before the session is saved."""
     with open_run(tmp_path, key="a") as run:
         mark, length = run.mark, run.path.stat().st_size
         made = bench(tmp_path, session=run.session)
@@ -674,8 +674,8 @@ def test_calls_that_a_kill_left_unrecorded_are_undone_when_the_run_continues(tmp
         again = bench(tmp_path, session=run.session)
         with again.tools as tools:
             assert isinstance(run, SavedSession)
-            assert run.undo_unrecorded(tools.workspace) == (f"{mark}:1",)
-            assert not (tmp_path / "a").exists()
+            assert run.recover(tools.workspace) == ()
+            assert (tmp_path / "a").read_text() == "1"
             sent = tools.execute("send", {"to": "ana"}, call_id=f"{mark}:2", once=True)
             put = tools.execute("put", {"path": "a", "text": "1"}, call_id=f"{mark}:1", once=True)
     assert sent.render() == "sent to ana"

@@ -452,7 +452,7 @@ def test_a_rewind_that_does_not_fit_on_the_disk_has_not_happened(tmp_path: Path)
     assert "File too large" in done.stderr or "bytes fit into" in done.stderr
 
     with opened_run(tmp_path / "place") as work:
-        work.saved.undo_unrecorded(work.files)
+        work.saved.recover(work.files)
         assert (work.disk, work.notes, work.talk) == before
 
 
@@ -520,7 +520,7 @@ def test_a_call_of_a_killed_run_is_found_behind_the_calls_of_others(tmp_path: Pa
     with opened_run(tmp_path, new=True) as two:
         two.write("x1", "x2")
     with opened_run(tmp_path, one.run) as one:
-        assert one.saved.undo_unrecorded(one.files) == (f"{one.run.mark}:x",)
+        assert one.saved.recover(one.files) == (f"{one.run.mark}:x",)
 
         assert one.disk == {"a": "a1", "x": "x2"}
 
@@ -538,7 +538,7 @@ def test_a_rewind_that_is_killed_anywhere_has_happened_or_not(tmp_path: Path):
         done = killed_at(place, 1, kill_at)
         assert done.returncode == -signal.SIGKILL, done.stderr
         with opened_run(place) as work:
-            work.saved.undo_unrecorded(work.files)
+            work.saved.recover(work.files)
             state = work.disk, work.notes, work.talk
             assert state in (old, new), kill_at
             seen.append("old" if state == old else "new")

@@ -500,7 +500,7 @@ def _run_with_effects(where: Path, *, resume: bool = False) -> str:
         saved = SavedSession.open(path) if resume else SavedSession.create(path, Session())
         with prompt.resources, saved:
             if resume:
-                saved.undo_unrecorded(files)
+                saved.recover(files)
             adapter = ScriptedAdapter([turn] * 4)
             return adapter.evaluate(prompt, saved.session, resume=resume).text or ""
 

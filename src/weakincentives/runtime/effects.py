@@ -261,6 +261,18 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
         transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 
 
+def end_on_record(transaction: Transaction) -> None:
+    """Record the outcome of a call that has ended; what it did cannot be undone any more."""
+    if transaction.ledger is not None and transaction.outcome is not None:
+        try:
+            transaction.ledger.end(transaction.outcome)
+        except OSError as error:
+            call = transaction.call
+            _logger.error(
+                "the outcome of call %s to %s is not in the ledger: %s", call.id, call.name, error
+            )
+
+
 def _outcome(
     transaction: Transaction, call: ToolCall, outcome: Outcome, message: str = ""
 ) -> CallOutcome:

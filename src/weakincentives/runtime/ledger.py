@@ -17,13 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from weakincentives import locks
 from weakincentives.errors import OutcomeOnRecord, WinkError
 from weakincentives.logs import get_logger
 from weakincentives.slices import SlicePolicy, slice_policy
 from weakincentives.state import Seals
+
+if TYPE_CHECKING:
+    from weakincentives.filesystem.redo import Redo
 
 _logger = get_logger(__name__)
 
@@ -78,6 +81,8 @@ class OutcomeEntries(Protocol):
         now on, or no longer.
         """
         ...
+
+    def redos(self, session: str, size: int) -> list[Redo]: ...
 
     def damage(self) -> str:
         """Return what is wrong with them, if calls are refused because of it; else ``""``."""
@@ -134,9 +139,12 @@ class OutcomeLedger:
         """Return the outcomes of the calls whose ids begin like this, oldest first."""
         return tuple(self._entries.calls(prefix))
 
-    def answered(self) -> tuple[CallOutcome, ...]:
-        """Return the calls that answered and were killed before their sessions were saved."""
-        return tuple(each for each in self.calls() if each.redo and each.outcome == "committed")
+    def redos(self, session: str, size: int) -> list[Redo]:
+        """Return what the file of a session lacks of calls that took effect; ``size`` is its own.
+
+        Those of calls under way are left out.
+        """
+        return self._entries.redos(session, size)
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls whose outcome is unknown."""
@@ -234,6 +242,9 @@ class _Entries:
         self.path = path
         self._lock = threading.RLock()
         self._known: dict[str, CallOutcome] = {}
+        self._redos: dict[str, tuple[str, int, int]] = {}
+        """Of calls that took effect: whose session, how long its file is then, and where in this
+        file that is."""
         # Calls under way in this process.
         self._running: set[str] = set()
         self._read = 0
@@ -264,18 +275,36 @@ class _Entries:
         running: bool | None = None,
     ) -> None:
         with self._lock, self._alone():
-            outcome = decide(self.find(call_id))
+            outcome, place = decide(self.find(call_id)), 0
             if running:
                 self._running.add(call_id)
                 if self._locks is not None:
                     self._locks.take(call_id)
-            if self.path is not None and self._locks is not None:
-                self._append(_text_of(outcome), self._locks)
-            self._known[call_id] = outcome
-            if running is False:
-                self._running.discard(call_id)
-                if self._locks is not None:
-                    self._locks.release(call_id)
+            try:
+                if self.path is not None and self._locks is not None:
+                    place = self._append(_text_of(outcome), self._locks)
+                self._note(outcome, place)
+            finally:
+                if running is False:
+                    self._running.discard(call_id)
+                    if self._locks is not None:
+                        self._locks.release(call_id)
+
+    def redos(self, session: str, size: int) -> list[Redo]:
+        from weakincentives.filesystem.redo import Redo
+
+        found: list[Redo] = []
+        with self._lock:
+            self._catch_up()
+            for call_id, (owner, end, place) in self._redos.items():
+                if owner != session or end <= size or self._is_under_way(call_id):
+                    continue
+                assert self.path is not None
+                line = _read_file(self.path, place).partition(b"\n")[0]
+                text = Seals(_SEAL).unsealed(line, place)
+                if text is not None:
+                    found.append(Redo.decode(json.loads(json.loads(text)["redo"])))
+        return found
 
     def damage(self) -> str:
         with self._lock:
@@ -334,8 +363,18 @@ class _Entries:
             self._depth -= 1
             self._locks.release("")
 
-    def _append(self, text: bytes, locks_: _Locks) -> None:
-        """Append a line, and sync it: the call reaches outside next."""
+    def _note(self, outcome: CallOutcome, place: int) -> None:
+        """Note an entry of the file that begins at a place."""
+        if outcome.redo and self.path is not None:
+            redo = json.loads(outcome.redo)
+            self._redos[outcome.call_id] = redo["session"], redo["end"], place
+            outcome = replace(outcome, redo="")
+        elif outcome.outcome not in ("answered", "committed"):
+            self._redos.pop(outcome.call_id, None)
+        self._known[outcome.call_id] = outcome
+
+    def _append(self, text: bytes, locks_: _Locks) -> int:
+        """Append a line, and sync it: the call reaches outside next. Returns where it begins."""
         assert self.path is not None
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         fd = os.open(self.path, flags, 0o600)
@@ -345,7 +384,8 @@ class _Entries:
             line = b""
             if self._read < locks_.noted_size():
                 line = Seals(_SEAL).sealed(b'{"lost": true}', self._read) + b"\n"
-            line += Seals(_SEAL).sealed(text, self._read + len(line)) + b"\n"
+            place = self._read + len(line)
+            line += Seals(_SEAL).sealed(text, place) + b"\n"
             os.lseek(fd, self._read, os.SEEK_SET)
             written = 0
             while written < len(line):
@@ -357,6 +397,7 @@ class _Entries:
             _sync_directory(self.path.parent)
         self._read += len(line)
         locks_.note_size(self._read)
+        return place
 
     def _catch_up(self) -> None:
         """Read the lines that were appended since, by this process or another."""
@@ -372,8 +413,9 @@ class _Entries:
         for number, (line, text) in enumerate(lines, 1):
             if text is None and number == len(lines) and 0 < noted <= self._read:
                 break  # a power cut left half of it: it was never synced
+            place = self._read
             self._read += len(line) + 1
-            self._take_in(line, text)
+            self._take_in(line, text, place)
         if self._read < noted:
             self._note_doubt("its end is missing")
 
@@ -390,17 +432,17 @@ class _Entries:
                 place += len(line) + 1
         return noted, lines
 
-    def _take_in(self, line: bytes, text: bytes | None) -> None:
+    def _take_in(self, line: bytes, text: bytes | None, place: int) -> None:
         entry: dict[str, Any] = {} if text is None else json.loads(text)
         if "lost" in entry:
             self._note_doubt("its end was missing")
         elif text is not None:
             entry.pop("mark", None)
-            self._known[entry["call_id"]] = CallOutcome(**entry)
+            self._note(CallOutcome(**entry), place)
         elif (call_id := _call_of(line)) is not None:
             _logger.error("an entry of %s is damaged: call %s is unknown", self.path, call_id)
             earlier = self._known.get(call_id) or CallOutcome(call_id, "", "unknown", 0.0)
-            self._known[call_id] = replace(earlier, outcome="unknown")
+            self._note(replace(earlier, outcome="unknown"), place)
         else:
             self._note_doubt(f"the line up to byte {self._read} is damaged, or not ours")
 

@@ -26,6 +26,7 @@ from weakincentives.runtime.transactions import Place, Recorded, Surroundings, T
 from weakincentives.tool_result import ToolResult
 
 _logger = get_logger(__name__)
+
 _MAX_CASCADE = 8
 
 
@@ -286,8 +287,7 @@ def end(transaction: Transaction) -> None:
         if event is not None:
             recorded += transaction.nested
             recorded.append(event)
-            if transaction.ledger is not None and transaction.outcome is not None:
-                transaction.ledger.end(transaction.outcome)
+            effects.end_on_record(transaction)
             if transaction.forks and transaction.parent is None and event.success:
                 recorded += transaction.listeners
 

@@ -96,27 +96,22 @@ def _text(redo: Redo | None) -> str:
 
 def redo_missing(saved: SavedSession, files: HostFilesystem, ledger: OutcomeLedger) -> None:
     """Complete the file of a session, and the ledger, from the records of its commits."""
-    answered = [each for each in ledger.answered() if _of(each, saved.file_id) is not None]
-    found = [_of(each, saved.file_id) for each in answered]
-    found += kept(files.store, saved.file_id)
+    answered = ledger.redos(saved.file_id, saved.size)
+    found = [*answered, *kept(files.store, saved.file_id)]
     for commit in unsaved_commits(files.newest_first(), saved.index.made):
         redo = files.redo_of(commit)
         if redo is not None and redo.session == saved.file_id:
             found.append(redo)
-    wanted = sorted((each for each in found if each is not None), key=lambda each: each.at)
-    saved.append_missing(wanted)
-    for each in wanted:
+    found.sort(key=lambda each: each.at)
+    saved.append_missing(found)
+    for each in found:
         forget(files.store, each)
     made = saved.index.made
     for each in answered:
-        if each.call_id in made:
-            ledger.end(replace(each, outcome="committed", redo=""))
+        outcome = ledger.find(each.call_id)
+        if each.call_id in made and outcome is not None:
+            ledger.end(outcome)
     _settle(saved, ledger)
-
-
-def _of(answered: CallOutcome, file_id: str) -> Redo | None:
-    redo = Redo.decode(json.loads(answered.redo))
-    return redo if redo.session == file_id else None
 
 
 def _settle(saved: SavedSession, ledger: OutcomeLedger) -> None:

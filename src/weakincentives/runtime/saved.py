@@ -335,6 +335,11 @@ class SavedSession:
     # The record that commits a call: see ``recovery``
 
     @property
+    def size(self) -> int:
+        """The bytes in the file."""
+        return self._file_log().size
+
+    @property
     def commits_with_calls(self) -> bool:
         """Whether the record that commits a call can hold what its file gets next.
 
@@ -487,8 +492,9 @@ class SavedSession:
         """
         from weakincentives.runtime.recovery import redo_missing, unsaved_commits
 
-        ledger = ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
-        redo_missing(self, files, ledger)
+        ledger = ledger or self.ledger or OutcomeLedger.at(files.store / "outcomes.jsonl")
+        if isinstance(self._log, OpenFileLog):
+            redo_missing(self, files, ledger)
         index, mark = self.index, f"{self.mark}:"
         # Calls of a framework: it has the messages, and their ids begin with the run's mark.
         hosted = {e.call_id: e.tool_name for e in ledger.calls(mark) if e.call_id not in index.made}

@@ -10,11 +10,14 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from weakincentives.errors import LeaseLost
 from weakincentives.runtime.ledger import CallOutcome, as_it_is
 from weakincentives.runtime.stores.database import Transaction
+
+if TYPE_CHECKING:
+    from weakincentives.filesystem.redo import Redo
 
 T = TypeVar("T")
 
@@ -102,6 +105,10 @@ class SqlOutcomes:
         for call_id, outcome in ended.items():
             if self._ended.get(call_id) is outcome:
                 del self._ended[call_id]
+
+    def redos(self, session: str, size: int) -> list[Redo]:
+        """Nothing: what a session lacks, its outcomes lack as well."""
+        return []
 
     def damage(self) -> str:
         """Nothing: the database has its own means to detect damage."""
