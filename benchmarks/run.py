@@ -33,6 +33,7 @@ OURS = {
     "evaluate": ("--quick",),
     "parse": ("--quick",),
     "session_dispatch": ("--quick",),
+    "saved_sessions": ("--quick",),
     "render": ("--quick",),
     "mcp_calls": ("--quick",),
     "import_time": ("--quick",),

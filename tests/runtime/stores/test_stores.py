@@ -558,9 +558,11 @@ def test_a_process_that_dies_leaves_a_lease_that_expires(database: Place):
 
 
 def test_a_lease_has_a_length(tmp_path: Path):
-    with Place(f"sqlite:///{tmp_path}/a.db") as place:
-        with pytest.raises(ValueError, match="lease must be positive"):
-            place.store(lease=0)
+    with (
+        Place(f"sqlite:///{tmp_path}/a.db") as place,
+        pytest.raises(ValueError, match="lease must be positive"),
+    ):
+        place.store(lease=0)
 
 
 # Connections
@@ -626,10 +628,9 @@ def test_a_commit_whose_success_is_not_known_is_repeated_once(database: Place):
 def test_postgres_commits_and_the_answer_is_lost(postgres: Postgres):
     proxy = CuttingProxy(postgres.port)
     with Place(postgres.new_database()) as place:
-        direct = f":{postgres.port}/"
-        with Place(place.where.replace(direct, f":{proxy.port}/")) as through:
-            with through.create() as saved:
-                _work(saved, proxy.cut.set)
+        url = place.where.replace(f":{postgres.port}/", f":{proxy.port}/")
+        with Place(url) as through, through.create() as saved:
+            _work(saved, proxy.cut.set)
         assert proxy.cuts == 6
         _check(place)
     proxy.close()
