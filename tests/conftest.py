@@ -67,6 +67,12 @@ def _collected() -> Iterator[None]:
     """What a module leaves unclosed is reported there, not in whatever test runs later."""
     yield
     gc.collect()
+    gc.freeze()  # modules and caches, which stay
+
+
+def pytest_sessionfinish() -> None:
+    """Let what has become garbage since be found, and reported, when pytest collects at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
