@@ -350,10 +350,9 @@ def test_a_trial_that_is_not_committed_is_saved_as_ever(tmp_path: Path):
     """The calls of a dry run are savepoints: only the session's file has their records."""
     path = tmp_path / "run.jsonl"
     with opened(tmp_path, "directory") as files, SavedSession.create(path, Session()) as saved:
-        with files.gate:
-            view = files.fork_in_place()
-            assert make(view, saved, "put", {"text": "a"}).success
-            files.discard(view)
+        view = files.fork_in_place()
+        assert make(view, saved, "put", {"text": "a"}).success
+        files.discard(view)
         assert files.history() == ()
     with SavedSession.open(path) as saved:
         assert saved.session[Step].all() == (Step("a"),)
