@@ -77,10 +77,10 @@ def check(done: subprocess.CompletedProcess[str], before: dict[str, int], url: s
     assert names == TOOLS, done.stdout
     succeeded = [name for name, code in codes if code == "ok"]
     noted = [each for each in succeeded if each not in ("left", "right")]
-    assert notes[1].split(",") == noted, (done.stdout, done.stderr)
+    assert notes == ["notes", *noted], (done.stdout, done.stderr)
     in_files = [each for each in noted if each != "post"]
     in_files += [each for each in ("left", "right") if each in succeeded]
-    assert lines[1].split(",") == in_files, (done.stdout, done.stderr)
+    assert lines == ["lines", *in_files], (done.stdout, done.stderr)
     new = {key: n for key, n in effects(url).items() if key not in before}
     assert all(n == 1 for n in new.values()), "the service was reached twice"
     reached = [each for each in succeeded if each in ("post", "both", "again", "asked")]
