@@ -77,10 +77,10 @@ def check(done: subprocess.CompletedProcess[str], before: dict[str, int], url: s
     assert names == TOOLS, done.stdout
     succeeded = [name for name, code in codes if code == "ok"]
     noted = [each for each in succeeded if each not in ("left", "right")]
-    assert notes[1].split(",") == noted, (done.stdout, done.stderr)
+    assert notes == ["notes", *noted], (done.stdout, done.stderr)
     in_files = [each for each in noted if each != "post"]
     in_files += [each for each in ("left", "right") if each in succeeded]
-    assert lines[1].split(",") == in_files, (done.stdout, done.stderr)
+    assert lines == ["lines", *in_files], (done.stdout, done.stderr)
     new = {key: n for key, n in effects(url).items() if key not in before}
     assert all(n == 1 for n in new.values()), "the service was reached twice"
     reached = [each for each in succeeded if each in ("post", "both", "again", "asked")]
@@ -350,10 +350,9 @@ def test_a_trial_that_is_not_committed_is_saved_as_ever(tmp_path: Path):
     """The calls of a dry run are savepoints: only the session's file has their records."""
     path = tmp_path / "run.jsonl"
     with opened(tmp_path, "directory") as files, SavedSession.create(path, Session()) as saved:
-        with files.gate:
-            view = files.fork_in_place()
-            assert make(view, saved, "put", {"text": "a"}).success
-            files.discard(view)
+        view = files.fork_in_place()
+        assert make(view, saved, "put", {"text": "a"}).success
+        files.discard(view)
         assert files.history() == ()
     with SavedSession.open(path) as saved:
         assert saved.session[Step].all() == (Step("a"),)

@@ -1087,7 +1087,7 @@ class PrivateView(_View):
             return PrivateView(self, self._staging.layer, None)
 
     def fork_in_place(self) -> HostFilesystem:
-        raise ValueError("a private view cannot be worked on in place")
+        return self.fork()  # it is not on disk: a call nested in one on a branch gets another
 
     def _check_merge(self, parent: HostFilesystem) -> None:
         onto = parent._staging.layer if isinstance(parent, PrivateView) else None
