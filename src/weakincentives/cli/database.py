@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import typer
 
 from weakincentives.cli.common import Misuse, hint
-from weakincentives.errors import MissingExtra, NoSuchRun, RunEnded
+from weakincentives.errors import MissingExtra, NoSuchRun, RunEnded, WinkError
 from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
@@ -36,10 +36,9 @@ _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "fuse.
 
 
 def complete_durable_runs(context: typer.Context, incomplete: str) -> list[str]:
-    with suppress(Exception):
-        with open_runs(context.params.get("database"), must_exist=True) as runs:
-            found = runs.list(limit=50)[::-1]
-            return [run.id for run in found if run.id.startswith(incomplete)]
+    named = context.params.get("database")
+    with suppress(Misuse, OSError, WinkError), open_runs(named, must_exist=True) as runs:
+        return [run.id for run in runs.list(limit=50)[::-1] if run.id.startswith(incomplete)]
     return []
 
 

@@ -89,7 +89,6 @@ _SEEN = 60.0
 
 def register(app: typer.Typer) -> None:
     app.command("submit", epilog=_SUBMIT_EXAMPLES)(submit)
-    app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
     app.command("ps", epilog=_PS_EXAMPLES)(ps)
     app.command("cancel", epilog=_CANCEL_EXAMPLES)(cancel)
 

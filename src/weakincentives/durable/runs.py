@@ -416,9 +416,7 @@ class Runs:
         """Whether a request has an answer."""
 
         def work(transaction: Transaction) -> bool:
-            rows = transaction.execute(
-                "SELECT state FROM wink_approvals WHERE id = ?", approval_id
-            )
+            rows = transaction.execute("SELECT state FROM wink_approvals WHERE id = ?", approval_id)
             return bool(rows) and rows[0][0] == "answered"
 
         return self._do(work)
