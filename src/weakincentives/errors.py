@@ -41,6 +41,8 @@ WinkError
 ├── SandboxUnavailable               the operator must act: no sandbox works here
 ├── McpServerError                   an MCP server cannot be started or reached, or has ended
 ├── DatabaseUnavailable              the operator must act: a database cannot be reached
+├── StorageUnavailable               the operator must act: object storage fails, or is full
+├── ObjectMissing                    object storage does not have an object (also a LookupError)
 ├── MissingExtra                     the operator must install something (also an ImportError)
 ├── PromptError
 │   ├── PromptValidationError          a template is invalid
@@ -292,6 +294,14 @@ class McpServerError(WinkError):
 
 class DatabaseUnavailable(WinkError):
     """A database cannot be reached, or the connection to it was lost."""
+
+
+class StorageUnavailable(WinkError):
+    """Object storage cannot be reached, refuses access, or is full."""
+
+
+class ObjectMissing(WinkError, LookupError):
+    """Object storage does not have an object: it was removed, or never stored there."""
 
 
 class MissingExtra(WinkError, ImportError):

@@ -22,9 +22,18 @@ if TYPE_CHECKING:
     from weakincentives.filesystem.memory import MemoryFilesystem as MemoryFilesystem
     from weakincentives.filesystem.paths import FileStat as FileStat
     from weakincentives.filesystem.paths import GrepMatch as GrepMatch
+    from weakincentives.filesystem.portable import Base as Base
+    from weakincentives.filesystem.portable import BranchUpload as BranchUpload
+    from weakincentives.filesystem.portable import git_base as git_base
+    from weakincentives.filesystem.portable import line_keys as line_keys
+    from weakincentives.filesystem.portable import materialize as materialize
+    from weakincentives.filesystem.portable import store_tree as store_tree
+    from weakincentives.filesystem.portable import stored_keys as stored_keys
+    from weakincentives.filesystem.portable import unpack_branch as unpack_branch
     from weakincentives.filesystem.prune import Pruned as Pruned
     from weakincentives.filesystem.states import FilesAt as FilesAt
     from weakincentives.filesystem.store import Limits as Limits
     from weakincentives.filesystem.store import present_in as present_in
+    from weakincentives.filesystem.transfer import ObjectStorage as ObjectStorage
     from weakincentives.filesystem.undo import CallChanges as CallChanges
     from weakincentives.filesystem.undo import WorkspaceHistory as WorkspaceHistory

@@ -51,7 +51,7 @@ from weakincentives.filesystem.layers import (
 )
 from weakincentives.filesystem.merging import Merge, Prefer, has_content, node_at
 from weakincentives.filesystem.paths import DEFAULT_ROOT, Parts, join_path
-from weakincentives.filesystem.staging import Staging, State, Step, is_same
+from weakincentives.filesystem.staging import Staging, State, Step, is_same, numbers
 from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import (
     DirectoryLock,
@@ -213,7 +213,7 @@ class _Log:
             raise HistoryDamaged(f"{self.path} is not the log of a branch")
         self._size = place
         try:
-            commits = tuple(_decoded(each, self.objects, self._device) for each in texts[1:])
+            commits = tuple(decoded_commit(each, self.objects, self._device) for each in texts[1:])
         except (LookupError, TypeError, ValueError) as error:
             raise HistoryDamaged(f"{self.path} has an invalid record: {error}") from error
         head = texts[0]
@@ -240,6 +240,11 @@ def _head(info: BranchInfo) -> bytes:
 
 
 def _encoded(commit: BranchCommit) -> bytes:
+    return json.dumps(commit_values(commit), separators=(",", ":")).encode()
+
+
+def commit_values(commit: BranchCommit) -> dict[str, Any]:
+    """Return a commit as JSON values; contents only as digests."""
     steps = [
         (
             step.method,
@@ -252,7 +257,7 @@ def _encoded(commit: BranchCommit) -> bytes:
         )
         for step in commit.steps
     ]
-    values = {
+    return {
         "call": commit.call_id,
         "tool": commit.tool,
         "time": commit.time,
@@ -261,7 +266,6 @@ def _encoded(commit: BranchCommit) -> bytes:
         "reads": sorted("/".join(parts) for parts in commit.reads),
         "undoes": commit.undoes,
     }
-    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,7 +274,8 @@ def _attributes(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "xattrs": shown}
 
 
-def _decoded(values: Mapping[str, Any], objects: Objects, device: int) -> BranchCommit:
+def decoded_commit(values: Mapping[str, Any], objects: Objects, device: int) -> BranchCommit:
+    """Return the commit of :func:`commit_values`; raises ValueError if they are malformed."""
     return BranchCommit(
         call_id=str(values["call"]),
         tool=str(values["tool"]),
@@ -320,15 +325,40 @@ def add_points(points: list[Layer], commits: Iterable[BranchCommit], disk: Look)
     layer = points[-1]
     for commit in commits:
         for step in commit.steps:
-            if step.method == "back":
-                layer = points[cast("_Point", step.content).serial]
-            elif step.method == "base":
-                layer = layer.take(step.parts, disk)
-            else:
-                layer = step.applied(layer)
-                if step.target is not None and step.node is not None:
-                    layer = layer.put(step.target, Cover(step.node, step.content))
+            layer = next_layer(layer, step, points, disk)
         points.append(layer)
+
+
+def next_layer(layer: Layer, given: Step, points: Sequence[Layer], disk: Look) -> Layer:
+    """Return the state after a step."""
+    step = _on_linked(given, layer)
+    if step.method == "back":
+        return points[cast("_Point", step.content).serial]
+    if step.method == "base":
+        return layer.take(step.parts, disk)
+    layer = step.applied(layer)
+    if step.target is not None and step.node is not None:
+        layer = layer.put(step.target, Cover(step.node, step.content))
+    return layer
+
+
+def step_is_possible(step: Step, before: int) -> bool:
+    """Tell whether a step can follow so many commits: it returns to none that comes later."""
+    return step.method != "back" or 0 <= cast("_Point", step.content).serial <= before
+
+
+def _on_linked(step: Step, layer: Layer) -> Step:
+    """Return a write to a hard-linked file as one to the file that the layer has there.
+
+    Inode numbers differ on every machine, and those of copies each time a branch is opened.
+    """
+    node = step.node
+    if step.method != "write" or node is None or node.links < 2:
+        return step
+    there = node_at(layer, step.parts)
+    if there is None or there.kind != "file" or there.links < 2:
+        return step
+    return step._replace(node=node._replace(ino=there.ino, device=there.device))
 
 
 def changed_between(before: Layer, after: Layer) -> list[Parts]:
@@ -413,6 +443,7 @@ class Branch(PrivateView):
         info: BranchInfo,
         *,
         of: BranchInfo | None = None,
+        fill: Callable[[BranchInfo], BranchInfo] | None = None,
         prefix: str = DEFAULT_ROOT,
         wait: float | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -425,7 +456,7 @@ class Branch(PrivateView):
             if not self._log.path.exists():
                 if of is not None:
                     _copy_contents(of, info)
-                self._log.create(info)
+                self._log.create(info if fill is None else fill(info))
                 # Now the history knows what the base needs: see the references of Past.
                 now_ns = int(clock.time() * 1e9)
                 os.utime(info.path.parent, ns=(now_ns, now_ns))
@@ -481,28 +512,7 @@ class Branch(PrivateView):
             store: The store of the workspace; beside it by default.
         """
         root = Path(os.path.realpath(root))
-        main = location_of(root) if store is None else Path(os.path.realpath(store))
-        if Note.read(main) is None:
-            HostFilesystem(root, store=main).close()
-        name = name or _free_name(main)
-        if not _NAME.fullmatch(name):
-            raise FilesystemError(
-                f"{name!r} cannot be the name of a branch: use lower-case letters, digits, dots"
-                " and dashes"
-            )
-        folder = main / BRANCHES / name
-        if (folder / "log").exists():  # without one, a kill has cut its making short
-            raise FilesystemError(f"There is already a branch {name!r}")
-        at, moment = _point_now(root, main) if at is None else (at, 0)
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        info = BranchInfo(
-            name=name,
-            base=at,
-            began=(moment or _file_time(main)) / 1e9,
-            moment=moment,
-            about=dict(about or {}),
-            path=folder,
-        )
+        info = new_branch(root, name, at=at, about=about, store=store)
         if of is not None:
             kept = of.commits[:commits]
             info = replace(info, base=of.base, began=of.began, moment=of.moment, commits=kept)
@@ -538,6 +548,11 @@ class Branch(PrivateView):
     def state(self) -> Layer:
         """Its files as they are now."""
         return self._staging.layer
+
+    @property
+    def contents(self) -> Objects:
+        """The contents that its commits need."""
+        return self._log.objects
 
     @property
     def seen(self) -> Mapping[Parts, Entry | None]:
@@ -628,7 +643,10 @@ class Branch(PrivateView):
         elif node.kind == "file" and node.digest is None:
             with Held(os.open(step.content, os.O_RDONLY | os.O_NOFOLLOW)) as fd:
                 # Its inode is free soon, and may then be another file's.
-                node = node._replace(xattrs=xattrs_of(fd), digest=objects.add(fd), device=0)
+                ino = next(numbers)
+                node = node._replace(
+                    xattrs=xattrs_of(fd), digest=objects.add(fd), ino=ino, device=0
+                )
         if node.digest is None:
             return step._replace(content=None, node=node)
         return step._replace(content=partial(objects.read, node.digest), node=node)
@@ -873,7 +891,7 @@ class Branch(PrivateView):
             now.close()
 
     def _based_on_now(self) -> BranchInfo:
-        serial, now_ns = _point_now(self.root, self.info.path.parent.parent)
+        serial, now_ns = point_now(self.root, self.info.path.parent.parent)
         return replace(self.info, base=serial, began=now_ns / 1e9, moment=now_ns)
 
     def begin_anew(self) -> None:
@@ -1029,6 +1047,43 @@ def drop_branch(
         remove_tree(each)
 
 
+def new_branch(
+    root: Path,
+    name: str = "",
+    *,
+    at: int | None = None,
+    moment: int = 0,
+    about: Mapping[str, Any] | None = None,
+    store: str | os.PathLike[str] | None = None,
+) -> BranchInfo:
+    """Return a branch to be made, and make sure that there is a store for it.
+
+    It begins with the workspace as it is now, or after the call ``at`` and at a moment after it.
+    """
+    main = location_of(root) if store is None else Path(os.path.realpath(store))
+    if Note.read(main) is None:
+        HostFilesystem(root, store=main).close()
+    name = name or _free_name(main)
+    if not _NAME.fullmatch(name):
+        raise FilesystemError(
+            f"{name!r} cannot be the name of a branch: use lower-case letters, digits, dots"
+            " and dashes"
+        )
+    folder = main / BRANCHES / name
+    if (folder / "log").exists():  # without one, a kill has cut its making short
+        raise FilesystemError(f"There is already a branch {name!r}")
+    at, moment = point_now(root, main) if at is None else (at, moment)
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    return BranchInfo(
+        name=name,
+        base=at,
+        began=(moment or file_time(main)) / 1e9,
+        moment=moment,
+        about=dict(about or {}),
+        path=folder,
+    )
+
+
 def base_of(root: Path, info: BranchInfo) -> _Base:
     """Return the base of a branch."""
     main = info.path.parent.parent
@@ -1039,7 +1094,7 @@ def base_of(root: Path, info: BranchInfo) -> _Base:
     return _Base(main, past, Disk(Tree(root)), info.base, recover=recover, moment=moment)
 
 
-def _point_now(root: Path, main: Path) -> tuple[int, int]:
+def point_now(root: Path, main: Path) -> tuple[int, int]:
     """Return the newest serial of a workspace that holds no uncommitted changes, and the time."""
     recover_killed(root, main)
     note = Note.read(main)
@@ -1047,13 +1102,18 @@ def _point_now(root: Path, main: Path) -> tuple[int, int]:
     lock = DirectoryLock(main)
     try:
         with lock.reading():
-            serial = Past(main, note.seals(JOURNAL)).last
+            serial = last_serial(main, note)
     finally:
         lock.close()
-    return serial, _file_time(main)
+    return serial, file_time(main)
 
 
-def _file_time(main: Path) -> int:
+def last_serial(main: Path, note: Note) -> int:
+    """Return the newest serial in the history of a workspace."""
+    return Past(main, note.seals(JOURNAL)).last
+
+
+def file_time(main: Path) -> int:
     """Return the time as files have it, in nanoseconds: one that changes later has a later one."""
     os.utime(main / "tx")
     return os.stat(main / "tx").st_ctime_ns

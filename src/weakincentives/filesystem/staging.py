@@ -32,7 +32,7 @@ from weakincentives.filesystem.tree import Held, Tree, without_privileges
 
 # Below every inode number on disk, so that no staged file is mistaken for one there. They begin
 # anywhere: a branch has numbers of other processes, too.
-_numbers = itertools.count(-int.from_bytes(os.urandom(6)) - 1, -1)
+numbers = itertools.count(-int.from_bytes(os.urandom(6)) - 1, -1)
 
 IN_MEMORY = 64 << 10
 """Larger contents get a file of their own until the view is merged."""
@@ -97,7 +97,7 @@ class Step(NamedTuple):
             source = self.content if link is None else os.fsencode(link)
             return layer.put(parts, Cover(node, source))
         if self.method == "copy":
-            return layer.copy(parts, target, _numbers)
+            return layer.copy(parts, target, numbers)
         return getattr(layer, self.method)(parts, target)
 
 
@@ -163,7 +163,7 @@ class Staging(Forward):
         if old is not None and old.links > 1:  # the same file, for all the names it has
             node = old._replace(mode=mode, size=len(data), mtime_ns=now)
         else:
-            node = Node("file", mode, len(data), now, next(_numbers))
+            node = Node("file", mode, len(data), now, next(numbers))
         layer, steps = self.state
         if steps and steps[-1].method == "write" and steps[-1].parts == parts:
             self.state = State(layer, steps[:-1])

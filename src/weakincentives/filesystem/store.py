@@ -235,9 +235,22 @@ class Objects:
             digest = hashlib.sha256(content).hexdigest()
             if digest in self:
                 return digest
-        hashed = hashlib.sha256()
         chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
+        return self.add_chunks(chunks, safe=safe)
+
+    def add_chunks(
+        self, chunks: Iterable[bytes], *, expected: str | None = None, safe: bool = False
+    ) -> str:
+        """Store content that comes in pieces; returns the digest.
+
+        Raises:
+            ContentDamaged: It is not the expected one; nothing is stored.
+        """
+        hashed = hashlib.sha256()
         staged = self._stage(_hashing(chunks, hashed.update), safe=safe)
+        if expected not in (None, hashed.hexdigest()):
+            staged.unlink()
+            raise _content_damaged(self._place(str(expected)))
         self.take(staged, hashed.hexdigest())
         return hashed.hexdigest()
 
