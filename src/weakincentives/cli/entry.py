@@ -90,6 +90,7 @@ def make_app() -> typer.Typer:
         rerun,
         run,
         tools,
+        worker,
     )
 
     app = typer.Typer(
@@ -119,7 +120,7 @@ def make_app() -> typer.Typer:
         pass
 
     modules = (
-        *(demo, run, approve, chat, program, history, debug, branches, rerun),
+        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker),
         *(tools, doctor, gc, mcp, hook),
     )
     for module in modules:

@@ -282,16 +282,19 @@ class Runs:
 
     # Approvals that last
 
-    def ask(self, run_id: str, request: ApprovalRequest) -> None:
-        """Store a request. The same one is stored once; another one for its call replaces it."""
+    def ask(self, run_id: str, request: ApprovalRequest) -> str:
+        """Store a request, and return its id; empty if the run has ended.
+
+        The same one is stored once; another one for its call replaces it.
+        """
         stored = json.dumps(freeze(replace(request, revise=None)))
         digest = request.digest
         of_call = (run_id, request.call_id, request.policy_name)
 
-        def work(transaction: Transaction) -> None:
+        def work(transaction: Transaction) -> str:
             run = self._known(_locked(transaction, run_id), run_id)
             if run.has_ended:
-                return
+                return ""
             transaction.changed(
                 "UPDATE wink_approvals SET state = 'withdrawn' WHERE run = ? AND call_id = ? "
                 "AND policy = ? AND digest <> ? AND state = 'open'",
@@ -309,8 +312,14 @@ class Runs:
                 "AND call_id = ? AND policy = ? AND digest = ? AND state <> 'answered'",
                 run.sitting, *of_call, digest,
             )  # fmt: skip
+            rows = transaction.execute(
+                "SELECT id FROM wink_approvals WHERE run = ? AND call_id = ? AND policy = ? "
+                "AND digest = ?",
+                *of_call, digest,
+            )  # fmt: skip
+            return str(rows[0][0])
 
-        self._do(work)
+        return self._do(work)
 
     def pending(self, run_id: str | None = None) -> list[WaitingApproval]:
         """Return what a run, or all runs, ask and nobody has answered, oldest first."""
@@ -402,6 +411,15 @@ class Runs:
         approved, who, reason, edited = rows[0]
         arguments = None if edited is None else json.loads(edited)
         return Approval(bool(approved), str(who), str(reason), arguments=arguments)
+
+    def is_answered(self, approval_id: str) -> bool:
+        """Whether a request has an answer."""
+
+        def work(transaction: Transaction) -> bool:
+            rows = transaction.execute("SELECT state FROM wink_approvals WHERE id = ?", approval_id)
+            return bool(rows) and rows[0][0] == "answered"
+
+        return self._do(work)
 
     # Workers
 
