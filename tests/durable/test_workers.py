@@ -123,15 +123,19 @@ def test_workers_that_are_killed_again_and_again_lose_nothing_and_double_nothing
 
 
 def test_a_worker_paused_beyond_its_lease_changes_nothing_when_it_goes_on(
-    fleet: Fleet, service: str
+    fleet: Fleet, service: str, url: str
 ):
+    if url.startswith("sqlite"):
+        pytest.skip("a process that is paused in a transaction locks SQLite for everybody")
     run = fleet.submit(turns_of("a", service), delay=0.5)
     first = fleet.start()
     fleet.wait_for(run, "running")
     time.sleep(1.0)
     fleet.kill(first, signal.SIGSTOP)
     second = fleet.start()
+    until = time.monotonic() + 60
     while fleet.runs.find(run.id).worker != second:
+        assert time.monotonic() < until, fleet.logs()
         time.sleep(0.05)
     fleet.kill(first, signal.SIGCONT)
 

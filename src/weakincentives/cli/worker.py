@@ -32,7 +32,6 @@ from weakincentives.cli.database import (
     check_outside,
     machine_name,
     open_runs,
-    setting,
 )
 from weakincentives.cli.run import (
     Ask,
@@ -48,13 +47,11 @@ from weakincentives.cli.run import (
     given_flags,
     set_flags,
 )
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.durable.runs import DurableRun, Runs, Status
-    from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 _SUBMIT_EXAMPLES = examples(

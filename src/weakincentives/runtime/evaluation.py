@@ -387,7 +387,7 @@ class Run:
     async def make_call(self, call: ToolCall, approval: Approval | None = None) -> ToolResult[Any]:
         """Make a call of the last turn, unless it is on record; ``add_answers`` tells the model."""
         known = self._on_record([call]).get(call.id)
-        if known is not None and not _opens_sections(known):
+        if known is not None:
             return known
         most = self._config.max_tool_calls
         if most is not None and self._calls >= most:
