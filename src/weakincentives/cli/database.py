@@ -24,6 +24,7 @@ from weakincentives.errors import MissingExtra, NoSuchRun, RunEnded, WinkError
 from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
+    from weakincentives.durable.objects import CollectableObjects
     from weakincentives.durable.runs import Runs
     from weakincentives.runtime.stores.database import Database
 
@@ -92,6 +93,25 @@ def machine_name(given: str | None) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise Misuse(f"--machine: letters, digits, dots and dashes, got {ascii(name)[:60]}")
     return name
+
+
+def objects_url(given: str | None) -> str:
+    """Return the URL of the object storage; by default a table of the database."""
+    url = setting("objects", given)
+    if url in ("", "database", "database:"):
+        return "database:"
+    return url if "://" in url else str(Path(url.removeprefix("dir:")).expanduser().absolute())
+
+
+def open_storage(url: str, database: Database) -> CollectableObjects:
+    """Return the object storage; raise Misuse if it cannot be one."""
+    from weakincentives.durable.objects import open_objects
+    from weakincentives.errors import StorageUnavailable
+
+    try:
+        return open_objects(url, database)
+    except (ValueError, MissingExtra, StorageUnavailable) as error:
+        raise Misuse(f"--objects: {error}") from error
 
 
 def database_url(given: str | None) -> str:

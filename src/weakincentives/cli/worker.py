@@ -31,8 +31,9 @@ from weakincentives.cli.database import (
     Objects,
     check_outside,
     machine_name,
+    objects_url,
     open_runs,
-    setting,
+    open_storage,
 )
 from weakincentives.cli.run import (
     Ask,
@@ -48,13 +49,12 @@ from weakincentives.cli.run import (
     given_flags,
     set_flags,
 )
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.durable.runs import DurableRun, Runs, Status
-    from weakincentives.runtime.stores.database import Database
+    from weakincentives.filesystem.transfer import ObjectStorage
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 _SUBMIT_EXAMPLES = examples(
@@ -152,27 +152,46 @@ def submit(
     settings = load_settings(workspace, **flags)
     _check(settings, flags)
     here = machine_name(machine)
+    is_portable = anywhere or git is not None
     with open_runs(database) as runs:
         check_outside(runs.database, settings.workspace)
-        place: dict[str, Any] = {"workspace": str(settings.workspace), "machine": here}
+        place = {"workspace": str(settings.workspace), "machine": here}
+        stored = objects_url(objects)
         about = {
             "kind": "run",
             "task": task,
             "model": settings.model,
             "flags": {**flags, "model": settings.model},
             "branch": "" if branch in (None, "-") else branch,
-            "no_merge": no_merge or branch is not None or anywhere or bool(git),
+            "no_merge": no_merge or branch is not None or is_portable,
             "yes": yes,
+            "base": _base(settings, git, open_storage(stored, runs.database))
+            if is_portable
+            else {"kind": "local", "workspace": place["workspace"]},
+            "objects": stored,
             "from": place,
         }
-        is_alone = not about["no_merge"]
         run = runs.submit(
             task,
             about=about,
-            machine="" if anywhere or git else here,
-            partition=f"{here}:{settings.workspace}" if is_alone else "",
+            machine="" if is_portable else here,
+            partition="" if about["no_merge"] else f"{here}:{settings.workspace}",
         )
         return _submitted(runs, run, wait=wait, as_json=as_json)
+
+
+def _base(settings: Settings, repository: str | None, objects: ObjectStorage) -> dict[str, Any]:
+    """Return what any machine can work on: a commit, or the directory as it is now."""
+    from weakincentives.errors import FilesystemError
+    from weakincentives.filesystem.portable import git_base, store_tree
+
+    directory = settings.workspace
+    try:
+        if repository is not None:
+            return git_base(directory, repository=repository).encode()
+        return store_tree(directory, objects, gitignore=True).encode()
+    except FilesystemError as error:
+        raise Misuse(str(error)) from error
 
 
 def _check(settings: Settings, flags: Mapping[str, Any]) -> None:
