@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet, ref
@@ -354,8 +354,8 @@ class Snapshot:
     @classmethod
     def from_items(
         cls,
-        state: Mapping[str, list[Any]],
-        log: Mapping[str, list[Any]],
+        state: Mapping[str, Sequence[Any]],
+        log: Mapping[str, Sequence[Any]],
         taken_at: float,
         *,
         types: Iterable[type] = (),
@@ -388,13 +388,13 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type, Slice[Any]]:
+def _decoded(name: str, items: Sequence[Any], known: tuple[type, ...]) -> tuple[type, Slice[Any]]:
     """Return the slice of frozen values, with its type: theirs, or one they derive from."""
     from weakincentives.serde.exact import current_name, thaw
 
-    def thawed(items: list[Any]) -> tuple[Any, ...]:
+    def thawed(items: Sequence[Any]) -> tuple[Any, ...]:
         try:
-            return tuple(thaw(items, types=known))
+            return tuple(thaw(list(items), types=known))
         except SnapshotError:
             if name != type_name(ToolInvoked):
                 raise
@@ -412,7 +412,7 @@ def _decoded(name: str, items: list[Any], known: tuple[type, ...]) -> tuple[type
     else:
         raise SnapshotError(f"the slice type {name} is not known here; pass it in types=")
 
-    def decode(items: list[Any]) -> tuple[Any, ...]:
+    def decode(items: Sequence[Any]) -> tuple[Any, ...]:
         values = thawed(items)
         for value in values:
             if not isinstance(value, found):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol
 
 from weakincentives import locks
 from weakincentives.errors import OutcomeOnRecord, WinkError
@@ -47,6 +47,36 @@ class CallOutcome:
     """Whether it also changed files on disk, which are committed after it answered."""
 
 
+class OutcomeEntries(Protocol):
+    """Where a ledger keeps its entries: the newest of each call."""
+
+    def find(self, call_id: str) -> CallOutcome | None:
+        """Return the outcome of a call as it is now: its process may be gone."""
+        ...
+
+    def calls(self, prefix: str) -> list[CallOutcome]:
+        """Return the outcomes of the calls whose ids begin like this, oldest first."""
+        ...
+
+    def change(
+        self,
+        call_id: str,
+        decide: Callable[[CallOutcome | None], CallOutcome],
+        *,
+        running: bool | None = None,
+    ) -> None:
+        """Record what ``decide`` returns, given the outcome as it is now; nobody comes between.
+
+        It may be called more than once. ``running`` says that the call runs in this process from
+        now on, or no longer.
+        """
+        ...
+
+    def damage(self) -> str:
+        """Return what is wrong with them, if calls are refused because of it; else ``""``."""
+        ...
+
+
 class OutcomeLedger:
     """The outcomes of calls that reach outside, by call id; in a file when it has a path.
 
@@ -58,6 +88,8 @@ class OutcomeLedger:
         path: An append-only file of sealed JSON lines, created when first needed.
         resolve: Asked about a call whose outcome is unknown: returns ``"committed"`` or
             ``"rolled_back"`` if it can find out, from the service for example, else None.
+        entries: Where they are instead: those of a session in a database, for example, which are
+            ``SavedSession.ledger``.
     """
 
     def __init__(
@@ -65,18 +97,11 @@ class OutcomeLedger:
         path: str | os.PathLike[str] | None = None,
         *,
         resolve: Callable[[CallOutcome], Outcome | None] | None = None,
+        entries: OutcomeEntries | None = None,
     ) -> None:
         self.path = None if path is None else Path(path)
-        self._resolve = resolve
-        self._lock = threading.RLock()
-        self._known: dict[str, CallOutcome] = {}
-        # Calls under way in this process.
-        self._running: set[str] = set()
-        self._read = 0
-        self._locks: _Locks | None = None
-        self._depth = 0
-        self._doubt = ""
-        """What is wrong with the file, if the calls concerned cannot be identified."""
+        self.resolve = resolve
+        self._entries = entries or _Entries(self.path)
 
     @classmethod
     def at(cls, path: Path) -> OutcomeLedger:
@@ -96,19 +121,11 @@ class OutcomeLedger:
 
         One that was killed after it answered is ``committed``: it took effect.
         """
-        with self._lock:
-            self._catch_up()
-            found = self._known.get(call_id)
-            if found is None and self._doubt:
-                return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
-            return None if found is None else self._as_it_is(found)
+        return self._entries.find(call_id)
 
     def calls(self, prefix: str = "") -> tuple[CallOutcome, ...]:
         """Return the outcomes of the calls whose ids begin like this, oldest first."""
-        with self._lock:
-            self._catch_up()
-            found = (each for each in self._known.values() if each.call_id.startswith(prefix))
-            return tuple(self._as_it_is(each) for each in found)
+        return tuple(self._entries.calls(prefix))
 
     def unsettled(self) -> tuple[CallOutcome, ...]:
         """Return the calls whose outcome is unknown."""
@@ -118,35 +135,34 @@ class OutcomeLedger:
         """Record the outcome of a call that was unknown."""
         if outcome not in ("committed", "rolled_back", "compensated"):
             raise ValueError(f"a call is settled as committed or rolled_back, got {outcome!r}")
-        found = self.find(call_id)
-        if found is None:
-            raise WinkError(f"call {call_id!r} is not on record")
-        self._add(CallOutcome(call_id, found.tool_name, outcome, found.timestamp, found.message))
+
+        def settled(found: CallOutcome | None) -> CallOutcome:
+            if found is None:
+                raise WinkError(f"call {call_id!r} is not on record")
+            return replace(found, outcome=outcome, files=False)
+
+        self._entries.change(call_id, settled)
 
     def begin(self, call_id: str, tool_name: str, timestamp: float) -> None:
         """Record that a call is about to run; refuse one that must not run again."""
-        with self._lock, self._alone():
-            found = self.find(call_id)
-            if found is not None and found.outcome == "unknown":
-                found = self._ask(replace(found, tool_name=found.tool_name or tool_name))
+        found = self.find(call_id)
+        if found is not None and found.outcome == "unknown":
+            self._ask(replace(found, tool_name=found.tool_name or tool_name))
+
+        def begun(found: CallOutcome | None) -> CallOutcome:
             if found is not None:
-                _refuse(found)
-            self._running.add(call_id)
-            if self._locks is not None:
-                self._locks.take(call_id)
-            self._add(CallOutcome(call_id, tool_name, "started", timestamp))
+                _refuse(replace(found, tool_name=found.tool_name or tool_name))
+            return CallOutcome(call_id, tool_name, "started", timestamp)
+
+        self._entries.change(call_id, begun, running=True)
 
     def answer(self, outcome: CallOutcome) -> None:
         """Record the answer of a call that took effect, before the rest is committed."""
-        self._add(replace(outcome, outcome="answered"))
+        self._entries.change(outcome.call_id, lambda _: replace(outcome, outcome="answered"))
 
     def end(self, outcome: CallOutcome) -> None:
         """Record the outcome of a call."""
-        with self._lock:
-            self._add(outcome)
-            self._running.discard(outcome.call_id)
-            if self._locks is not None:
-                self._locks.release(outcome.call_id)
+        self._entries.change(outcome.call_id, lambda _: outcome, running=False)
 
     @classmethod
     def adopt(cls, path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -155,9 +171,95 @@ class OutcomeLedger:
         For a person who knows where the file comes from. Lines that cannot be read are only in
         the copy that is made next to it. No other process may be using the file.
         """
-        path = Path(path)
-        ledger = cls(path)
-        with ledger._lock, ledger._alone():
+        return _Entries(Path(path)).adopt()
+
+    def damage(self) -> str:
+        """Return what is wrong with the file, if calls are refused because of it; else ``""``."""
+        return self._entries.damage()
+
+    def _ask(self, found: CallOutcome) -> None:
+        """Settle a call whose outcome is unknown, if someone can be asked about it."""
+        answer = None
+        if self.resolve is not None:
+            try:
+                answer = self.resolve(found)
+            except Exception:
+                _logger.exception("resolving call %s failed; it stays unknown", found.call_id)
+        if answer in ("committed", "rolled_back", "compensated"):
+            self.settle(found.call_id, answer)
+        elif answer not in (None, "unknown"):
+            _logger.error("%r is no outcome for call %s; it stays unknown", answer, found)
+
+
+def as_it_is(found: CallOutcome, *, is_under_way: bool) -> CallOutcome:
+    """Return an outcome as of now: its process may be gone."""
+    if found.outcome not in ("started", "answered"):
+        return found
+    if is_under_way:
+        return replace(found, outcome="started")
+    # A call that answered took effect, even if it was killed afterwards.
+    return replace(found, outcome="committed" if found.outcome == "answered" else "unknown")
+
+
+class _Entries:
+    """Entries in memory, and in a file if there is a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._known: dict[str, CallOutcome] = {}
+        # Calls under way in this process.
+        self._running: set[str] = set()
+        self._read = 0
+        self._locks: _Locks | None = None
+        self._depth = 0
+        self._doubt = ""
+        """What is wrong with the file, if the calls concerned cannot be identified."""
+
+    def find(self, call_id: str) -> CallOutcome | None:
+        with self._lock:
+            self._catch_up()
+            found = self._known.get(call_id)
+            if found is None and self._doubt:
+                return CallOutcome(call_id, "", "unknown", 0.0, self._doubt)
+            return None if found is None else self._as_it_is(found)
+
+    def calls(self, prefix: str) -> list[CallOutcome]:
+        with self._lock:
+            self._catch_up()
+            found = (each for each in self._known.values() if each.call_id.startswith(prefix))
+            return [self._as_it_is(each) for each in found]
+
+    def change(
+        self,
+        call_id: str,
+        decide: Callable[[CallOutcome | None], CallOutcome],
+        *,
+        running: bool | None = None,
+    ) -> None:
+        with self._lock, self._alone():
+            outcome = decide(self.find(call_id))
+            if running:
+                self._running.add(call_id)
+                if self._locks is not None:
+                    self._locks.take(call_id)
+            if self.path is not None and self._locks is not None:
+                self._append(_text_of(outcome), self._locks)
+            self._known[call_id] = outcome
+            if running is False:
+                self._running.discard(call_id)
+                if self._locks is not None:
+                    self._locks.release(call_id)
+
+    def damage(self) -> str:
+        with self._lock:
+            self._catch_up()
+            return self._doubt
+
+    def adopt(self) -> tuple[str, ...]:
+        assert self.path is not None
+        path = self.path
+        with self._lock, self._alone():
             data = _read_file(path)
             entries, lost = _readable(data)
             copy = path.with_name(f"{path.name}.before-{os.urandom(4).hex()}")
@@ -169,24 +271,13 @@ class OutcomeLedger:
             staged.unlink(missing_ok=True)
             _write_new(staged, sealed)
             os.replace(staged, path)
-            if ledger._locks is not None:
-                ledger._locks.note_size(len(sealed))
+            if self._locks is not None:
+                self._locks.note_size(len(sealed))
         return tuple(f"line {number} of {copy} cannot be read" for number in lost)
 
-    def damage(self) -> str:
-        """Return what is wrong with the file, if calls are refused because of it; else ``""``."""
-        with self._lock:
-            self._catch_up()
-            return self._doubt
-
     def _as_it_is(self, found: CallOutcome) -> CallOutcome:
-        """Return an outcome as of now: its process may be gone."""
-        if found.outcome not in ("started", "answered"):
-            return found
-        if self._is_under_way(found.call_id):
-            return replace(found, outcome="started")
-        # A call that answered took effect, even if it was killed afterwards.
-        return replace(found, outcome="committed" if found.outcome == "answered" else "unknown")
+        is_open = found.outcome in ("started", "answered")
+        return as_it_is(found, is_under_way=is_open and self._is_under_way(found.call_id))
 
     def _is_under_way(self, call_id: str) -> bool:
         if call_id in self._running:
@@ -216,27 +307,6 @@ class OutcomeLedger:
         finally:
             self._depth -= 1
             self._locks.release("")
-
-    def _ask(self, found: CallOutcome) -> CallOutcome:
-        answer = None
-        if self._resolve is not None:
-            try:
-                answer = self._resolve(found)
-            except Exception:
-                _logger.exception("resolving call %s failed; it stays unknown", found.call_id)
-        if answer not in ("committed", "rolled_back", "compensated"):
-            if answer not in (None, "unknown"):
-                _logger.error("%r is no outcome for call %s; it stays unknown", answer, found)
-            return found
-        self.settle(found.call_id, answer)
-        return cast("CallOutcome", self.find(found.call_id))
-
-    def _add(self, outcome: CallOutcome) -> None:
-        with self._lock, self._alone():
-            if self.path is not None and self._locks is not None:
-                self._catch_up()
-                self._append(_text_of(outcome), self._locks)
-            self._known[outcome.call_id] = outcome
 
     def _append(self, text: bytes, locks_: _Locks) -> None:
         """Append a line, and sync it: the call reaches outside next."""

@@ -1,37 +1,33 @@
-"""A session saved to a file as it goes, so that another process can resume it after a kill.
+"""A session saved as it goes, so that another process can resume it after a kill.
 
-The file is JSON lines, each with a seal that only this user can make. The first line identifies the
-session. Every other line is one save: for each changed slice, how many values stay and which values
-follow them. The seal of a save is valid only for this session and this position in the file. The
-bytes of ``Media`` are in files of their own next to it, each once, named by their digest.
+Its log is in a file, or in another store of sessions. The head of the log identifies the session.
+Every other line is one save: for each changed slice, how many values stay and which values follow
+them; and ``files``, further lines that are saved with it. Compacting a log writes its state anew,
+as saves with ``fold``, the number of each: the first one replaces all before it. The bytes of
+``Media`` are stored once, by digest.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 import json
 import math
 import os
-import re
-import tempfile
 import threading
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from weakincentives import locks
 from weakincentives.call import ToolCall
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.collector import no_collection
-from weakincentives.errors import SessionError, SessionInUse, SnapshotError, UndoRefused
+from weakincentives.errors import SessionError, SnapshotError, UndoRefused, WinkError
 from weakincentives.events import PromptExecuted, ToolInvoked
 from weakincentives.logs import get_logger
-from weakincentives.media import Media
 from weakincentives.prompt.policies import note_success
 from weakincentives.runtime.conversation import (
     ContextCompacted,
@@ -41,11 +37,22 @@ from weakincentives.runtime.conversation import (
 )
 from weakincentives.runtime.index import MESSAGES, CallIndex, Moment
 from weakincentives.runtime.ledger import CallOutcome, OutcomeLedger
+from weakincentives.runtime.stores.files import (
+    FileLog,
+    FileStore,
+    OpenFileLog,
+    adopt_file,
+    share_media,
+    store_media,
+    write_file,
+)
+from weakincentives.runtime.stores.logs import LeasedLog, SavePlace, SessionLog, SessionStore
+from weakincentives.runtime.stores.media import LARGE, MEDIA, parsed, without_media
+from weakincentives.runtime.stores.newest import UNREADABLE, NewestSaves, are_plain
 from weakincentives.serde import freeze, thaw
-from weakincentives.serde.exact import StoredBytes, current_name, json_of
+from weakincentives.serde.exact import current_name
 from weakincentives.session import Session, Snapshot, type_name
 from weakincentives.slices import EMPTY, Slice, SlicePolicy
-from weakincentives.state import SEAL_SIZE, Seals, no_links
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -57,25 +64,15 @@ _logger = get_logger(__name__)
 VERSION = 2
 """Of the file. Version 1 had no seals."""
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_HEAD = "session"
-_MAX_HEAD = 64 << 20
-"""Bytes of the first line, whose seal is checked before anything else is read."""
 _UNSAVED = "unsaved"
 """Marks the place of a value that could not be written."""
-_MEDIA = type_name(Media)
-_STORED = "stored"
-"""Marks the place of bytes that are in a file of their own."""
-_HAS_STORED = f'"{_STORED}"'.encode()
-_DIGESTS = re.compile(rb'"sha256": ?"([0-9a-f]{64})"')
-_LARGE = 1_000
-"""Characters of base64; fewer stay in the line."""
-_BLOCK = 64 << 10
-"""Bytes that are read first where a file is read from its end."""
+_HAS_UNSAVED = f'"{_UNSAVED}"'.encode()
+_HAS_FILES = b'"files":['
+_FOLDED = 64
+"""Values in each save of a log that was compacted."""
 _SOON = 1.0
 """Seconds after its end in which a call is normally committed."""
 INHERITED = "inherited_calls"
-_UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _UNKNOWN = (
     "The process was killed before this call was recorded, so the call is not re-run. {}\n"
     "Check the present state before you continue"
@@ -112,12 +109,24 @@ class UserMessage:
     """How many messages of the conversation precede it."""
 
 
+class AttachedLines(Protocol):
+    """Lines of text that are saved with a session, such as the commits of its branch."""
+
+    def pending(self) -> Sequence[str]:
+        """Return the lines that are not saved yet, oldest first."""
+        ...
+
+    def saved(self, count: int) -> None:
+        """Note that so many of them, the oldest, are saved."""
+        ...
+
+
 class SavedSession:
-    """A session and the file (JSON lines) that it is saved to.
+    """A session and the log that it is saved to: a file, or the log of another store.
 
     Saves happen after every message of the model, every call and every run. A save costs what has
-    changed since the last one and is a single write: a kill loses at most the save in progress.
-    Child sessions are not saved.
+    changed since the last one and is a single write or transaction: a kill loses at most the save
+    in progress. Child sessions are not saved.
 
     A value without an exact JSON form is left out, with a warning that names its slice: in a LOG
     only that value, in a STATE slice all values, because a partial state is wrong. The record of a
@@ -125,17 +134,16 @@ class SavedSession:
     """
 
     def __init__(
-        self, path: Path, session: Session, about: Mapping[str, object], fd: int, size: int
+        self, name: str, log: LeasedLog, session: Session, about: Mapping[str, object]
     ) -> None:
-        self.path = path
+        self.name = name
+        """Of a session in a file, without the suffix."""
         self.session = session
         self.about = about
         """What ``create`` was given."""
-        self._fd = fd
+        self._log = log
+        self._is_open = True
         self._pid = os.getpid()
-        self._size = size
-        """The length of the complete lines."""
-        self._seals = Seals(_HEAD)
         self._saved: dict[type, Slice[Any]] = {}
         self._unsaved: list[Snapshot] = []
         """The states that a failed save has left."""
@@ -143,6 +151,12 @@ class SavedSession:
         self._stops: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._index = CallIndex(inherited_calls(about))
+        self._frozen: Mapping[str, Sequence[Any]] | None = None
+        """The LOG slices to make the index from, when it is first needed."""
+        self._sources: list[AttachedLines] = []
+        self._attached: list[str] | None = []
+        self._with_files: list[bytes] = []
+        """The saves to find the attached lines in, when they are first needed."""
 
     @classmethod
     def create(
@@ -151,86 +165,93 @@ class SavedSession:
         session: Session,
         *,
         about: Mapping[str, object] | None = None,
+        store: SessionStore | None = None,
     ) -> SavedSession:
         """Save a session to a new file from now on. Only its owner can read the file.
 
+        With a ``store``, it is saved there, and the first argument is its name.
+
         Raises:
-            FileExistsError: The path exists; ``open`` continues a saved session.
+            FileExistsError: It exists; ``open`` continues a saved session.
         """
-        path, about = Path(path), dict(about or {})
-        head = _head(session.session_id, session.tags, session.clock.time(), about)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL) as fd:
-            saved = cls(path, session, about, fd, 0)
-            saved._append(head.decode())
-            saved._seals = _seals_after(head)
-            saved.save()
-        saved._listen()
-        return saved
+        about = dict(about or {})
+        store, name, stem = _located(path, store)
+        log = store.create(
+            name, _head(session.session_id, session.tags, session.clock.time(), about)
+        )
+        return cls(stem, log, session, about)._begun()
 
     @classmethod
     def open(
-        cls, path: str | Path, *, types: Iterable[type] = (), **session_options: Any
+        cls,
+        path: str | Path,
+        *,
+        store: SessionStore | None = None,
+        wait: float = 0.0,
+        types: Iterable[type] = (),
+        **session_options: Any,
     ) -> SavedSession:
-        """Continue the session in a file; a last line that a kill cut short is dropped.
+        """Continue the session in a file, or in a ``store``, where the first argument is its name.
 
-        Modules that define its types must have been imported; pass other types in ``types``. The
-        options are those of ``Session``; id and tags are those of the saved session by default.
+        A last line that a kill cut short is dropped. If the session is in use, waits so many
+        seconds for its end. Modules that define its types must have been imported; pass other types
+        in ``types``. The other options are those of ``Session``; id and tags are those of the saved
+        session by default.
 
         Raises:
-            SessionInUse: Another process, or this one, has the file open.
-            SnapshotError: The file is damaged, was not written by this user, or contains an unknown
+            FileNotFoundError: There is no such session.
+            SessionInUse: Another process, or this one, has it open.
+            SnapshotError: The log is damaged, was not written by this user, or contains an unknown
                 type. Old values are decoded when they are first read, and may raise then.
         """
-        path = Path(path)
-        with _locked(path, os.O_RDWR | os.O_APPEND) as fd:
-            data = SavedSessionData.read(path)
+        store, name, stem = _located(path, store)
+        log = store.open(name, wait=wait)
+        try:
+            data = _head_of(log)
+            texts, parse = log.load().texts, partial(parsed, media=log.media)
+            with _readable_from(log):
+                found = _opened(data, texts, parse, types)
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
-            session = Session.from_snapshot(data.snapshot(types), **options)
-            saved = cls(path, session, data.about, fd, data.size)
-            saved._seals, incomplete = data.seals, data.incomplete
-            if not incomplete:  # else it is made when it is first needed
-                saved._index = CallIndex.of(data.log, inherited_calls(data.about))
-            (present,) = session.states_passed()
-            for _, slice_type, values in present.slices():
-                name = type_name(slice_type)
-                saved._names[name] = slice_type
-                # An incomplete slice has other places here than in the file: write it anew.
-                saved._saved[slice_type] = Slice.of(()) if name in incomplete else values
+            session = Session.from_snapshot(found.snapshot, **options)
+            saved = cls(stem, log, session, data.about)
+            saved._take_over(found, texts)
+        except BaseException:
+            log.close()
+            raise
         saved._listen()
         return saved
 
-    @staticmethod
-    def is_in_use(path: str | Path) -> bool:
-        """Whether a process, or this one, has the file open."""
-        fd = os.open(path, os.O_RDWR | _NOFOLLOW)
+    def _begun(self) -> SavedSession:
         try:
-            return locks.is_taken(fd)
-        finally:
-            os.close(fd)
+            self.save()
+        except BaseException:
+            self._log.close()
+            raise
+        self._listen()
+        return self
+
+    def _take_over(self, found: _Opened, texts: Sequence[bytes]) -> None:
+        """Note what the log says, so that only what is new is written."""
+        self._frozen = found.log
+        self._with_files, self._attached = [text for text in texts if _HAS_FILES in text], None
+        (present,) = self.session.states_passed()
+        for _, slice_type, values in present.slices():
+            name = type_name(slice_type)
+            self._names[name] = slice_type
+            # An incomplete slice has other places here than in the log: write it anew.
+            self._saved[slice_type] = Slice.of(()) if name in found.incomplete else values
 
     @staticmethod
-    def delete(path: str | Path) -> bool:
-        """Delete a file with everything that belongs to it; False if it is in use.
+    def is_in_use(path: str | Path, *, store: SessionStore | None = None) -> bool:
+        """Whether a process, or this one, has the session open."""
+        store, name, _ = _located(path, store)
+        return store.is_in_use(name)
 
-        That is every file or directory whose name continues its stem, such as its media. What a
-        kill leaves of them, the next call deletes.
-        """
-        from weakincentives.filesystem.tree import remove_path
-
-        path = Path(path)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                with _locked(path, os.O_RDWR) as fd:
-                    # Under the lock: another process finds the session, or that it is gone.
-                    path.unlink()
-            except SessionInUse:
-                return False
-            locks.close(fd)
-        for each in os.listdir(path.parent):
-            if each.startswith(f"{path.stem}."):
-                remove_path(path.parent / each)
-        return True
+    @staticmethod
+    def delete(path: str | Path, *, store: SessionStore | None = None) -> bool:
+        """Delete a session with everything that belongs to it; False if it is in use."""
+        store, name, _ = _located(path, store)
+        return store.delete(name)
 
     @staticmethod
     def adopt(path: str | Path) -> int:
@@ -239,38 +260,59 @@ class SavedSession:
         Only for files of known origin: resuming a run loads code that the file names. Lines after
         an unreadable one are left out; a copy of the whole file stays next to it.
         """
-        path = Path(path)
-        with _locked(path, os.O_RDWR) as fd:
-            data = path.read_bytes()
-            texts = list(_readable(data))
-            if not texts:
-                raise SnapshotError(f"{path} is not the file of a session")
-            copy = path.with_name(f"{path.name}.before-{os.urandom(4).hex()}")
-            copy.touch(mode=0o600, exist_ok=False)
-            copy.write_bytes(data)
-            sealed, seals = b"", Seals(_HEAD)
-            for text in texts:
-                sealed += seals.sealed(text, len(sealed)) + b"\n"
-                seals = _seals_after(texts[0])
-            os.pwrite(fd, sealed, 0)
-            os.ftruncate(fd, len(sealed))
-            os.fsync(fd)
-        locks.close(fd)
-        return data.count(b"\n") - len(texts)
+        found: list[SavedSessionData] = []
+
+        def checked(text: bytes) -> bytes:
+            try:
+                values = json.loads(text)
+                if found:
+                    found[0].add(values)
+                else:
+                    values["wink_session"] = VERSION
+                    found.append(_from_head(values))
+            except UNREADABLE as error:
+                raise ValueError("this line cannot be read") from error
+            return json.dumps(values).encode()
+
+        return adopt_file(Path(path), checked)
+
+    @property
+    def path(self) -> Path:
+        """The file that it is saved to.
+
+        Raises:
+            SessionError: It is in another store.
+        """
+        if not isinstance(self._log, OpenFileLog):
+            raise SessionError(f"{self._log.shown} is not in a file")
+        return self._log.path
+
+    @property
+    def token(self) -> int:
+        """The fencing token of the lease: greater each time it is opened. 0 for a file."""
+        return self._log.token
+
+    @property
+    def ledger(self) -> OutcomeLedger | None:
+        """The ledger in the same store, under the same lease; None for a file."""
+        return self._log.ledger()
 
     @property
     def mark(self) -> str:
-        """The letters at the end of the file's name: the short name of a run."""
-        return self.path.stem.rpartition("-")[2]
+        """The letters at the end of its name: the short name of a run."""
+        return self.name.rpartition("-")[2]
 
     def save(self) -> None:
         """Append what has changed since the last save: each call on a line of its own.
 
-        So the file has the state before and after every call.
+        So the log has the state before and after every call. Attached lines are saved with it.
+
+        Raises:
+            LeaseLost: Another process has taken over the session.
         """
         with self._lock:
-            if self._fd < 0 or self._pid != os.getpid():
-                raise SessionError(f"{self.path} was closed, or belongs to another process")
+            if not self._is_open or self._pid != os.getpid():
+                raise SessionError(f"{self._log.shown} was closed, or belongs to another process")
             # Not the view of a call in progress: that has not been committed.
             states = [*self._unsaved, *self.session.states_passed()]
             self._unsaved = states[:-1]
@@ -278,9 +320,49 @@ class SavedSession:
             for state in states:
                 lines += self._line(state, saved)
                 saved = {kind: values for _, kind, values in state.slices()}
-            if lines:
-                self._append(*lines)
+            self._append(lines)
             self._saved, self._unsaved = saved, []
+
+    def _append(self, lines: list[str]) -> None:
+        """Append lines, the last one with the lines that are attached."""
+        pending = [(source, tuple(source.pending())) for source in self._sources]
+        files = [line for _, each in pending for line in each]
+        if files:
+            lines.append(_with_files(lines.pop() if lines else self._empty_line(), files))
+        if lines:
+            self._log.append([line.encode() for line in lines])
+        for source, each in pending:
+            if each:
+                source.saved(len(each))
+        if self._attached is not None:
+            self._attached += files
+        elif files:
+            self._with_files.append(lines[-1].encode())
+
+    def attach(self, source: AttachedLines) -> None:
+        """Save the pending lines of a source with each save, in the same write."""
+        self._sources.append(source)
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """All lines that were saved with the session, oldest first."""
+        with self._lock:
+            if self._attached is None:
+                self._attached = []
+                for text in self._with_files:
+                    _add_files(self._attached, json.loads(text))
+                self._with_files = []
+            return tuple(self._attached)
+
+    def compact(self) -> None:
+        """Fold all saves into one, so that the log is as small as the session.
+
+        What is lost is the way back: nobody can rewind, fork or look at the session as it was
+        before this. A kill leaves the log as it was, or compacted.
+        """
+        self.save()
+        with self._lock:
+            compact_log(self._log)
 
     def _line(self, state: Snapshot, saved: Mapping[type, Slice[Any]]) -> list[str]:
         """Return a line with what has changed from one state to another; none for nothing."""
@@ -304,9 +386,10 @@ class SavedSession:
     def mark_resumed(self) -> None:
         """Note the time, as the beginning of another sitting of the same session."""
         with self._lock:
-            self._append(
-                f'{{"at":{json.dumps(self.session.clock.time())},"state":{{}},"log":{{}}}}'
-            )
+            self._log.append([self._empty_line().encode()])
+
+    def _empty_line(self) -> str:
+        return f'{{"at":{json.dumps(self.session.clock.time())},"state":{{}},"log":{{}}}}'
 
     def undo_unrecorded(
         self, files: HostFilesystem, *, ledger: OutcomeLedger | None = None
@@ -409,6 +492,10 @@ class SavedSession:
     @property
     def index(self) -> CallIndex:
         """Where its calls are; costs what is new since it was last asked for."""
+        if self._frozen is not None:
+            with no_collection():
+                self._index = CallIndex.of(self._frozen, inherited_calls(self.about))
+            self._frozen = None
         self._index = self._index.extend(self.session)
         return self._index
 
@@ -420,7 +507,7 @@ class SavedSession:
         """
         records = self.session.read_slice(ToolInvoked)
         if not inherited_calls(self.about) < number <= len(records):
-            raise IndexError(f"the run {self.path.stem} has no call {number}")
+            raise IndexError(f"the run {self.name} has no call {number}")
         outer, *later = records.newer_than(number - 1)
         for place, each in enumerate(later, number + 1):  # a call ends after those nested in it
             if not outer.nested_in:
@@ -473,23 +560,12 @@ class SavedSession:
         return Snapshot(state, {}), known
 
     def _saves_newest_first(self) -> Generator[Any]:
-        """Yield the saves as JSON data, reading the file from its end."""
-        end, block, rest = self._size, _BLOCK, b""
-        while end:
-            begin = max(end - block, 0)
-            data = os.pread(self._fd, end - begin, begin) + rest
-            first, *lines = data.split(b"\n")[:-1]
-            place = begin + len(data)
-            for line in reversed(lines):
-                place -= len(line) + 1
-                text = self._seals.unsealed(line, place)
-                if text is None:
-                    raise SnapshotError(f"{self.path} is damaged at byte {place}")
-                yield _save_of(text, self.path)
-            end, block, rest = begin, block * 2, first + b"\n"  # the last one is the head
+        """Yield the saves as JSON data, reading the log from its end."""
+        for text in self._log.newest_first():
+            yield parsed(text, self._log.media)
 
     def _asked(self, call_id: str) -> ToolCall | None:
-        place = self._index.unrecorded.get(call_id)
+        place = self.index.unrecorded.get(call_id)
         message = None if place is None else self.session.read_slice(Message).at(place)
         return message and next(each for each in message.tool_calls if each.id == call_id)
 
@@ -521,15 +597,15 @@ class SavedSession:
         )
 
     def close(self) -> None:
-        """Save once more and release the file."""
+        """Save once more and release the lease."""
         for stop in self._stops:
             stop()
-        if self._fd >= 0 and self._pid == os.getpid():
+        if self._is_open and self._pid == os.getpid():
             try:
                 self.save()
             finally:
-                fd, self._fd = self._fd, -1
-                locks.close(fd)
+                self._is_open = False
+                self._log.close()
                 self.session.states_passed(follow=False)
 
     def __enter__(self) -> SavedSession:
@@ -548,7 +624,7 @@ class SavedSession:
             return  # a resume needs only the record of the call, which is there already
         try:
             self.save()
-        except (OSError, SessionError) as error:
+        except (OSError, WinkError) as error:
             _logger.error("the session was not saved: %s; the next save includes it", error)
 
     # Writing
@@ -575,8 +651,8 @@ class SavedSession:
         try:
             data = freeze(value)
             text = _json(data)
-            if len(text) > _LARGE and _MEDIA in text:
-                text = _json(_changed(data, partial(_media_stored, _media_directory(self.path))))
+            if len(text) > LARGE and MEDIA in text:
+                text = _json(without_media(data, self._log.store))
             return text
         except (SnapshotError, RecursionError) as error:
             shown = _record_as_text(value) if isinstance(value, ToolInvoked) else None
@@ -588,26 +664,10 @@ class SavedSession:
             )
             return shown or _json({"$": _UNSAVED})
 
-    def _append(self, *lines: str) -> None:
-        """Add lines in one write, completely or not at all."""
-        data = b""
-        for line in lines:
-            data += self._seals.sealed(line.encode(), self._size + len(data)) + b"\n"
-        if os.fstat(self._fd).st_size != self._size:
-            os.ftruncate(self._fd, self._size)  # drops an incomplete line
-        try:
-            written = os.write(self._fd, data)
-            if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes fit into {self.path}")
-        except OSError:
-            os.ftruncate(self._fd, self._size)
-            raise
-        self._size += len(data)
-
 
 @dataclass(slots=True, kw_only=True)
 class SavedSessionData:
-    """The content of a session's file as JSON data, whether or not the session is in use."""
+    """The content of a session's log as JSON data, whether or not the session is in use."""
 
     session_id: str
     tags: Mapping[str, str]
@@ -623,21 +683,14 @@ class SavedSessionData:
     """The times of ``SavedSession.mark_resumed``."""
     saves: list[Any] = field(default_factory=list[Any])
     """All of them, oldest first."""
-    ends: list[int]
-    """The length of the first line, and where each save ends in the file."""
-    seals: Seals
-    """The seals of its saves."""
+    files: list[str] = field(default_factory=list[str])
+    """The lines that were attached."""
     damage: str = ""
-    """What is wrong with the rest of the file, if only a part of it could be read."""
-
-    @property
-    def size(self) -> int:
-        """The length of the complete lines."""
-        return self.ends[-1]
+    """What is wrong with the rest of the log, if only a part of it could be read."""
 
     @classmethod
-    def read(cls, path: Path, *, partly: bool = False) -> SavedSessionData:
-        """Read a file, even while it is being written.
+    def read(cls, path: Path | SessionLog, *, partly: bool = False) -> SavedSessionData:
+        """Read a file, or the log of another store, even while it is being written.
 
         With ``partly``, return what precedes the first damaged line: for display, not to resume.
 
@@ -645,21 +698,14 @@ class SavedSessionData:
             SnapshotError: It is not the file of a session, is damaged, or was not written by this
                 user.
         """
-        saves = Saves(path)
-        data = saves.head
-        try:
-            with no_collection():
-                for place, save in saves.new():
-                    data.add(save)
-                    data.ends.append(place.end)
-        except _UNREADABLE as error:
-            raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        data.damage = saves.damage
-        if data.damage and not partly:
-            raise SnapshotError(
-                f"{data.damage}, so the session cannot be resumed: calls on record could run twice."
-                " `wink log` shows what precedes the damage"
-            )
+        log = _log_at(path)
+        data, part = _head_of(log), log.read(log.begin)
+        if not partly:
+            part.checked()
+        with _readable_from(log), no_collection():
+            for text in part.texts:
+                data.add(parsed(text, log.media))
+        data.damage = part.damage
         return data
 
     def back_to(self, until: Until, *, through: bool) -> SavedSessionData:
@@ -676,15 +722,17 @@ class SavedSessionData:
             log=log,
             at=float(saves[-1]["at"]) if saves else self.began,
             saves=saves,
-            ends=self.ends[: len(saves) + 1],
         )
 
     def add(self, line: Any) -> None:
         """Apply one save."""
         self.at = float(line["at"])
         self.saves.append(line)
-        if not line["state"] and not line["log"]:
+        if line.get("fold") == 0:
+            self.state, self.log, self.resumed = {}, {}, [float(each) for each in line["resumed"]]
+        elif not line["state"] and not line["log"] and "files" not in line:
             self.resumed.append(self.at)
+        _add_files(self.files, line)
         for changes, slices in ((line["state"], self.state), (line["log"], self.log)):
             for name, (kept, items) in changes.items():
                 values = slices.setdefault(current_name(name), [])
@@ -708,31 +756,27 @@ class SavedSessionData:
         with the name and the place, in the save that it was first in. Costs what was read: no value
         is decoded. The new file appears complete, or not at all.
         """
-        text = _head(session_id, self.tags, SYSTEM_CLOCK.time(), about)
-        lines = [text, *_unsealed_lines(path, self.size)]
-        stored = partial(_media_stored, _media_directory(target))
+        head = _head(session_id, self.tags, SYSTEM_CLOCK.time(), about)
+        log = FileLog(path)
+        lines = log.read(log.begin).texts[: len(self.saves)]
+        if len(lines) < len(self.saves):
+            raise SnapshotError(f"{path} has changed while it was read")
+        store = partial(store_media, target)
         if replaced is not None:
             name, place, value = replaced
-            frozen = _changed(freeze(value), stored)
-            lines[1:] = (_with_replaced(line, name, place, frozen) for line in lines[1:])
+            frozen = without_media(freeze(value), store)
+            lines = [_with_replaced(line, name, place, frozen) for line in lines]
         if added:
             changes = {
-                name: [len(self.log.get(name, ())), [_changed(freeze(v), stored) for v in values]]
+                name: [
+                    len(self.log.get(name, ())),
+                    [without_media(freeze(v), store) for v in values],
+                ]
                 for name, values in added.items()
             }
             lines.append(_json({"at": self.at, "state": {}, "log": changes}).encode())
-        sealed, seals = b"", Seals(_HEAD)
-        for line in lines:
-            sealed += seals.sealed(line, len(sealed)) + b"\n"
-            seals = _seals_after(text)
-        _share_media(path, target, lines)
-        fd, staged = tempfile.mkstemp(dir=target.parent)
-        try:
-            with open(fd, "wb") as file:
-                file.write(sealed)
-            os.link(staged, target)  # fails if it exists
-        finally:
-            os.unlink(staged)
+        share_media(path, target, lines)
+        write_file(target, head, lines)
 
     @property
     def incomplete(self) -> frozenset[str]:
@@ -753,66 +797,134 @@ class SavedSessionData:
         return Snapshot.from_items(state, log, self.at, types=types)
 
 
-class SavePlace(NamedTuple):
-    """Where a save is in a file."""
-
-    start: int
-    end: int
-    """After its line."""
-
-
 class Saves:
-    """The saves in a file, one by one, and later those that were added since.
+    """The saves in a file, or in another log, one by one, and later those that were added since.
 
     Raises:
         SnapshotError: It is not the file of a session, or was not written by this user.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | SessionLog) -> None:
+        self._log = _log_at(path)
         self.damage = ""
         """What is wrong with the next save, if it cannot be read."""
-        with open(path, "rb", opener=no_links) as file:
-            first = file.readline(_MAX_HEAD)
-        if not first.endswith(b"\n"):
-            raise SnapshotError(f"{path} contains no session: nothing was saved in it")
-        text = Seals(_HEAD).unsealed(first[:-1])
-        if text is None:
-            raise SnapshotError(
-                f"{path} does not carry your seal: it is not the file of a session, an earlier"
-                " version of wink or someone else wrote it, or it is damaged. If it is yours,"
-                " adopt it: `wink doctor --adopt-store`, or SavedSession.adopt"
-            )
-        try:
-            self.head = _from_head(json.loads(text), _seals_after(text), len(first))
-        except _UNREADABLE as error:
-            raise SnapshotError(f"{path} is not the file of a session: {error!r}") from error
-        self._end, self._number = len(first), 1
+        self.head = _head_of(self._log)
+        self._end = self._log.begin
 
     def new(self) -> Generator[tuple[SavePlace, Any]]:
         """Yield the complete saves after the last one, up to the first damaged one."""
-        with open(self.path, "rb", opener=no_links) as file:
-            file.seek(self._end)
-            complete, end, _ = file.read().rpartition(b"\n")  # the rest is cut short or new
-        for sealed in complete.split(b"\n") if end else ():
-            text = self.head.seals.unsealed(sealed, self._end)
-            if text is None:
-                self.damage = f"line {self._number + 1} of {self.path} is damaged or not ours"
-                return
-            place = SavePlace(self._end, self._end + len(sealed) + 1)
-            yield place, _save_of(text, self.path)
-            self._end, self._number = place.end, self._number + 1
+        part = self._log.read(self._end)
+        for place, text in zip(part.places, part.texts, strict=True):
+            yield place, parsed(text, self._log.media)
+            self._end = place.end
+        self.damage = part.damage
 
     def at(self, places: Iterable[SavePlace]) -> Generator[Any]:
         """Yield some saves again."""
-        with open(self.path, "rb", opener=no_links) as file:
-            for place in places:
-                file.seek(place.start)
-                sealed = file.read(place.end - place.start - 1)
-                text = self.head.seals.unsealed(sealed, place.start)
-                if text is None:
-                    raise SnapshotError(f"{self.path} has changed while it was read")
-                yield _save_of(text, self.path)
+        for text in self._log.at(places):
+            yield parsed(text, self._log.media)
+
+
+# Opening
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a session is opened from."""
+
+    snapshot: Snapshot
+    log: Mapping[str, Sequence[Any]] | None
+    """The LOG slices, frozen; None if a value of them could not be saved."""
+    incomplete: frozenset[str] = frozenset()
+
+
+def _opened(
+    data: SavedSessionData,
+    texts: Sequence[bytes],
+    parse: Callable[[bytes], Any],
+    types: Iterable[type],
+) -> _Opened:
+    """Return the state after some saves; the newest are parsed now, others when first needed."""
+    if are_plain(texts) and not any(_HAS_UNSAVED in text for text in texts):
+        found = NewestSaves(texts, parse)
+        at = float(parse(texts[-1])["at"]) if texts else data.began
+        snapshot = Snapshot.from_items(found.state, found.log, at, types=types)
+        return _Opened(snapshot, found.log)
+    with no_collection():
+        for text in texts:
+            data.add(parse(text))
+    incomplete = data.incomplete
+    return _Opened(data.snapshot(types), None if incomplete else data.log, incomplete)
+
+
+def _located(path: str | Path, store: SessionStore | None) -> tuple[SessionStore, str, str]:
+    """Return the store and the name in it of a session, and its name without a suffix."""
+    if store is not None:
+        return store, str(path), Path(path).stem if isinstance(store, FileStore) else str(path)
+    path = Path(path)
+    return FileStore(path.parent), path.name, path.stem
+
+
+def _log_at(path: Path | SessionLog) -> SessionLog:
+    return FileLog(path) if isinstance(path, Path) else path
+
+
+def _head_of(log: SessionLog) -> SavedSessionData:
+    with _readable_from(log):
+        return _from_head(json.loads(log.head))
+
+
+@contextlib.contextmanager
+def _readable_from(log: SessionLog) -> Generator[None]:
+    try:
+        yield
+    except UNREADABLE as error:
+        raise SnapshotError(f"{log.shown} is not the file of a session: {error!r}") from error
+
+
+def _add_files(files: list[str], line: Any) -> None:
+    """Add the attached lines of a save to those of older saves."""
+    if line.get("fold") == 0:
+        files.clear()
+    files += line.get("files", ())
+
+
+def compact_session(
+    path: str | Path, *, store: SessionStore | None = None, wait: float = 0.0
+) -> None:
+    """Compact a session that is not open: see ``SavedSession.compact``."""
+    store, name, _ = _located(path, store)
+    with contextlib.closing(store.open(name, wait=wait)) as log:
+        compact_log(log)
+
+
+def compact_log(log: LeasedLog) -> None:
+    """Fold all saves of a log into one state; what is lost is going back to before.
+
+    The state is written as several saves, so that a session still opens without parsing all of it.
+    """
+    data = _head_of(log)
+    with _readable_from(log), no_collection():
+        for text in log.load().texts:
+            data.add(json.loads(text))
+    changes = [
+        (kind, name, start, values[start : start + _FOLDED])
+        for kind, slices in (("state", data.state), ("log", data.log))
+        for name, values in slices.items()
+        for start in range(0, len(values), _FOLDED)
+    ]
+    first: dict[str, Any] = {"at": data.at, "state": {}, "log": {}, "resumed": data.resumed}
+    lines = [_with_files(_json({**first, "fold": 0}), data.files)]
+    for number, (kind, name, start, values) in enumerate(changes, 1):
+        change = {"state": {}, "log": {}, kind: {name: [start, values]}}
+        lines.append(_json({"at": data.at, **change, "fold": number}))
+    log.replace([line.encode() for line in lines])
+
+
+def _with_files(line: str, files: Sequence[str]) -> str:
+    """Return a save with lines that are attached to it."""
+    # ASCII only: any text can be attached, even half a surrogate pair.
+    return f'{line[:-1]},"files":{json.dumps(files, separators=(",", ":"))}}}' if files else line
 
 
 # Going back
@@ -867,6 +979,8 @@ def _gone_back(
     undone, saves = 0, iter(newest_first)
     for save in saves:
         is_last = _fills(save, *until)
+        if is_last and "fold" in save:
+            raise SnapshotError("the log was compacted since, so there is no way back to then")
         if is_last and through:
             saves = chain([save], saves)
             break
@@ -951,38 +1065,12 @@ def _head(
     return json.dumps(head).encode()
 
 
-def _unsealed_lines(path: Path, size: int) -> Generator[bytes]:
-    """Yield the texts of the saves in the first ``size`` bytes of a file."""
-    with open(path, "rb", opener=no_links) as file:
-        lines = file.read(size).split(b"\n")[:-1]
-    seals, place = _seals_after(lines[0][SEAL_SIZE + 1 :]), len(lines[0]) + 1
-    for line in lines[1:]:
-        text = seals.unsealed(line, place)
-        if text is None:
-            raise SnapshotError(f"{path} has changed while it was read")
-        place += len(line) + 1
-        yield text
-
-
-def _share_media(path: Path, target: Path, lines: Iterable[bytes]) -> None:
-    """Link, or copy, the bytes that some lines refer to into the directory of another file."""
-    digests = {each for line in lines for each in _DIGESTS.findall(line)}
-    for digest in sorted(digests):
-        source = _media_directory(path) / digest.decode()
-        if source.is_file() and not source.is_symlink():
-            _media_directory(target).mkdir(mode=0o700, exist_ok=True)
-            try:
-                os.link(source, _media_directory(target) / source.name, follow_symlinks=False)
-            except OSError:  # not possible here
-                _store(_media_directory(target), source.read_bytes())
-
-
 def inherited_calls(about: Mapping[str, object]) -> int:
     """Return how many calls a run has from the run that it was forked from, which lists them."""
     return int(cast("int", about.get(INHERITED, 0)))
 
 
-def _from_head(line: Any, seals: Seals, size: int = 0) -> SavedSessionData:
+def _from_head(line: Any) -> SavedSessionData:
     if line["wink_session"] != VERSION:
         raise ValueError(f"unknown version {line['wink_session']!r}")
     began = float(line["began"])
@@ -992,45 +1080,7 @@ def _from_head(line: Any, seals: Seals, size: int = 0) -> SavedSessionData:
         began=began,
         about=thaw(line["about"]),
         at=began,
-        ends=[size],
-        seals=seals,
     )
-
-
-def _save_of(text: bytes, path: Path) -> Any:
-    line = json_of(text)
-    return _with_stored(line, path) if _HAS_STORED in text else line
-
-
-def _seals_after(head: bytes) -> Seals:
-    """Return the seals of the saves that follow a head."""
-    return Seals(f"save of session {Seals(_HEAD).seal(head)}")
-
-
-def _readable(data: bytes) -> Generator[bytes]:
-    """Yield the texts of a file's lines, sealed or not, up to the first unreadable one.
-
-    If the first seal is valid, the others must be: only without the key are all invalid.
-    """
-    lines = data.split(b"\n")[:-1]
-    head = Seals(_HEAD).unsealed(lines[0]) if lines else None
-    seals, place = _seals_after(head or b""), 0
-    found: SavedSessionData | None = None
-    for line in lines:
-        text = line if line.startswith(b"{") else line[SEAL_SIZE + 1 :]
-        if place and head is not None and seals.unsealed(line, place) is None:
-            return
-        try:
-            values = json.loads(text)
-            if found is None:
-                values["wink_session"] = VERSION
-                found = _from_head(values, seals)
-            else:
-                found.add(values)
-        except _UNREADABLE:
-            return
-        place += len(line) + 1
-        yield json.dumps(values).encode()
 
 
 def _warn_of_incomplete(name: str) -> None:
@@ -1039,67 +1089,6 @@ def _warn_of_incomplete(name: str) -> None:
 
 def _is_unsaved(value: Any) -> bool:
     return isinstance(value, dict) and cast("dict[str, Any]", value).get("$") == _UNSAVED
-
-
-def _media_directory(path: Path) -> Path:
-    return path.with_suffix(".media")
-
-
-def _changed(data: Any, change: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return JSON data in which every object is replaced that ``change`` gives a value for."""
-    if isinstance(data, list):
-        return [_changed(each, change) for each in cast("list[Any]", data)]
-    if not isinstance(data, dict):
-        return data
-    node = cast("dict[str, Any]", data)
-    made = change(node)
-    return {key: _changed(each, change) for key, each in node.items()} if made is None else made
-
-
-def _media_stored(directory: Path, node: dict[str, Any]) -> Any:
-    """Return frozen media with the digest of their bytes, which go to a file."""
-    if node.get("$") != "dataclass" or node["type"] != _MEDIA:
-        return None
-    text = node["fields"]["data"]["base64"]
-    if len(text) <= _LARGE:
-        return None
-    stored = {"$": _STORED, "sha256": _store(directory, base64.b64decode(text))}
-    return {**node, "fields": {**node["fields"], "data": stored}}
-
-
-def _with_stored(line: Any, path: Path) -> Any:
-    """Return the JSON data of a line with the places of bytes that are in files of their own."""
-
-    def found(node: dict[str, Any]) -> StoredBytes | None:
-        if node.get("$") != _STORED:
-            return None
-        digest = str(node["sha256"])
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"{digest!r} is not a digest")
-        return StoredBytes(str(_media_directory(path) / digest), digest)
-
-    return _changed(line, found)
-
-
-def _store(directory: Path, data: bytes) -> str:
-    """Write data to the file that its digest names, unless it is there; return the digest."""
-    digest = hashlib.sha256(data).hexdigest()
-    path = directory / digest
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != len(data):
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if directory.is_symlink():
-            raise OSError(f"{directory} is a link")
-        fd, staged = tempfile.mkstemp(dir=directory)
-        try:
-            with open(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
-            os.replace(staged, path)
-        except BaseException:
-            os.unlink(staged)
-            raise
-    return digest
 
 
 def _record_as_text(record: ToolInvoked) -> str | None:
@@ -1117,19 +1106,3 @@ def _record_as_text(record: ToolInvoked) -> str | None:
 
 def _json(data: object) -> str:
     return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-
-
-@contextlib.contextmanager
-def _locked(path: Path, flags: int) -> Generator[int]:
-    """Open a file and lock it. Both last until ``locks.close``, or until the block raises."""
-    fd = os.open(path, flags | _NOFOLLOW, 0o600)
-    try:
-        if not locks.take(fd):
-            raise SessionInUse(
-                f"the session in {path} is in use by another process, or open in this one"
-            )
-        locks.keep_from_forks(fd)
-        yield fd
-    except BaseException:
-        locks.close(fd)
-        raise

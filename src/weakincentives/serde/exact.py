@@ -21,7 +21,6 @@ import datetime as dt
 import hashlib
 import json
 import math
-import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -309,20 +308,19 @@ def _text_tags() -> dict[type, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Stands in frozen data for bytes in a file; thawing reads them."""
+    """Stands in frozen data for bytes that are stored elsewhere; thawing reads them."""
 
-    path: str
+    place: str
     sha256: str
+    load: Callable[[], bytes]
 
     def read(self) -> bytes:
         try:
-            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-            with open(fd, "rb") as file:
-                data = file.read()
+            data = self.load()
         except OSError as error:
-            raise SnapshotError(f"{self.path} cannot be read: {error}") from error
+            raise SnapshotError(f"{self.place} cannot be read: {error}") from error
         if hashlib.sha256(data).hexdigest() != self.sha256:
-            raise SnapshotError(f"{self.path} is damaged: its digest is wrong")
+            raise SnapshotError(f"{self.place} is damaged: its digest is wrong")
         return data
 
 

@@ -1,0 +1,409 @@
+"""Sessions in a database: SQLite in a file, or PostgreSQL.
+
+Whoever can write to the database is trusted: its lines carry no seals. As everywhere, what is read
+is JSON data, from which only known dataclasses and plain values are made; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from weakincentives.errors import (
+    DatabaseUnavailable,
+    LeaseLost,
+    SessionError,
+    SessionInUse,
+    SnapshotError,
+)
+from weakincentives.logs import get_logger
+from weakincentives.runtime.ledger import OutcomeLedger
+from weakincentives.runtime.stores.database import Database, Transaction
+from weakincentives.runtime.stores.logs import LogPart, SavePlace, begins_with, waited
+from weakincentives.runtime.stores.outcomes import SqlOutcomes
+from weakincentives.runtime.stores.tables import prepare_tables
+from weakincentives.serde.exact import StoredBytes
+
+T = TypeVar("T")
+
+_logger = get_logger(__name__)
+
+_TABLES = [
+    [
+        """
+        CREATE TABLE wink_sessions (
+            name TEXT PRIMARY KEY, head TEXT NOT NULL, first BIGINT NOT NULL, last BIGINT NOT NULL,
+            token BIGINT NOT NULL, holder TEXT NOT NULL, expires DOUBLE PRECISION NOT NULL)
+        """,
+        """
+        CREATE TABLE wink_saves (
+            session TEXT NOT NULL, number BIGINT NOT NULL, text TEXT NOT NULL,
+            PRIMARY KEY (session, number))
+        """,
+        """
+        CREATE TABLE wink_media (
+            session TEXT NOT NULL, digest TEXT NOT NULL, data BYTEA NOT NULL,
+            PRIMARY KEY (session, digest))
+        """,
+        """
+        CREATE TABLE wink_outcomes (
+            session TEXT NOT NULL, call_id TEXT NOT NULL, number BIGINT NOT NULL,
+            token BIGINT NOT NULL, change TEXT NOT NULL, entry TEXT NOT NULL,
+            PRIMARY KEY (session, call_id))
+        """,
+    ]
+]
+"""``first`` and ``last`` are numbers of saves: those before ``first`` were folded into it."""
+_BATCH = 64
+"""Saves that are read first where a log is read from its end."""
+_RELEASE = 2.0
+"""Seconds for which releasing a lease is tried; it expires otherwise."""
+
+
+class SqlStore:
+    """Sessions in a database, each open in one process of all that use it.
+
+    Opening a session takes a lease on the database's clock, which is renewed while the session is
+    open. A process that dies leaves a lease that expires; whoever opens the session then gets a
+    greater fencing token, and nothing of the former holder is saved any more, even if it was only
+    paused.
+
+    Args:
+        database: Where; the tables are created when they are first needed.
+        lease: Seconds until the lease of a process that is gone expires.
+        patience: Seconds for which a write is repeated while the database cannot be reached.
+    """
+
+    def __init__(self, database: Database, *, lease: float = 30.0, patience: float = 60.0) -> None:
+        if lease <= 0:
+            raise ValueError(f"lease must be positive, got {lease}")
+        self.database = database
+        self.lease = lease
+        self.patience = patience
+        prepare_tables(database, "sessions", _TABLES)
+
+    def create(self, name: str, head: bytes) -> OpenSqlLog:
+        holder = _new_holder()
+
+        def work(transaction: Transaction) -> None:
+            made = transaction.changed(
+                f"INSERT INTO wink_sessions VALUES (?, ?, 1, 0, 1, ?, {transaction.now} + ?)"
+                " ON CONFLICT (name) DO NOTHING",
+                name,
+                head.decode(),
+                holder,
+                self.lease,
+            )
+            # Repeated after a lost connection, it may have been made before.
+            if not made and not _is_held_by(transaction, name, holder):
+                raise FileExistsError(f"{self.shown(name)} exists")
+
+        self.do(work)
+        return OpenSqlLog(self, name, head, token=1, holder=holder)
+
+    def open(self, name: str, *, wait: float = 0.0) -> OpenSqlLog:
+        return waited(lambda: self._open(name, _new_holder()), wait)
+
+    def _open(self, name: str, holder: str) -> OpenSqlLog:
+        def work(transaction: Transaction) -> tuple[str, int]:
+            taken = transaction.changed(
+                "UPDATE wink_sessions"
+                f" SET token = token + 1, holder = ?, expires = {transaction.now} + ?"
+                f" WHERE name = ? AND expires <= {transaction.now}",
+                holder,
+                self.lease,
+                name,
+            )
+            rows = transaction.execute(
+                "SELECT head, token, holder FROM wink_sessions WHERE name = ?", name
+            )
+            if not rows:
+                raise FileNotFoundError(f"there is no session {name!r} in {self.database.shown}")
+            ((head, token, found),) = rows
+            if not taken and found != holder:  # else a repetition: it was ours before
+                raise SessionInUse(
+                    f"the session {name!r} is in use by another process ({found}), or open in this"
+                    " one. If that process is gone, its lease ends by itself"
+                )
+            return head, token
+
+        head, token = self.do(work)
+        return OpenSqlLog(self, name, head.encode(), token=token, holder=holder)
+
+    def log(self, name: str) -> SqlLog:
+        (head,) = self._row(name, "head")
+        return SqlLog(self, name, head.encode())
+
+    def names(self) -> list[str]:
+        return sorted(
+            name for (name,) in self.do(lambda t: t.execute("SELECT name FROM wink_sessions"))
+        )
+
+    def is_in_use(self, name: str) -> bool:
+        expires, now = self._row(name, "expires", "{now}")
+        return expires > now
+
+    def delete(self, name: str) -> bool:
+        """Delete a session with its saves, media and outcomes; False if it is in use."""
+
+        def work(transaction: Transaction) -> bool:
+            transaction.execute(
+                f"DELETE FROM wink_sessions WHERE name = ? AND expires <= {transaction.now}", name
+            )
+            if transaction.execute("SELECT 1 FROM wink_sessions WHERE name = ?", name):
+                return False
+            for table in ("wink_saves", "wink_media", "wink_outcomes"):
+                transaction.execute(f"DELETE FROM {table} WHERE session = ?", name)
+            return True
+
+        return self.do(work)
+
+    def ledger(self, name: str) -> OutcomeLedger:
+        """Return the outcomes of a session's calls, to read and to settle them without a lease."""
+        return OutcomeLedger(entries=SqlOutcomes(self.do, name))
+
+    def do(self, work: Callable[[Transaction], T]) -> T:
+        """Return what a transaction returns; it is repeated while the connection is lost."""
+        return self.database.repeat(work, patience=self.patience)
+
+    def shown(self, name: str) -> str:
+        """What a session is called in messages."""
+        return f"the session {name!r} in {self.database.shown}"
+
+    def _row(self, name: str, *columns: str) -> tuple[Any, ...]:
+        rows = self.do(
+            lambda transaction: transaction.execute(
+                f"SELECT {', '.join(columns)} FROM wink_sessions WHERE name = ?".replace(
+                    "{now}", transaction.now
+                ),
+                name,
+            )
+        )
+        if not rows:
+            raise FileNotFoundError(f"there is no session {name!r} in {self.database.shown}")
+        return rows[0]
+
+
+class SqlLog:
+    """The log of a session in a database."""
+
+    begin = 0
+
+    def __init__(self, store: SqlStore, name: str, head: bytes) -> None:
+        self.name = name
+        self.head = head
+        self._store = store
+
+    @property
+    def shown(self) -> str:
+        return self._store.shown(self.name)
+
+    def read(self, start: int) -> LogPart:
+        rows = self._rows(  # one statement, so that all is of one moment
+            "SELECT s.first, s.last, v.number, v.text FROM wink_sessions s"
+            " LEFT JOIN wink_saves v ON v.session = s.name AND v.number > ?"
+            " WHERE s.name = ? ORDER BY v.number",
+            start,
+            self.name,
+        )
+        if not rows:
+            raise SnapshotError(f"{self.shown} was deleted")
+        first, last = rows[0][:2]
+        texts: list[bytes] = []
+        places: list[SavePlace] = []
+        expected = max(start + 1, first)
+        for _, _, number, text in rows:
+            if number != expected:  # also None, if there is nothing new
+                break
+            texts.append(text.encode())
+            places.append(SavePlace(number - 1, number))
+            expected += 1
+        damage = f"save {expected} of {self.shown} is missing" if expected <= last else ""
+        return LogPart(texts, places, damage)
+
+    def at(self, places: Iterable[SavePlace]) -> Generator[bytes]:
+        wanted = [place.end for place in places]
+        for start in range(0, len(wanted), 500):
+            numbers = wanted[start : start + 500]
+            found = dict(self._select(f"number IN ({', '.join('?' * len(numbers))})", *numbers))
+            for number in numbers:
+                if number not in found:
+                    raise SnapshotError(f"{self.shown} has changed while it was read")
+                yield found[number].encode()
+
+    def place_after(self, texts: Sequence[bytes]) -> int | None:
+        rows = self._rows("SELECT first FROM wink_sessions WHERE name = ?", self.name)
+        start = rows[0][0] - 1 if rows else 0
+        places = [SavePlace(n, n + 1) for n in range(start, start + len(texts))]
+        return start + len(texts) if not texts or begins_with(self, texts, places) else None
+
+    def media(self, digest: str) -> StoredBytes:
+        return StoredBytes(f"{digest} of {self.shown}", digest, lambda: self._bytes(digest))
+
+    def _bytes(self, digest: str) -> bytes:
+        rows = self._rows(
+            "SELECT data FROM wink_media WHERE session = ? AND digest = ?", self.name, digest
+        )
+        if not rows:
+            raise FileNotFoundError("it is not there")
+        return bytes(rows[0][0])
+
+    def _select(self, condition: str, *values: object) -> list[tuple[int, str]]:
+        sql = f"SELECT number, text FROM wink_saves WHERE session = ? AND {condition}"
+        return [(number, text) for number, text in self._rows(sql, self.name, *values)]
+
+    def _rows(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        return self._store.do(lambda transaction: transaction.execute(sql, *values))
+
+
+class OpenSqlLog(SqlLog):
+    """The log of a session on which this process has the lease."""
+
+    def __init__(self, store: SqlStore, name: str, head: bytes, *, token: int, holder: str) -> None:
+        super().__init__(store, name, head)
+        self.token = token
+        self._holder = holder
+        self._last = 0
+        self._media: dict[str, bytes] = {}
+        """Not yet stored: that happens with the next append."""
+        self._ledger: OutcomeLedger | None = None
+        self._closed = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name=f"lease of {name}", daemon=True)
+        self._renewing.start()
+
+    def load(self) -> LogPart:
+        part = self.read(self.begin).checked()
+        self._last = part.places[-1].end if part.places else 0
+        return part
+
+    def newest_first(self) -> Generator[bytes]:
+        end, batch = self._last + 1, _BATCH
+        while True:
+            found = self._select("number < ? ORDER BY number DESC LIMIT ?", end, batch)
+            for number, text in found:
+                if number != end - 1:
+                    raise SnapshotError(f"save {end - 1} of {self.shown} is missing")
+                end = number
+                yield text.encode()
+            if len(found) < batch:
+                return
+            batch *= 2
+
+    def append(self, texts: Sequence[bytes]) -> None:
+        """Add saves in one transaction, which checks the fencing token and renews the lease."""
+        before, after = self._last, self._last + len(texts)
+
+        def work(transaction: Transaction) -> None:
+            if self._moved(transaction, before, after):
+                self._insert(transaction, before, texts)
+
+        self._store.do(work)
+        self._last = after
+        self._media.clear()
+
+    def replace(self, texts: Sequence[bytes]) -> None:
+        """Replace all saves in one transaction; the numbers go on, so that a reader can follow."""
+        before, after = self._last, self._last + len(texts)
+
+        def work(transaction: Transaction) -> None:
+            if self._moved(transaction, before, after):
+                transaction.execute("DELETE FROM wink_saves WHERE session = ?", self.name)
+                sql = "UPDATE wink_sessions SET first = ? WHERE name = ?"
+                transaction.execute(sql, before + 1, self.name)
+                self._insert(transaction, before, texts)
+
+        self._store.do(work)
+        self._last = after
+        self._media.clear()
+
+    def store(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        self._media[digest] = data
+        return digest
+
+    def ledger(self) -> OutcomeLedger:
+        if self._ledger is None:
+            entries = SqlOutcomes(self._store.do, self.name, token=self.token)
+            self._ledger = OutcomeLedger(entries=entries)
+        return self._ledger
+
+    def close(self) -> None:
+        self._closed.set()
+        with suppress(DatabaseUnavailable):  # then it expires
+            self._store.database.repeat(self._release, patience=_RELEASE)
+
+    def _moved(self, transaction: Transaction, before: int, after: int) -> bool:
+        """Set the number of the last save, under the token; False if that was done before.
+
+        A transaction is repeated if the connection was lost while it was committed.
+        """
+        moved = transaction.changed(
+            f"UPDATE wink_sessions SET last = ?, expires = {transaction.now} + ?"
+            " WHERE name = ? AND token = ? AND last = ?",
+            after,
+            self._store.lease,
+            self.name,
+            self.token,
+            before,
+        )
+        if moved:
+            return True
+        rows = transaction.execute(
+            "SELECT token, last FROM wink_sessions WHERE name = ?", self.name
+        )
+        if not rows or rows[0][0] != self.token:
+            raise LeaseLost(f"{self.shown} was taken over by another process, or deleted")
+        if rows[0][1] != after:
+            raise SessionError(f"{self.shown} has {rows[0][1]} saves, not {before}")
+        return False
+
+    def _insert(self, transaction: Transaction, before: int, texts: Sequence[bytes]) -> None:
+        if self._media:
+            transaction.execute_many(
+                "INSERT INTO wink_media VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+                [(self.name, digest, data) for digest, data in self._media.items()],
+            )
+        rows = [(self.name, n, text.decode()) for n, text in enumerate(texts, before + 1)]
+        transaction.execute_many("INSERT INTO wink_saves VALUES (?, ?, ?)", rows)
+
+    def _release(self, transaction: Transaction) -> None:
+        transaction.execute(
+            "UPDATE wink_sessions SET expires = 0 WHERE name = ? AND token = ?",
+            self.name,
+            self.token,
+        )
+
+    def _renew(self) -> None:
+        """Renew the lease until the log is closed, or the lease is lost."""
+        while not self._closed.wait(self._store.lease / 3):
+            try:
+                with self._store.database.transaction() as transaction:
+                    is_ours = transaction.changed(
+                        f"UPDATE wink_sessions SET expires = {transaction.now} + ?"
+                        " WHERE name = ? AND token = ? AND expires > 0",
+                        self._store.lease,
+                        self.name,
+                        self.token,
+                    )
+            except DatabaseUnavailable as error:
+                _logger.warning("the lease of %s was not renewed: %s", self.shown, error)
+                continue
+            if not is_ours:
+                if not self._closed.is_set():
+                    _logger.error("%s was taken over by another process", self.shown)
+                return
+
+
+def _new_holder() -> str:
+    """Return a name for a lease: who has it, and unique, so that a repetition finds its own."""
+    return f"process {os.getpid()}, {uuid.uuid4().hex[:12]}"
+
+
+def _is_held_by(transaction: Transaction, name: str, holder: str) -> bool:
+    rows = transaction.execute("SELECT holder FROM wink_sessions WHERE name = ?", name)
+    return rows == [(holder,)]
