@@ -74,7 +74,7 @@ class CutJournal(LocalJournal):
         if len(self.steps) == self.at and not self.after:
             raise Cut
         result = await super().step(step)
-        if len(self.steps) > self.at:
+        if len(self.steps) > self.at and not isinstance(step, Finish):
             raise Cut
         return result
 
@@ -259,11 +259,11 @@ def test_limits_hold_over_all_sittings(tmp_path: Path):
 
 
 def test_a_model_that_is_sent_back_too_often_fails_the_run_in_any_sitting(tmp_path: Path):
-    from weakincentives.prompt import TaskCompletionResult
+    from weakincentives.prompt.completion import CompletionResult
 
     class Never:
-        def check(self, context: Any) -> TaskCompletionResult:
-            return TaskCompletionResult.incomplete("more")
+        def check(self, context: Any) -> CompletionResult:
+            return CompletionResult(False, "more")
 
     path, taken = tmp_path / "back.jsonl", 0
     with SavedSession.create(path, Session()):
@@ -325,7 +325,7 @@ def test_a_tool_that_opens_sections_is_answered_in_any_sitting(tmp_path: Path):
             texts = [each.text for each in saved.session[Message].all()]
 
     assert ended == "done"
-    assert any(text.startswith("Opened") for text in texts)
+    assert any(text.startswith("Opened") for text in texts), texts
     request = adapter.last_request
     assert request is not None
     assert "All of it." in request.prompt.text

@@ -23,8 +23,10 @@ from weakincentives.durable.steps import (
 from weakincentives.errors import (
     ApprovalNeeded,
     DatabaseUnavailable,
+    LeaseLost,
     PromptEvaluationError,
     SessionInUse,
+    StorageUnavailable,
     WinkError,
 )
 from weakincentives.events import PromptExecuted
@@ -45,7 +47,7 @@ T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
-NOT_OF_THE_RUN = (DatabaseUnavailable, SessionInUse)
+NOT_OF_THE_RUN = (DatabaseUnavailable, LeaseLost, SessionInUse, StorageUnavailable)
 """Errors that say nothing about a run: it continues elsewhere, or later."""
 
 
