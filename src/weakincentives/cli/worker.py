@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,18 +49,12 @@ from weakincentives.cli.run import (
     given_flags,
     set_flags,
 )
-from weakincentives.durable.runs import DurableRun, Runs, Status
-from weakincentives.errors import WinkError
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
-    from weakincentives.durable.host import Opening
-    from weakincentives.durable.performer import Prepared
-    from weakincentives.filesystem import HostFilesystem
+    from weakincentives.durable.runs import DurableRun, Runs, Status
     from weakincentives.filesystem.transfer import ObjectStorage
-    from weakincentives.runtime import Session
-    from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 _SUBMIT_EXAMPLES = examples(
@@ -204,6 +197,7 @@ def _base(settings: Settings, repository: str | None, objects: ObjectStorage) ->
 def _check(settings: Settings, flags: Mapping[str, Any]) -> None:
     """Refuse what a worker could not perform, and note that the user has named this code."""
     from weakincentives.cli.config import load_settings
+    from weakincentives.cli.hosting import stored_flags
     from weakincentives.cli.models import check_model, problem_with_file
     from weakincentives.cli.trust import trust_of
 
@@ -215,11 +209,6 @@ def _check(settings: Settings, flags: Mapping[str, Any]) -> None:
     # For a worker, the flags of a run are data: it loads only code that is approved.
     later = load_settings(settings.workspace, **stored_flags(flags))
     trust.approve(trust.missing(later))
-
-
-def stored_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags as those of a stored run: code that they name has to be approved."""
-    return {**flags, "stored": list(flags.get("policy", ()))}
 
 
 def _submitted(runs: Runs, run: DurableRun, *, wait: bool, as_json: bool) -> int:
@@ -263,111 +252,6 @@ def _watch(runs: Runs, run: DurableRun, *, as_json: bool) -> int:
     if not as_json:
         echo(run.detail, err=run.status != "done")
     return 0 if run.status == "done" else 1
-
-
-# What a worker gives a run
-
-
-class ToldRuns(Runs):
-    """Runs whose sittings are told about as they begin and end."""
-
-    def __init__(
-        self, database: Database, tell: Callable[[DurableRun], object], *, patience: float = 60.0
-    ) -> None:
-        super().__init__(database, patience=patience)
-        self._tell = tell
-        self._begun: set[str] = set()
-        self._guard = threading.Lock()
-
-    def begin(self, run_id: str, sitting: int, worker: str) -> bool:
-        """Note that a worker performs a sitting, and tell it."""
-        is_current = super().begin(run_id, sitting, worker)
-        run = self.find(run_id)
-        with self._guard:
-            is_new = is_current and run.workflow not in self._begun
-            self._begun.add(run.workflow)
-        if is_new:
-            self._tell(run)
-        return is_current
-
-    def end(self, run_id: str, sitting: int, status: Status, detail: str = "") -> DurableRun | None:
-        """Note how a sitting ended, and tell it."""
-        run = super().end(run_id, sitting, status, detail)
-        if run is not None:
-            self._tell(run)
-        return run
-
-
-def settings_of(run: DurableRun, workspace: Path) -> Settings:
-    """Return the settings of a run on a directory; code that they name has to be approved here."""
-    from weakincentives.cli.config import load_settings
-
-    return load_settings(workspace, **stored_flags(run.about.get("flags") or {}))
-
-
-def opening_of(run: DurableRun) -> Opening:
-    """Import the types that the session of a run may have, and return what its files need."""
-    from weakincentives.cli.workbench import load_types
-    from weakincentives.contrib.tools.saved import load_types as load_own_types
-    from weakincentives.durable.host import LOCAL, Opening, base_of_run
-
-    load_own_types()
-    base = base_of_run(run)
-    if base["kind"] != LOCAL:  # its directory is not here yet, and none of its code is approved
-        return Opening()
-    with _as_failures():
-        settings = settings_of(run, Path(str(base["workspace"])))
-        load_types(settings)
-    return Opening(unprotected=settings.policy.unprotect)
-
-
-@contextmanager
-def prepare(run: DurableRun, files: HostFilesystem, session: Session) -> Generator[Prepared]:
-    """Yield what `wink run` would give the run; a call that needs approval is suspended."""
-    from weakincentives.adapters import Message, RunConfig
-    from weakincentives.cli.branches import check_fits_branch
-    from weakincentives.cli.models import open_model, tracker_of
-    from weakincentives.cli.workbench import open_workbench
-    from weakincentives.durable.performer import Prepared
-    from weakincentives.prompt.approval import Approval
-
-    with ExitStack() as stack:
-        with _as_failures():
-            settings = settings_of(run, files.root)
-            turns = sum(each.role == "model" and not each.depth for each in session[Message])
-            adapter = stack.enter_context(
-                open_model(settings.model, turns=turns, temperature=settings.temperature)
-            )
-            is_approved = bool(run.about.get("yes"))
-            bench = stack.enter_context(
-                open_workbench(
-                    settings,
-                    session,
-                    ask=(lambda request: Approval(True, "--yes")) if is_approved else None,
-                    suspends=not is_approved,
-                    files=files,
-                )
-            )
-            check_fits_branch(bench)
-            tracker = tracker_of(settings, adapter, session)
-        config = RunConfig(
-            max_turns=settings.max_turns,
-            time_limit=settings.time_limit,
-            context_window=settings.context_window,
-            completion=bench.completion,
-        )
-        yield Prepared(
-            adapter=adapter, prompt=bench.prompt, options={"config": config, "budget": tracker}
-        )
-
-
-@contextmanager
-def _as_failures() -> Generator[None]:
-    """Turn wrong settings into a failure of the run; the worker goes on."""
-    try:
-        yield
-    except Misuse as error:
-        raise WinkError(str(error)) from error
 
 
 # ps
