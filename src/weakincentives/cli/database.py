@@ -114,6 +114,17 @@ def open_storage(url: str, database: Database) -> CollectableObjects:
         raise Misuse(f"--objects: {error}") from error
 
 
+def cache_directory() -> Path:
+    """Return a directory for copies of what is stored elsewhere; only this user can read it.
+
+    Not in the state directory, which is hidden from the agents that work on the copies.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    place = (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "wink"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place
+
+
 def database_url(given: str | None) -> str:
     """Return the URL of the database; by default that of a file of this user."""
     return setting("database", given) or f"sqlite:///{_default_file()}"

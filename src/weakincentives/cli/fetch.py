@@ -19,6 +19,7 @@ from weakincentives.cli.database import (
     DurableRunName,
     Machine,
     Objects,
+    cache_directory,
     is_named,
     machine_name,
     objects_url,
@@ -204,6 +205,13 @@ class Fetch:
         self._copy_session(run)
         return Fetched(run=run, branch=branch, calls=len(self._lines))
 
+    def session_into(self, directory: Path) -> None:
+        """Copy the run without its branch: its changes are in the directory."""
+        from weakincentives.filesystem.store import location_of
+        from weakincentives.runtime.calls import run_file
+
+        self._copy_session(run_file(location_of(directory), self._run.id))
+
     def _copy_session(self, run: Run) -> None:
         from weakincentives.runtime.stores.copies import copy_session
         from weakincentives.runtime.stores.files import FileStore
@@ -221,12 +229,11 @@ class Fetch:
         """Return a directory to see the run in: its own, or else a copy that only this user has."""
         from weakincentives.filesystem import HostFilesystem
         from weakincentives.runtime.calls import run_file
-        from weakincentives.state import state_directory
 
         try:
             place = self.directory()
         except Misuse:
-            place = state_directory() / "fetched" / self._run.id
+            place = cache_directory() / "fetched" / self._run.id
             if self.is_local:
                 say(f"the files of {self._run.id} are on {self._run.machine}: they are not shown")
                 place.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -12,21 +12,30 @@ from weakincentives.adapters import Message, RunConfig
 from weakincentives.cli.branches import check_fits_branch
 from weakincentives.cli.common import Misuse
 from weakincentives.cli.config import Settings, load_settings
+from weakincentives.cli.fetch import Fetch
 from weakincentives.cli.models import open_model, tracker_of
 from weakincentives.cli.workbench import load_types, open_workbench
 from weakincentives.contrib.tools.saved import load_types as load_own_types
-from weakincentives.durable.host import LOCAL, Opening, base_of_run
+from weakincentives.durable.host import LOCAL, OF_RUN, Opening, base_of_run
 from weakincentives.durable.performer import Prepared
 from weakincentives.durable.runs import DurableRun, Runs, Status
 from weakincentives.errors import WinkError
-from weakincentives.filesystem import HostFilesystem
+from weakincentives.filesystem import HostFilesystem, branches_of, drop_branch
+from weakincentives.filesystem.transfer import ObjectStorage
+from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval
 from weakincentives.runtime import Session
 from weakincentives.runtime.stores.database import Database
 
+_logger = get_logger(__name__)
+
 
 class ToldRuns(Runs):
-    """Runs whose sittings are told about as they begin and end."""
+    """Runs whose sittings are told about as they begin and end.
+
+    Args:
+        tell: Called with a run whenever it begins, waits or has ended.
+    """
 
     def __init__(
         self, database: Database, tell: Callable[[DurableRun], object], *, patience: float = 60.0
@@ -75,6 +84,27 @@ def opening_of(run: DurableRun) -> Opening:
         settings = settings_of(run, Path(str(base["workspace"])))
         load_types(settings)
     return Opening(unprotected=settings.policy.unprotect)
+
+
+def leave_here(runs: Runs, run: DurableRun, objects: ObjectStorage, machine: str) -> None:
+    """Show a run that has ended in the directory that it worked on, like one of `wink run`.
+
+    A branch that was not merged is left there. What fails, or a kill prevents, `wink fetch` does.
+    """
+    if not run.has_ended or base_of_run(run)["kind"] != LOCAL or run.machine != machine:
+        return
+    try:
+        fetch = Fetch(runs, run, objects, machine=machine)
+        place = fetch.directory()
+        if run.status == "done" and not run.about.get("no_merge"):
+            fetch.session_into(place)
+        else:
+            fetch.into(place)
+        for each in branches_of(place):
+            if each.about.get(OF_RUN) == run.id:
+                drop_branch(place, each.name)
+    except (Misuse, OSError, WinkError) as error:
+        _logger.warning("%s was not copied to its directory; use wink fetch: %s", run.id, error)
 
 
 @contextmanager

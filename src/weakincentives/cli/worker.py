@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,9 +32,11 @@ from weakincentives.cli.database import (
     DurableRunName,
     Machine,
     Objects,
+    cache_directory,
     check_outside,
     machine_name,
     objects_url,
+    open_database,
     open_runs,
     open_storage,
 )
@@ -55,6 +60,7 @@ if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.durable.runs import DurableRun, Runs, Status
     from weakincentives.filesystem.transfer import ObjectStorage
+    from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 _SUBMIT_EXAMPLES = examples(
@@ -89,6 +95,7 @@ _SEEN = 60.0
 
 def register(app: typer.Typer) -> None:
     app.command("submit", epilog=_SUBMIT_EXAMPLES)(submit)
+    app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
     app.command("ps", epilog=_PS_EXAMPLES)(ps)
     app.command("cancel", epilog=_CANCEL_EXAMPLES)(cancel)
 
@@ -252,6 +259,123 @@ def _watch(runs: Runs, run: DurableRun, *, as_json: bool) -> int:
     if not as_json:
         echo(run.detail, err=run.status != "done")
     return 0 if run.status == "done" else 1
+
+
+# worker
+
+
+def worker(
+    database: DatabaseUrl = None,
+    objects: Objects = None,
+    machine: Machine = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many runs it performs at a time.")
+    ] = 4,
+    lease: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="After so long without a sign of life, a worker counts as dead.",
+        ),
+    ] = 30.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Perform the runs that were submitted to a database, until it is stopped."""
+    from importlib.util import find_spec
+
+    from weakincentives.errors import MissingExtra
+    from weakincentives.runtime import configure_logging
+
+    if find_spec("dbos") is None:
+        raise Misuse(str(MissingExtra("durable", "dbos")))
+    configure_logging("INFO" if verbose else "WARNING")
+    here, url = machine_name(machine), objects_url(objects)
+    with open_database(database) as opened, open(os.devnull) as nothing:
+        os.environ.pop("WINK_DATABASE", None)  # whatever a run starts does not get it
+        sys.stdin = nothing  # nobody is asked here
+        return _perform_runs(
+            opened,
+            open_storage(url, opened),
+            machine=here,
+            jobs=jobs,
+            lease=lease,
+            as_json=as_json,
+        )
+
+
+def _perform_runs(
+    database: Database,
+    objects: ObjectStorage,
+    *,
+    machine: str,
+    jobs: int,
+    lease: float,
+    as_json: bool,
+) -> int:
+    from weakincentives.cli.hosting import ToldRuns, leave_here, opening_of, prepare
+    from weakincentives.durable.dbos import DbosEngine, Worker
+
+    def tell(run: DurableRun) -> None:
+        leave_here(runs, run, objects, machine)
+        echo(json.dumps(as_values(run)) if as_json else _event(run))
+
+    runs = ToldRuns(database, tell)
+    made = Worker(
+        DbosEngine(database.url),
+        runs,
+        prepare,
+        objects=objects,
+        cache=cache_directory() / "bases",
+        machine=machine,
+        concurrency=jobs,
+        lease=lease,
+        opening=opening_of,
+    )
+    say(f"worker {made.name} takes runs from {database.shown}; Ctrl-C stops it")
+    with _stopped_by_signals(made.stop) as stopped:
+        made.run()
+    say("stopped; its runs continue elsewhere, or when a worker is started")
+    return 128 + stopped[0] if stopped else 0
+
+
+def _event(run: DurableRun) -> str:
+    """Return what people are told about a run that has begun, waits or has ended."""
+    moment = datetime.now().strftime("%H:%M:%S")
+    said = {
+        "running": shortened(run.task, 80),
+        "waiting": f"{run.detail}; answer with: wink approve {run.mark}",
+        "queued": "it was answered meanwhile, and continues",
+    }.get(run.status, shortened(run.detail, 200))
+    return f"{moment} {run.mark} {run.status}{f': {said}' if said else ''}"
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], object]) -> Generator[list[int]]:
+    """Let the first signal stop the worker after its steps in progress, and the next one at once.
+
+    Yields a list that gets the signal.
+    """
+    got: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if got:
+            os.write(2, b"wink: stopped at once; its runs continue elsewhere\n")
+            os._exit(128 + number)
+        got.append(number)
+        os.write(2, b"wink: stopping after the steps in progress; once more stops at once\n")
+        stop()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ps
