@@ -736,3 +736,44 @@ def test_a_branch_has_the_prefix_and_the_rules_of_its_workspace(root: Path) -> N
     ):
         branch.write("/project/.git/config", "changed")
         assert branch.read(".git/config") == "changed"
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_names_of_one_file_that_a_branch_separates_are_two_files_after_the_merge(
+    tmp_path: Path, went_back: bool
+) -> None:
+    root = tmp_path / "w"
+    root.mkdir()
+    (root / "one").write_text("shared")
+    os.link(root / "one", root / "two")
+    branch = Branch.create(root, "b")
+    if went_back:  # then the merge does not repeat the steps
+        branch.write("new", "text")
+        branch.undo(branch.history()[-1].call_id)
+    branch.delete("two")
+    branch.write("two", "its own")
+    branch.write("one", "changed")
+
+    with HostFilesystem(root) as fs:
+        branch.merge_into(fs)
+
+    branch.close()
+    assert (root / "one").read_text() == "changed"
+    assert (root / "two").read_text() == "its own"
+
+
+def test_copied_hard_links_stay_linked_when_a_branch_is_opened_again(tmp_path: Path) -> None:
+    root = tmp_path / "w"
+    (root / "d").mkdir(parents=True)
+    (root / "d/one").write_text("shared")
+    os.link(root / "d/one", root / "d/two")
+    branch = Branch.create(root, "b")
+    branch.copy("d", "e")
+    branch.write("e/one", "changed")
+    branch.close()
+
+    branch = Branch.open(root, "b")
+    shown = [branch.read(path) for path in ("e/one", "e/two", "d/one", "d/two")]
+    branch.close()
+
+    assert shown == ["changed", "changed", "shared", "shared"]

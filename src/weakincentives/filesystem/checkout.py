@@ -144,6 +144,7 @@ def _own_repository(commit: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="wink-git-") as folder:
         own = Path(folder, "git")
         _git(["init", "--quiet", "--bare", "--template=", f"--object-format={form}", str(own)])
+        (own / "HEAD").write_text(f"{commit}\n")
         yield own
 
 

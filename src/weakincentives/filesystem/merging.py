@@ -373,12 +373,20 @@ class Merge:
             changes.put_file(parts, place)
             return
         if isinstance(place, bytes):
+            if self._is_separated(put):
+                changes.remove(parts)  # writing would change the other names, too
             changes.write(parts, place)
         else:
             changes.make_directory(parts)
         status = changes.tree.status(parts)
         if status is not None and Entry.of(status).mode != node.mode:
             changes.set_attributes(parts, mode=node.mode)
+
+    def _is_separated(self, put: _Put) -> bool:
+        """Tell whether a name of a hard-linked file is that of a file of its own in the branch."""
+        was = node_at(self.base, put.parts)
+        is_linked = was is not None and was.kind == "file" and was.links > 1
+        return is_linked and put.data is None and put.node.links < 2
 
     def _staged(self, changes: Changes, put: _Put) -> Path | bytes | None:
         """Return the text to write, or a file, link or pipe in the store; None for a directory."""

@@ -23,7 +23,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 
-from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged
+from weakincentives.errors import AlreadyExists, FilesystemError, HistoryDamaged, WinkError
 from weakincentives.filesystem.branches import (
     Branch,
     BranchCommit,
@@ -380,12 +380,13 @@ _GROUP_SIZE = 3 << 20
 def _row(parts: Parts, entry: Entry, pieces: Pieces, names: Mapping[int, int]) -> list[Any]:
     count = names.get(entry.ino, 1) if entry.links > 1 and not entry.is_directory else 1
     # The number tells which names belong together; alone it means nothing.
-    kept = without_machine_facts(entry)._replace(
-        ino=entry.ino if count > 1 else 0, links=count, ctime_ns=0
+    kept = without_machine_facts(_portable(entry))._replace(
+        ino=entry.ino if count > 1 else 0,
+        links=count,
+        ctime_ns=0,
+        size=0 if entry.is_directory else entry.size,
     )
-    if entry.is_directory:
-        kept = kept._replace(size=0)
-    return ["/".join(parts), _portable(kept).encode(), pieces]
+    return ["/".join(parts), kept.encode(), pieces]
 
 
 def _portable(entry: Entry) -> Entry:
@@ -420,7 +421,7 @@ def _manifest(objects: ObjectStorage, key: str) -> Iterator[tuple[Parts, Entry, 
                     raise ValueError(f"the size of {path!r} is wrong")
                 yield checked_parts(path), entry, places
     except (LookupError, TypeError, ValueError) as error:
-        if isinstance(error, HistoryDamaged):
+        if isinstance(error, WinkError):
             raise
         raise HistoryDamaged(f"the stored tree {key} is invalid: {error}") from error
 
@@ -642,8 +643,10 @@ _INVALID = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP
 def without_machine_facts(entry: Entry) -> Entry:
     """Return an entry as it may be made on another machine: without privileges of programs."""
     kept = tuple(each for each in entry.xattrs if each[0].startswith(_XATTRS))
-    mode = without_privileges(entry.mode) if entry.kind == "file" else entry.mode
-    return entry._replace(xattrs=kept, mode=mode & 0o7777)
+    mode = (without_privileges(entry.mode) if entry.kind == "file" else entry.mode) & 0o7777
+    if (kept, mode) == (entry.xattrs, entry.mode):
+        return entry
+    return entry._replace(xattrs=kept, mode=mode)
 
 
 _XATTRS = ("user.", "system.posix_acl_")
@@ -842,7 +845,7 @@ def _received_step(step: Step, layer: Layer) -> Step:
         return step._replace(content=_owned(step.content, _local))
     if step.node is None:
         return step
-    node = _local(step.node)._replace(ctime_ns=0)
+    node = _local(step.node)
     there = node_at(layer, step.parts) if step.method == "write" else None
     if there is not None and there.kind == "file" and there.links > 1:
         node = node._replace(ino=there.ino, device=there.device, links=there.links)
