@@ -72,6 +72,13 @@ def test_a_submitted_run_is_queued_and_to_be_enqueued(runs: Runs) -> None:
     assert runs.to_enqueue() == [run]
 
 
+def test_a_branch_gets_the_mark_of_the_run_for_a_name(runs: Runs) -> None:
+    run = runs.submit("a", about={"branch": "-"})
+
+    assert run.about == {"branch": run.mark}
+    assert runs.submit("a", about={"branch": "parser"}).about == {"branch": "parser"}
+
+
 def test_an_enqueued_run_is_not_listed_again_until_its_next_sitting(runs: Runs) -> None:
     """Polling must stay cheap when many runs wait in the queue."""
     run, (request,) = waiting(runs)

@@ -24,6 +24,7 @@ from weakincentives.errors import MissingExtra, NoSuchRun, RunEnded, WinkError
 from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
+    from weakincentives.durable.objects import CollectableObjects
     from weakincentives.durable.runs import Runs
     from weakincentives.runtime.stores.database import Database
 
@@ -92,6 +93,36 @@ def machine_name(given: str | None) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise Misuse(f"--machine: letters, digits, dots and dashes, got {ascii(name)[:60]}")
     return name
+
+
+def objects_url(given: str | None) -> str:
+    """Return the URL of the object storage; by default a table of the database."""
+    url = setting("objects", given)
+    if url in ("", "database", "database:"):
+        return "database:"
+    return url if "://" in url else str(Path(url.removeprefix("dir:")).expanduser().absolute())
+
+
+def open_storage(url: str, database: Database) -> CollectableObjects:
+    """Return the object storage; raise Misuse if it cannot be one."""
+    from weakincentives.durable.objects import open_objects
+    from weakincentives.errors import StorageUnavailable
+
+    try:
+        return open_objects(url, database)
+    except (ValueError, MissingExtra, StorageUnavailable) as error:
+        raise Misuse(f"--objects: {error}") from error
+
+
+def cache_directory() -> Path:
+    """Return a directory for copies of what is stored elsewhere; only this user can read it.
+
+    Not in the state directory, which is hidden from the agents that work on the copies.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    place = (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "wink"
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place
 
 
 def database_url(given: str | None) -> str:

@@ -25,6 +25,7 @@ from weakincentives.cli.common import (
     shortened,
 )
 from weakincentives.cli.database import DatabaseUrl, is_named, open_runs
+from weakincentives.cli.fetch import where_to_look
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 
@@ -97,7 +98,7 @@ def debug(
     from weakincentives.debugger import serve
     from weakincentives.debugger.server import Actions
 
-    directory = existing_directory(workspace)
+    directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id
 
     def opened(link: str) -> None:

@@ -82,6 +82,7 @@ def make_app() -> typer.Typer:
         debug,
         demo,
         doctor,
+        fetch,
         gc,
         history,
         hook,
@@ -120,7 +121,7 @@ def make_app() -> typer.Typer:
         pass
 
     modules = (
-        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker),
+        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker, fetch),
         *(tools, doctor, gc, mcp, hook),
     )
     for module in modules:

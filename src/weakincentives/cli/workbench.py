@@ -115,6 +115,7 @@ def open_workbench(
     policies: Sequence[AnyPolicy] = (),
     tools: Sequence[Tool[Any, Any]] | None = None,
     texts: Mapping[str, str] | None = None,
+    more: Sequence[Section[Any]] = (),
 ) -> Generator[Workbench]:
     """Open the workspace and yield what an agent needs on it.
 
@@ -125,6 +126,7 @@ def open_workbench(
         policies: More rules for all tools.
         tools: Offer these in place of what the settings select; a rule may be about any tool.
         texts: Replace the texts of the prompt's sections, by path.
+        more: Sections to add.
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
@@ -140,7 +142,7 @@ def open_workbench(
                 ns="wink",
                 key="workbench",
                 name="Workbench",
-                sections=sections,
+                sections=[*sections, *more],
                 policies=[*policies, *_policies(settings, None if suspends else ask or _deny)],
                 resources={Filesystem: files},
             )

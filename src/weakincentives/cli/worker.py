@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,9 +32,13 @@ from weakincentives.cli.database import (
     DurableRunName,
     Machine,
     Objects,
+    cache_directory,
     check_outside,
     machine_name,
+    objects_url,
+    open_database,
     open_runs,
+    open_storage,
 )
 from weakincentives.cli.run import (
     Ask,
@@ -52,6 +59,8 @@ from weakincentives.text import counted
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.durable.runs import DurableRun, Runs, Status
+    from weakincentives.filesystem.transfer import ObjectStorage
+    from weakincentives.runtime.stores.database import Database
 
 _PAGE = 'In the documentation: "Runs that survive processes and machines".'
 _SUBMIT_EXAMPLES = examples(
@@ -86,6 +95,7 @@ _SEEN = 60.0
 
 def register(app: typer.Typer) -> None:
     app.command("submit", epilog=_SUBMIT_EXAMPLES)(submit)
+    app.command("worker", epilog=_WORKER_EXAMPLES)(worker)
     app.command("ps", epilog=_PS_EXAMPLES)(ps)
     app.command("cancel", epilog=_CANCEL_EXAMPLES)(cancel)
 
@@ -149,32 +159,52 @@ def submit(
     settings = load_settings(workspace, **flags)
     _check(settings, flags)
     here = machine_name(machine)
+    is_portable = anywhere or git is not None
     with open_runs(database) as runs:
         check_outside(runs.database, settings.workspace)
-        place: dict[str, Any] = {"workspace": str(settings.workspace), "machine": here}
+        place = {"workspace": str(settings.workspace), "machine": here}
+        stored = objects_url(objects)
         about = {
             "kind": "run",
             "task": task,
             "model": settings.model,
             "flags": {**flags, "model": settings.model},
-            "branch": "" if branch in (None, "-") else branch,
-            "no_merge": no_merge or branch is not None or anywhere or bool(git),
+            "branch": branch or "-",
+            "no_merge": no_merge or branch is not None or is_portable,
             "yes": yes,
+            "base": _base(settings, git, open_storage(stored, runs.database))
+            if is_portable
+            else {"kind": "local", "workspace": place["workspace"]},
+            "objects": stored,
             "from": place,
         }
-        is_alone = not about["no_merge"]
         run = runs.submit(
             task,
             about=about,
-            machine="" if anywhere or git else here,
-            partition=f"{here}:{settings.workspace}" if is_alone else "",
+            machine="" if is_portable else here,
+            partition="" if about["no_merge"] else f"{here}:{settings.workspace}",
         )
         return _submitted(runs, run, wait=wait, as_json=as_json)
+
+
+def _base(settings: Settings, repository: str | None, objects: ObjectStorage) -> dict[str, Any]:
+    """Return what any machine can work on: a commit, or the directory as it is now."""
+    from weakincentives.errors import FilesystemError
+    from weakincentives.filesystem.portable import git_base, store_tree
+
+    directory = settings.workspace
+    try:
+        if repository is not None:
+            return git_base(directory, repository=repository).encode()
+        return store_tree(directory, objects, gitignore=True).encode()
+    except FilesystemError as error:
+        raise Misuse(str(error)) from error
 
 
 def _check(settings: Settings, flags: Mapping[str, Any]) -> None:
     """Refuse what a worker could not perform, and note that the user has named this code."""
     from weakincentives.cli.config import load_settings
+    from weakincentives.cli.hosting import stored_flags
     from weakincentives.cli.models import check_model, problem_with_file
     from weakincentives.cli.trust import trust_of
 
@@ -186,11 +216,6 @@ def _check(settings: Settings, flags: Mapping[str, Any]) -> None:
     # For a worker, the flags of a run are data: it loads only code that is approved.
     later = load_settings(settings.workspace, **stored_flags(flags))
     trust.approve(trust.missing(later))
-
-
-def stored_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags as those of a stored run: code that they name has to be approved."""
-    return {**flags, "stored": list(flags.get("policy", ()))}
 
 
 def _submitted(runs: Runs, run: DurableRun, *, wait: bool, as_json: bool) -> int:
@@ -234,6 +259,123 @@ def _watch(runs: Runs, run: DurableRun, *, as_json: bool) -> int:
     if not as_json:
         echo(run.detail, err=run.status != "done")
     return 0 if run.status == "done" else 1
+
+
+# worker
+
+
+def worker(
+    database: DatabaseUrl = None,
+    objects: Objects = None,
+    machine: Machine = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many runs it performs at a time.")
+    ] = 4,
+    lease: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="After so long without a sign of life, a worker counts as dead.",
+        ),
+    ] = 30.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Perform the runs that were submitted to a database, until it is stopped."""
+    from importlib.util import find_spec
+
+    from weakincentives.errors import MissingExtra
+    from weakincentives.runtime import configure_logging
+
+    if find_spec("dbos") is None:
+        raise Misuse(str(MissingExtra("durable", "dbos")))
+    configure_logging("INFO" if verbose else "WARNING")
+    here, url = machine_name(machine), objects_url(objects)
+    with open_database(database) as opened, open(os.devnull) as nothing:
+        os.environ.pop("WINK_DATABASE", None)  # whatever a run starts does not get it
+        sys.stdin = nothing  # nobody is asked here
+        return _perform_runs(
+            opened,
+            open_storage(url, opened),
+            machine=here,
+            jobs=jobs,
+            lease=lease,
+            as_json=as_json,
+        )
+
+
+def _perform_runs(
+    database: Database,
+    objects: ObjectStorage,
+    *,
+    machine: str,
+    jobs: int,
+    lease: float,
+    as_json: bool,
+) -> int:
+    from weakincentives.cli.hosting import ToldRuns, leave_here, opening_of, prepare
+    from weakincentives.durable.dbos import DbosEngine, Worker
+
+    def tell(run: DurableRun) -> None:
+        leave_here(runs, run, objects, machine)
+        echo(json.dumps(as_values(run)) if as_json else _event(run))
+
+    runs = ToldRuns(database, tell)
+    made = Worker(
+        DbosEngine(database.url),
+        runs,
+        prepare,
+        objects=objects,
+        cache=cache_directory() / "bases",
+        machine=machine,
+        concurrency=jobs,
+        lease=lease,
+        opening=opening_of,
+    )
+    say(f"worker {made.name} takes runs from {database.shown}; Ctrl-C stops it")
+    with _stopped_by_signals(made.stop) as stopped:
+        made.run()
+    say("stopped; its runs continue elsewhere, or when a worker is started")
+    return 128 + stopped[0] if stopped else 0
+
+
+def _event(run: DurableRun) -> str:
+    """Return what people are told about a run that has begun, waits or has ended."""
+    moment = datetime.now().strftime("%H:%M:%S")
+    said = {
+        "running": shortened(run.task, 80),
+        "waiting": f"{run.detail}; answer with: wink approve {run.mark}",
+        "queued": "it was answered meanwhile, and continues",
+    }.get(run.status, shortened(run.detail, 200))
+    return f"{moment} {run.mark} {run.status}{f': {said}' if said else ''}"
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], object]) -> Generator[list[int]]:
+    """Let the first signal stop the worker after its steps in progress, and the next one at once.
+
+    Yields a list that gets the signal.
+    """
+    got: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if got:
+            os.write(2, b"wink: stopped at once; its runs continue elsewhere\n")
+            os._exit(128 + number)
+        got.append(number)
+        os.write(2, b"wink: stopping after the steps in progress; once more stops at once\n")
+        stop()
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ps

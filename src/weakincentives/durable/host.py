@@ -59,7 +59,7 @@ LOCAL = "local"
 """The kind of a base that is a directory of one machine."""
 EMPTY = "empty"
 """The kind of a base of runs that need no files: an empty directory."""
-_RUN = "durable_run"
+OF_RUN = "durable_run"
 """Notes in a branch which run it is of."""
 _BASE = "wink_base"
 _REBASES = 3
@@ -303,7 +303,7 @@ class RunHost:
             objects,
             serial=base.get("serial") if base["kind"] == LOCAL else None,
             moment=base.get("moment", 0) if base["kind"] == LOCAL else 0,
-            about={_RUN: run.id},
+            about={OF_RUN: run.id},
             unprotected=tuple(opening.unprotected),
         )
         stack.callback(branch.close)
@@ -418,7 +418,7 @@ def _point(root: Path) -> dict[str, int]:
 def _drop_leftovers(root: Path, run_id: str, name: str) -> None:
     """Remove the branches that dead workers have left of a run."""
     for each in branches_of(root):
-        if each.about.get(_RUN) == run_id and each.name != name:
+        if each.about.get(OF_RUN) == run_id and each.name != name:
             with suppress(WinkError):  # one that was paused may still have it
                 drop_branch(root, each.name)
 

@@ -126,12 +126,20 @@ class Runs:
         partition: str = "",
         key: str = "",
     ) -> DurableRun:
-        """Return a new run, queued. With a key, the run that was submitted with it, if any."""
-        key, stored = key or new_id(), json.dumps(dict(about))
+        """Return a new run, queued. With a key, the run that was submitted with it, if any.
+
+        Args:
+            about: JSON values. A ``branch`` that is ``-`` gets the mark of the run for a name.
+            machine: The only machine whose workers may take it; empty for any.
+            partition: Of the runs with the same one, a single one runs at a time.
+        """
+        key = key or new_id()
 
         def work(transaction: Transaction) -> DurableRun:
             for count in _MARKS:
                 run_id = _new_id(count)
+                named = {"branch": _mark(run_id)} if about.get("branch") == "-" else {}
+                stored = json.dumps({**about, **named})
                 transaction.changed(
                     "INSERT INTO wink_runs (id, mark, submit_key, task, status, about, machine,"
                     " part, sitting, enqueued, submitted_at, updated_at, worker, detail)"

@@ -231,6 +231,8 @@ class Run:
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
         tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        self._tracker_is_given = isinstance(budget, BudgetTracker)
+        """Then it has what was spent before, as far as that is to count."""
         self._price = None
         if tracker is not None:
             self._price = tracker.budget.priced(model.price(), self._model_name)
@@ -557,7 +559,7 @@ class Run:
         used = [e.usage for e in compacted if e.conversation == self._conversation]
         used += [each.usage for each in self._messages if each.usage is not None]
         self._usage, tracker = sum(used, NO_TOKENS), self._context.budget_tracker
-        if tracker is not None:
+        if tracker is not None and not self._tracker_is_given:
             tracker.record(self._usage, self._price)
         for message in reversed(self._messages):
             if message.tool_calls or message.role == "tool":
