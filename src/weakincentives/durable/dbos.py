@@ -420,7 +420,11 @@ def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-    signal.signal(signal.SIGTERM, lambda *_: stop())
+
+    def heard(number: int, frame: object) -> None:
+        stop()
+
+    signal.signal(signal.SIGTERM, heard)
     try:
         yield
     finally:

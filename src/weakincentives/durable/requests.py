@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weakincentives.adapters.base import Adapter
 from weakincentives.call import RunContext
@@ -47,7 +47,7 @@ def output_of(run: DurableRun, output_type: type[T]) -> T:
     """
     if run.status != "done":
         raise WinkError(f"request {run.id} is {run.status}: {run.detail}".removesuffix(": "))
-    return cast("T", parse_structured_output(run.detail, output_type))
+    return parse_structured_output(run.detail, output_type)
 
 
 def serving(
