@@ -28,6 +28,8 @@ WinkError
 ├── ReadOnlyView                     a write from a tool whose reach is "read"
 ├── MergeConflict                    a view's read or write set was changed by another call
 ├── NoSuchBranch                     a workspace has no branch of this name
+├── NoSuchRun                        a database has no run of this name, or several
+├── RunEnded                         a run has ended: it can no longer be changed
 ├── WorkspaceLocked                  another process has the directory open
 ├── StateUnavailable                 the operator must act: no private directory for state
 ├── StoreRefused                     a store of another user, or a damaged one
@@ -268,6 +270,14 @@ class MergeConflict(WinkError):
 
 class NoSuchBranch(WinkError, LookupError):
     """A workspace has no branch of this name."""
+
+
+class NoSuchRun(WinkError, LookupError):
+    """A database has no run of this name, or several."""
+
+
+class RunEnded(WinkError):
+    """A run has ended: it can no longer be changed."""
 
 
 class SandboxUnavailable(WinkError):

@@ -21,10 +21,13 @@ from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.debugger import Views, actions
 from weakincentives.debugger.placed import NotFound
 from weakincentives.debugger.server import Actions, Debugger
+from weakincentives.durable.runs import Runs
 from weakincentives.errors import AnswerRefused, UndoRefused, WinkError
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of
+from weakincentives.prompt.approval import ApprovalRequest
 from weakincentives.runtime import Calls, SavedSession
 from weakincentives.runtime.calls import Run, runs_of
+from weakincentives.runtime.stores.database import Database
 from weakincentives.serving import listen, serve_app
 
 WRITES = [{"write_file": {"path": f"{name}.txt", "content": f"{name}\n"}} for name in "abc"]
@@ -440,3 +443,50 @@ def test_an_approval_is_answered_through_its_route(waiting: Project):
         answer = {"approved": True, "digest": first["digest"]}
         assert post(f"approvals/{first['id']}", answer) == (200, {})
         assert post(f"approvals/{first['id']}", answer)[0] == 409
+
+
+def test_approvals_that_wait_in_a_database_are_answered_from_the_page(
+    project: Project, tmp_path: Path
+):
+    """Their runs may be on any machine, and no worker needs to be running."""
+    database = Database(f"sqlite:///{tmp_path / 'runs.db'}")
+    runs = Runs(database)
+    run = runs.submit("a task", about={})
+    request = ApprovalRequest(
+        tool_name="send_mail",
+        description="Sends a mail.",
+        arguments={"text": "hello"},
+        reach="irreversible",
+        call_id="c1",
+        session_id="s",
+    )
+    runs.begin(run.id, 1, "w")
+    runs.ask(run.id, request)
+    runs.end(run.id, 1, "waiting")
+    ours = Actions.ours(runs)
+
+    (asked,) = ours.approvals(project.path)
+    assert (asked["run"], asked["tool"], asked["reach"]) == (run.id, "send_mail", "irreversible")
+    answer = {"approved": True, "digest": asked["digest"], "arguments": {"text": "hi"}}
+    approve = ours.posts["approve"]
+    assert approve(project.path, asked["id"], answer) == {}
+
+    with pytest.raises(AnswerRefused, match="somebody else"):
+        approve(project.path, asked["id"], answer)
+    assert ours.approvals(project.path) == []
+    assert runs.find(run.id).status == "queued"
+    given = runs.answered(run.id, "c1", asked["digest"])
+    assert given is not None
+    assert given.arguments == {"text": "hi"}
+    database.close()
+
+
+def test_the_page_works_while_the_database_does_not(project: Project, tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path / 'folder' / 'runs.db'}")
+    (tmp_path / "folder").mkdir()
+    runs = Runs(database, patience=0)
+    database.close()
+    (tmp_path / "folder" / "runs.db").unlink()
+    (tmp_path / "folder").rename(tmp_path / "gone")
+
+    assert actions.approvals(project.path, runs) == []

@@ -1,9 +1,12 @@
-"""`wink approve`: answer for a run in another terminal, or without one."""
+"""`wink approve`: answer for a run in another terminal, or for one that waits in a database."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,24 +23,39 @@ from weakincentives.cli.common import (
     find_run,
     say,
 )
+from weakincentives.cli.database import (
+    DatabaseUrl,
+    complete_durable_runs,
+    is_named,
+    open_runs,
+)
+from weakincentives.clock import SYSTEM_CLOCK
 
 if TYPE_CHECKING:
-    from weakincentives.prompt.approval import Approval
-    from weakincentives.runtime.approvals import PendingApproval
+    from weakincentives.durable.runs import Runs
+    from weakincentives.prompt.approval import Approval, ApprovalRequest
 
 _EXAMPLES = examples(
     'wink run "tidy up" --ask shell_execute --ask-elsewhere &',
     "wink approve                          # shows what it wants to do, and asks",
     'wink approve k3f --deny "not on main"  # the model is told why',
     "wink approve --json                   # what waits for an answer",
-    more='In the documentation: "The commands".',
+    "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
+    more='In the documentation: "The commands" and "Runs that survive processes and machines".',
 )
 _WIDTH = 100
 """Columns of a request where there is no terminal."""
+_LOOK = 1.0
+"""Seconds between two looks whether a database still has the question."""
 
 
 def register(app: typer.Typer) -> None:
     app.command("approve", epilog=_EXAMPLES)(approve)
+
+
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
+    durable = complete_durable_runs(context, incomplete)
+    return list(dict.fromkeys([*complete_runs(context, incomplete), *durable]))
 
 
 def approve(
@@ -46,7 +64,7 @@ def approve(
         typer.Argument(
             metavar="RUN",
             help="Which run; by default the only one that waits.",
-            autocompletion=complete_runs,
+            autocompletion=_complete,
         ),
     ] = None,
     workspace: Workspace = Path(),
@@ -56,62 +74,156 @@ def approve(
     deny: Annotated[
         str | None, typer.Option(metavar="REASON", help="Deny it; the model reads the reason.")
     ] = None,
+    database: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what a run in progress asks about, and answer it."""
-    from weakincentives.runtime.approvals import answer_approval, pending_approvals
-
+    """Show what a run asks about, in progress here or waiting in a database, and answer it."""
     if yes and deny is not None:
         raise Misuse("name only one of --yes and --deny")
     directory = existing_directory(workspace)
-    only = None if run is None else find_run(directory, run)
-    found = [each for each in pending_approvals(directory) if only in (None, each.run)]
-    if as_json:
-        for each in found:
-            echo(json.dumps(_as_json(each)))
-        return 0
-    if not found:
-        raise Misuse(f"no run waits for an approval in {directory}")
-    if len({each.run.id for each in found}) > 1:
-        marks = ", ".join(dict.fromkeys(each.run.mark for each in found))
-        raise Misuse(f"several runs wait for an approval: {marks}; name one")
-    pending = found[0]
-    answer = _answer(pending, yes=yes, deny=deny)
+    with _all_asked(directory, run, database) as found:
+        if as_json:
+            for each in found:
+                echo(json.dumps(each.as_json()))
+            return 0
+        if not found:
+            place = f"{directory} or the database" if is_named(database) else directory
+            raise Misuse(f"no run waits for an approval in {place}")
+        if len({each.run for each in found}) > 1:
+            marks = ", ".join(dict.fromkeys(each.mark for each in found))
+            raise Misuse(f"several runs wait for an approval: {marks}; name one")
+        return _settle(found[0], yes=yes, deny=deny)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request of a run, and how to answer it."""
+
+    run: str
+    id: str
+    request: ApprovalRequest
+    since: float
+    is_open: Callable[[], bool]
+    answer: Callable[[Approval], object]
+
+    @property
+    def mark(self) -> str:
+        return self.run.rpartition("-")[2]
+
+    def as_json(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            "run": self.run,
+            "id": self.id,
+            "call": request.call_id,
+            "tool": request.tool_name,
+            "question": request.question,
+            "arguments": request.arguments,
+            "diff": request.preview.diff,
+            "facts": dict(request.preview.facts),
+            "digest": request.digest,
+            "since": self.since,
+        }
+
+
+@contextmanager
+def _all_asked(
+    directory: Path, wanted: str | None, database: str | None
+) -> Generator[list[_Asked]]:
+    """Yield what a run asks, or all runs of a directory and of the database, oldest first."""
+    from weakincentives.errors import NoSuchRun
+
+    with ExitStack() as stack:
+        found: list[_Asked] = []
+        runs = stack.enter_context(open_runs(database)) if is_named(database) else None
+        durable = None
+        if runs is not None:
+            try:
+                durable = None if wanted is None else runs.find(wanted).id
+                found += _in_database(runs, durable)
+            except NoSuchRun:
+                if database is not None:  # named just now, so the run is there
+                    raise
+        if database is None and durable is None:
+            only = None if wanted is None else find_run(directory, wanted).id
+            found += [each for each in _in_progress(directory) if only in (None, each.run)]
+        yield sorted(found, key=lambda each: each.since)
+
+
+def _in_progress(directory: Path) -> list[_Asked]:
+    from weakincentives.runtime.approvals import (
+        PendingApproval,
+        answer_approval,
+        pending_approvals,
+    )
+
+    def asked(each: PendingApproval) -> _Asked:
+        def answer(given: Approval) -> None:
+            answer_approval(each, approved=given.approved, digest=each.digest, reason=given.reason)
+
+        return _Asked(
+            run=each.run.id,
+            id=each.id,
+            request=each.request,
+            since=each.since,
+            is_open=lambda: each.is_open,
+            answer=answer,
+        )
+
+    return [asked(each) for each in pending_approvals(directory)]
+
+
+def _in_database(runs: Runs, only: str | None) -> list[_Asked]:
+    from weakincentives.durable.runs import WaitingApproval
+
+    def asked(each: WaitingApproval) -> _Asked:
+        looked, was_open = SYSTEM_CLOCK.monotonic(), True
+
+        def is_open() -> bool:
+            nonlocal looked, was_open
+            if SYSTEM_CLOCK.monotonic() - looked > _LOOK:  # asked several times a second
+                was_open = any(other.id == each.id for other in runs.pending(each.run))
+                looked = SYSTEM_CLOCK.monotonic()
+            return was_open
+
+        def answer(given: Approval) -> None:
+            # A worker that is running, or the next one, finds the run in the queue.
+            runs.answer(each.id, approved=given.approved, digest=each.digest, reason=given.reason)
+
+        return _Asked(
+            run=each.run,
+            id=each.id,
+            request=each.request,
+            since=each.since,
+            is_open=is_open,
+            answer=answer,
+        )
+
+    return [asked(each) for each in runs.pending(only)]
+
+
+def _settle(asked: _Asked, *, yes: bool, deny: str | None) -> int:
+    answer = _answer(asked, yes=yes, deny=deny)
     if answer is None:
         return 1
-    answer_approval(pending, approved=answer.approved, digest=pending.digest, reason=answer.reason)
-    say(f"{'approved' if answer.approved else 'denied'}: {pending.request.tool_name}")
+    asked.answer(answer)
+    say(f"{'approved' if answer.approved else 'denied'}: {asked.request.tool_name}")
     return 0
 
 
-def _as_json(pending: PendingApproval) -> dict[str, Any]:
-    request = pending.request
-    return {
-        "run": pending.run.id,
-        "id": pending.id,
-        "call": request.call_id,
-        "tool": request.tool_name,
-        "question": request.question,
-        "arguments": request.arguments,
-        "diff": request.preview.diff,
-        "facts": dict(request.preview.facts),
-        "digest": pending.digest,
-        "since": pending.since,
-    }
-
-
-def _answer(pending: PendingApproval, *, yes: bool, deny: str | None) -> Approval | None:
+def _answer(asked: _Asked, *, yes: bool, deny: str | None) -> Approval | None:
     """Show a request and return the answer; None if nobody answers."""
     from weakincentives.cli.question import ask_here, question
     from weakincentives.prompt.approval import Approval
 
     if not yes and deny is None and sys.stdin.isatty() and sys.stderr.isatty():
         try:
-            return ask_here(pending.request, lambda: not pending.is_open)
+            return ask_here(asked.request, lambda: not asked.is_open())
         except EOFError as error:
-            say(f"not answered: {error}" if pending.is_open else "the run no longer waits for it")
+            is_open = asked.is_open()
+            say(f"not answered: {error}" if is_open else "the run no longer waits for it")
             return None
-    for line in question(pending.request, width=_WIDTH, height=None).lines:
+    for line in question(asked.request, width=_WIDTH, height=None).lines:
         echo(line, err=True)
     if not yes and deny is None:
         say("not answered: there is no terminal to ask at; use --yes or --deny REASON")

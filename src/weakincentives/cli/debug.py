@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,6 +24,8 @@ from weakincentives.cli.common import (
     say,
     shortened,
 )
+from weakincentives.cli.database import DatabaseUrl, is_named, open_runs
+from weakincentives.cli.fetch import where_to_look
 from weakincentives.errors import QueryError
 from weakincentives.text import counted, size_of
 
@@ -86,11 +89,16 @@ def debug(
     no_open: Annotated[
         bool, typer.Option("--no-open", help="Only print the link; open no browser.")
     ] = False,
+    database: DatabaseUrl = None,
 ) -> None:
-    """See every file and value at every call in the browser; undo, fork and rerun there."""
-    from weakincentives.debugger import serve
+    """See every file and value at every call in the browser; undo, fork and rerun there.
 
-    directory = existing_directory(workspace)
+    With a database of runs, the page shows the approvals that wait there, too.
+    """
+    from weakincentives.debugger import serve
+    from weakincentives.debugger.server import Actions
+
+    directory = existing_directory(where_to_look(run, workspace, database))
     chosen = "" if run is None else find_run(directory, run).id
 
     def opened(link: str) -> None:
@@ -99,11 +107,12 @@ def debug(
             say("open this link in a browser on this machine; it works once")
         say("Ctrl-C ends it")
 
-    try:
-        serve(directory, on_ready=opened, run=chosen, port=port)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise Misuse(f"cannot listen on port {port}: {reason}; choose another") from error
+    with open_runs(database) if is_named(database) else nullcontext() as runs:
+        try:
+            serve(directory, on_ready=opened, run=chosen, port=port, actions=Actions.ours(runs))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise Misuse(f"cannot listen on port {port}: {reason}; choose another") from error
 
 
 def _has_browser() -> bool:

@@ -82,6 +82,7 @@ def make_app() -> typer.Typer:
         debug,
         demo,
         doctor,
+        fetch,
         gc,
         history,
         hook,
@@ -90,6 +91,7 @@ def make_app() -> typer.Typer:
         rerun,
         run,
         tools,
+        worker,
     )
 
     app = typer.Typer(
@@ -119,7 +121,7 @@ def make_app() -> typer.Typer:
         pass
 
     modules = (
-        *(demo, run, approve, chat, program, history, debug, branches, rerun),
+        *(demo, run, approve, chat, program, history, debug, branches, rerun, worker, fetch),
         *(tools, doctor, gc, mcp, hook),
     )
     for module in modules:

@@ -20,6 +20,7 @@ from weakincentives.cli.common import (
     RunOption,
     Workspace,
     complete_calls,
+    complete_runs,
     diff_style,
     echo,
     examples,
@@ -30,7 +31,9 @@ from weakincentives.cli.common import (
     summary_of,
     user,
 )
+from weakincentives.cli.database import DatabaseUrl
 from weakincentives.cli.doctor import was_killed
+from weakincentives.cli.fetch import where_to_look
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ _SEE = "`wink log` lists the calls"
 _LOG_EXAMPLES = examples(
     "wink log                      # the last calls, and what each changed",
     "wink log --run k3f -n 0       # all calls of one run",
+    "wink log k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
     "wink log --json | jq .tool",
     more=f"Works while an agent is running. {_PAGE}",
 )
@@ -110,8 +114,18 @@ def register(app: typer.Typer) -> None:
 
 
 def log(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Only this run: as --run, or one of a database.",
+            autocompletion=complete_runs,
+            show_default=False,
+        ),
+    ] = None,
     workspace: Workspace = Path(),
     run: RunOption = None,
+    database: DatabaseUrl = None,
     count: Annotated[
         int, typer.Option("-n", metavar="N", min=0, help="How many calls; 0 shows all.")
     ] = 20,
@@ -119,6 +133,10 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """List the calls on a directory by run, their outcomes, and what they changed."""
+    run = run or name
+    if database is not None and run is None:
+        raise Misuse("name a run; `wink ps --all` lists those of the database")
+    workspace = where_to_look(run, workspace, database)
     calls, files = _opened(workspace, everything)
     only = None if run is None else find_run(calls.workspace, run)
     found = calls.latest(count or None, only)

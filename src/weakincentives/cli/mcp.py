@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,12 +22,14 @@ from weakincentives.cli.common import (
     open_workspace,
     say,
 )
+from weakincentives.cli.database import open_runs
 from weakincentives.errors import SessionInUse, SnapshotError
 
 if TYPE_CHECKING:
     from weakincentives.cli.config import Settings
     from weakincentives.filesystem import HostFilesystem
     from weakincentives.mcp import McpServer
+    from weakincentives.prompt import Section
     from weakincentives.runtime import SavedSession
 
 _EXAMPLE = examples(
@@ -95,6 +97,14 @@ def _mcp(
             autocompletion=complete_branches,
         ),
     ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            "--database",
+            metavar="URL",
+            help="Let the client's user answer what runs in this database ask.",
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve the tools of a workspace to any MCP client, with transactions, rules and undo."""
@@ -113,7 +123,10 @@ def _mcp(
             sandbox=sandbox,
             policy=policy,
         )
-        with _server(settings, branch, fresh=fresh, in_place=in_place) as server:
+        with (
+            _approvals(database) as more,
+            _server(settings, branch, more, fresh=fresh, in_place=in_place) as server,
+        ):
             if http:
                 _serve_http(server, settings, host, port, token)
             else:
@@ -121,8 +134,25 @@ def _mcp(
 
 
 @contextmanager
+def _approvals(database: str | None) -> Generator[Sequence[Section[Any]]]:
+    """Yield a section with which the client's user answers what durable runs ask."""
+    if database is None:  # only where it is wanted: it is one more tool for every model
+        yield ()
+        return
+    from weakincentives.mcp.approvals import approvals_section
+
+    with open_runs(database) as runs:
+        yield (approvals_section(runs),)
+
+
+@contextmanager
 def _server(
-    settings: Settings, branch: str | None, *, fresh: bool, in_place: bool
+    settings: Settings,
+    branch: str | None,
+    more: Sequence[Section[Any]],
+    *,
+    fresh: bool,
+    in_place: bool,
 ) -> Generator[McpServer]:
     from weakincentives.cli.workbench import open_workbench
     from weakincentives.filesystem.store import location_of
@@ -142,7 +172,12 @@ def _server(
             saved.recover(files)
             saved.mark_resumed()
         saved = saved or begin_run(location_of(settings.workspace), about)
-        with saved, open_workbench(settings, saved.session, ask=ask_client, files=files) as bench:
+        with (
+            saved,
+            open_workbench(
+                settings, saved.session, ask=ask_client, files=files, more=more
+            ) as bench,
+        ):
             if branch:
                 check_fits_branch(bench)
             yield McpServer(bench.prompt, session=saved.session, time_limit=settings.time_limit)

@@ -65,6 +65,20 @@ def open_model(
 
     ``turns`` is the number of turns in a run that is resumed: a script continues after them.
     """
+    kind, rest = check_model(name, temperature=temperature)
+    options = {} if temperature is None else {"temperature": temperature}
+    with ExitStack() as stack:
+        try:
+            adapter = _adapter(kind, rest, turns, stack, options)
+        except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
+            # The rest is advice for programs.
+            problem = str(error).partition(" or give api_key=")[0]
+            raise Misuse(f"cannot use the model {name!r}: {problem}") from error
+        yield adapter
+
+
+def check_model(name: str | None, *, temperature: float | None = None) -> tuple[str, str]:
+    """Return the kind of a model and the rest of its name; raise Misuse if it can be no model."""
     forms = ", ".join(provider.form for provider in PROVIDERS.values())
     if name is None:
         raise Misuse(
@@ -79,15 +93,7 @@ def open_model(
         raise Misuse(f"incomplete model name {name!r}; write {provider.form}")
     if temperature is not None and not provider.has_temperature:
         raise Misuse(f"{kind} takes no temperature; leave it out, or use another model")
-    options = {} if temperature is None else {"temperature": temperature}
-    with ExitStack() as stack:
-        try:
-            adapter = _adapter(kind, rest, turns, stack, options)
-        except (MissingExtra, ProviderRejected, ProviderUnavailable) as error:
-            # The rest is advice for programs.
-            problem = str(error).partition(" or give api_key=")[0]
-            raise Misuse(f"cannot use the model {name!r}: {problem}") from error
-        yield adapter
+    return kind, rest
 
 
 def _adapter(

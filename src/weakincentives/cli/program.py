@@ -25,6 +25,7 @@ from weakincentives.cli.common import (
     shortened,
 )
 from weakincentives.clock import SYSTEM_CLOCK
+from weakincentives.state import WITHHELD
 from weakincentives.text import harmless
 
 if TYPE_CHECKING:
@@ -190,7 +191,8 @@ class _Program:
         self._at_end = at_end
         self._asks = asks
         self._started: Started | None = None
-        self._env = {**os.environ, INSIDE: str(files.root)}
+        passed = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+        self._env = {**passed, INSIDE: str(files.root)}
         here = Path.cwd()
         self._directory = (
             str(here.relative_to(files.root)) if here.is_relative_to(files.root) else "."

@@ -110,19 +110,23 @@ def open_workbench(
     session: Session | None = None,
     *,
     ask: Ask | None = None,
+    suspends: bool = False,
     files: HostFilesystem | None = None,
     policies: Sequence[AnyPolicy] = (),
     tools: Sequence[Tool[Any, Any]] | None = None,
     texts: Mapping[str, str] | None = None,
+    more: Sequence[Section[Any]] = (),
 ) -> Generator[Workbench]:
     """Open the workspace and yield what an agent needs on it.
 
     Args:
         ask: Decides about calls that need approval; without it they are denied.
+        suspends: Whether a call that needs approval is suspended instead, until someone answers.
         files: The workspace, if it is open already.
         policies: More rules for all tools.
         tools: Offer these in place of what the settings select; a rule may be about any tool.
         texts: Replace the texts of the prompt's sections, by path.
+        more: Sections to add.
     """
     session = Session() if session is None else session
     trust_of(settings.workspace).admit(settings)
@@ -138,8 +142,8 @@ def open_workbench(
                 ns="wink",
                 key="workbench",
                 name="Workbench",
-                sections=sections,
-                policies=[*policies, *_policies(settings, ask or _deny)],
+                sections=[*sections, *more],
+                policies=[*policies, *_policies(settings, None if suspends else ask or _deny)],
                 resources={Filesystem: files},
             )
             prompt = Prompt(template, overrides=_overrides(template, texts or {}))
@@ -292,7 +296,7 @@ everything they ask for, and nothing else.
 # Rules
 
 
-def _policies(settings: Settings, ask: Ask) -> list[AnyPolicy]:
+def _policies(settings: Settings, ask: Ask | None) -> list[AnyPolicy]:
     """Return the rules for all tools; approval comes last, for what the others allow."""
     rules = settings.policy
     try:

@@ -19,11 +19,16 @@ from weakincentives.contrib.tools.saved import load_types
 from weakincentives.debugger.contents import capped, to_wire
 from weakincentives.debugger.placed import NotFound
 from weakincentives.debugger.records import Json
-from weakincentives.errors import WinkError
+from weakincentives.durable.runs import Runs, WaitingApproval
+from weakincentives.errors import DatabaseUnavailable, WinkError
 from weakincentives.filesystem import FileChange
 from weakincentives.filesystem.diffs import Detail
 from weakincentives.filesystem.ignored import IgnoredFiles
-from weakincentives.runtime.approvals import answer_approval, pending_approvals
+from weakincentives.runtime.approvals import (
+    PendingApproval,
+    answer_approval,
+    pending_approvals,
+)
 from weakincentives.runtime.calls import Call, Calls, Run, runs_of
 from weakincentives.runtime.forks import Change, Fork, fork_call, rerun_call
 from weakincentives.runtime.rewind import Parts, rewind_run
@@ -206,28 +211,34 @@ def _forked(made: Fork) -> Json:
 # Approvals
 
 
-def approvals(workspace: Path) -> Sequence[Json]:
-    """Return what runs in progress ask, oldest first."""
-    return [
-        {
-            "run": each.run.id,
-            "id": each.id,
-            "call": each.request.call_id,
-            "tool": each.request.tool_name,
-            "question": each.request.question,
-            "arguments": each.request.arguments,
-            "reach": each.request.reach or "unstated",
-            # As on a terminal: invisible characters are marked.
-            "shown": each.request.describe(_MOST_SHOWN),
-            "digest": each.digest,
-            "since": each.since,
-        }
-        for each in pending_approvals(workspace)
-    ]
+def approvals(workspace: Path, runs: Runs | None = None) -> Sequence[Json]:
+    """Return what runs in progress ask, and those that wait in a database, oldest first."""
+    found = [_asked(each.run.id, each) for each in pending_approvals(workspace)]
+    if runs is not None:
+        with suppress(DatabaseUnavailable):  # the rest of the page works without it
+            found += [_asked(each.run, each) for each in runs.pending()]
+    return sorted(found, key=lambda each: each["since"])
 
 
-def approve(workspace: Path, request_id: str, body: Json) -> Json:
-    """Answer a request of a run in progress."""
+def _asked(run: str, pending: PendingApproval | WaitingApproval) -> Json:
+    request = pending.request
+    return {
+        "run": run,
+        "id": pending.id,
+        "call": request.call_id,
+        "tool": request.tool_name,
+        "question": request.question,
+        "arguments": request.arguments,
+        "reach": request.reach or "unstated",
+        # As on a terminal: invisible characters are marked.
+        "shown": request.describe(_MOST_SHOWN),
+        "digest": pending.digest,
+        "since": pending.since,
+    }
+
+
+def approve(workspace: Path, request_id: str, body: Json, *, runs: Runs | None = None) -> Json:
+    """Answer a request of a run in progress, or of one that waits in a database."""
     approved, digest = _required(body, "approved", bool), _required(body, "digest", str)
     reason, arguments = _field(body, "reason", str) or "", _object(body, "arguments")
     for pending in pending_approvals(workspace):
@@ -236,6 +247,11 @@ def approve(workspace: Path, request_id: str, body: Json) -> Json:
                 pending, approved=approved, digest=digest, reason=reason, arguments=arguments
             )
             return {}
+    if runs is not None:
+        runs.answer(
+            request_id, approved=approved, digest=digest, reason=reason, arguments=arguments
+        )
+        return {}
     raise Refused("the run no longer waits for this answer")
 
 

@@ -18,6 +18,7 @@ import socket as sockets
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from http.cookies import SimpleCookie
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from weakincentives.durable.runs import Runs
 
 Action = Callable[[Path, str, Json], Json]
 """Does what the page asks for: gets the workspace, the id of a run or an approval, and the body.
@@ -103,13 +106,14 @@ class Actions:
     """Returns the calls of live runs that wait for a person."""
 
     @classmethod
-    def ours(cls) -> Actions:
-        """Return what `wink debug` offers."""
+    def ours(cls, runs: Runs | None = None) -> Actions:
+        """Return what `wink debug` offers; with the approvals that wait in a database."""
         from weakincentives.debugger import actions
 
-        names = ("undo", "rewind", "fork", "rerun", "approve")
-        posts = {name: getattr(actions, name) for name in names}
-        return cls(posts=posts, approvals=actions.approvals)
+        names = ("undo", "rewind", "fork", "rerun")
+        posts: dict[str, Action] = {name: getattr(actions, name) for name in names}
+        posts["approve"] = partial(actions.approve, runs=runs)
+        return cls(posts=posts, approvals=partial(actions.approvals, runs=runs))
 
 
 class Debugger:

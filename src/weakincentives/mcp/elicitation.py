@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 from weakincentives.call import new_call_id
-from weakincentives.errors import MissingExtra, Suspended
+from weakincentives.errors import MissingExtra, Suspended, ToolValidationError
 from weakincentives.prompt.approval import Approval, ApprovalRequest, ApprovalRule, plain_words
 
 try:
@@ -43,6 +43,14 @@ client_call: ContextVar[ClientCall | None] = ContextVar("client_call", default=N
 
 class _WaitsForForm(Suspended):
     """The client repeats the call with the form filled in."""
+
+
+class NotAnswered(ToolValidationError):
+    """The user of a client has given no answer that counts."""
+
+    def __init__(self, message: str, by: str = "") -> None:
+        super().__init__(message)
+        self.by = by
 
 
 class ClientCall:
@@ -116,27 +124,39 @@ async def ask_client(request: ApprovalRequest) -> Approval:
 
     Where the client cannot ask its user, the call is denied.
     """
+    try:
+        return await answer_of_client(request)
+    except NotAnswered as error:
+        return Approval(False, error.by, str(error))
+
+
+async def answer_of_client(request: ApprovalRequest) -> Approval:
+    """Return the answer of the user of the MCP client that makes the call.
+
+    Raises:
+        NotAnswered: They did not give one, or the client cannot ask.
+    """
     call = client_call.get()
     if call is None or not call.can_ask:
-        return Approval(False, reason="there is no one to ask")
+        raise NotAnswered("there is no one to ask")
     try:
         answer = await call.ask(request)
     except TimeoutError:
-        return Approval(False, call.user, f"no answer within {_PATIENCE:g} s")
+        raise NotAnswered(f"no answer within {_PATIENCE:g} s", call.user) from None
     if answer.action != "accept":
         reason = "declined" if answer.action == "decline" else "the question was not answered"
-        return Approval(False, call.user, reason)
+        raise NotAnswered(reason, call.user)
     content: Mapping[str, Any] = answer.content or {}
     said, given = content.get("answer"), str(content.get("arguments") or "").strip()
     if said == "no":
         return Approval(False, call.user, str(content.get("reason") or ""))
     if said not in ("yes", "always"):
-        return Approval(False, reason="the answer was invalid")
+        raise NotAnswered("the answer was invalid")
     try:
         arguments = cast("dict[str, Any]", json.loads(given)) if given else None
         rule = _rule(request, str(content.get("scope") or "").strip()) if said == "always" else None
     except ValueError as error:
-        return Approval(False, call.user, f"the answer was invalid: {error}")
+        raise NotAnswered(f"the answer was invalid: {error}", call.user) from error
     return Approval(True, call.user, arguments=arguments, always=rule)
 
 

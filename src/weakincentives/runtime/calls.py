@@ -208,6 +208,11 @@ def new_run(store: Path, mark: str = "") -> Run:
     return Run(_folder(store) / f"{moment}-{mark or new_mark(store)}{_SUFFIX}")
 
 
+def run_file(store: Path, run_id: str) -> Run:
+    """Return where a run with this id is, or would be, in a store."""
+    return Run(_folder(store) / f"{run_id}{_SUFFIX}")
+
+
 def new_mark(store: Path) -> str:
     """Return letters for the end of a run's id that no other run of a workspace has."""
     taken: set[str] = set()

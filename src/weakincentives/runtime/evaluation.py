@@ -44,6 +44,7 @@ from weakincentives.prompt.structured_output import output_schema, parse_structu
 from weakincentives.prompt.tool import DEFAULT_MAX_RESULT_CHARS, Tool, ToolContext
 from weakincentives.retry import RetryPolicies, RetryPolicy
 from weakincentives.runtime.conversation import (
+    ContextCompacted,
     Message,
     MessageReceived,
     ModelRequest,
@@ -63,7 +64,13 @@ from weakincentives.runtime.conversation import (
     TurnStarted,
     last_conversation,
 )
-from weakincentives.runtime.tool_call import aexecute_tools, execute_tools, step_by_hand
+from weakincentives.runtime.tool_call import (
+    aexecute_tool,
+    aexecute_tools,
+    execute_tool,
+    execute_tools,
+    step_by_hand,
+)
 from weakincentives.runtime.window import (
     SUMMARY_INSTRUCTIONS,
     ContextPolicy,
@@ -79,6 +86,7 @@ from weakincentives.tool_result import ToolError, ToolResult, shortened
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from weakincentives.prompt.approval import Approval
     from weakincentives.runtime.inbox import Inbox
 
 T = TypeVar("T")
@@ -89,6 +97,9 @@ BEGIN = "Begin."
 """The user's message by default: the prompt says what to do."""
 
 _CANCELLED = "The turn was interrupted before this call ran: it has changed nothing"
+_NOT_DONE = "The task is not done yet. "
+_TOO_MANY_CALLS = "The model asked for more than {} tool calls, all that the run allows"
+_OPENED = ToolResult[Any].ok(None, "Opened. The prompt shows it in full now.")
 _MAX_SENT_BACK = 3
 """How often in a row a model that stops too early is sent back."""
 
@@ -193,6 +204,14 @@ _in_use: dict[tuple[int, str], Run] = {}
 """The runs of this process, by the id of the session object and the conversation."""
 
 
+def _nothing() -> None:
+    pass
+
+
+def _opens_sections(result: ToolResult[Any]) -> bool:
+    return result.failure is not None and result.failure.code == "VISIBILITY_EXPANSION"
+
+
 class Run:
     """A conversation of one model with one session, from its first turn to its end."""
 
@@ -212,6 +231,8 @@ class Run:
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
         tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        self._tracker_is_given = isinstance(budget, BudgetTracker)
+        """Then it has what was spent before, as far as that is to count."""
         self._price = None
         if tracker is not None:
             self._price = tracker.budget.priced(model.price(), self._model_name)
@@ -257,11 +278,14 @@ class Run:
         self._offers_rest = False
         """Whether the model is offered the tool that reads the rest of a shortened result."""
         self._asked_for_window = False
-        self._blocks = False
+        self._started = self._clock.time()
+        self._stop_listening: Callable[[], None] = _nothing
+        self.blocks = False
+        """Whether its coroutines end at once, because what they wait for blocks the thread."""
 
     def evaluate(self, message: Content | None = None) -> PromptResponse[Any]:
         """Run to the end, in the caller's thread."""
-        self._blocks = True
+        self.blocks = True
         return step_by_hand(self._traced, message)
 
     async def aevaluate(self, message: Content | None = None) -> PromptResponse[Any]:
@@ -272,7 +296,7 @@ class Run:
         self, tool_results: Sequence[ToolResult[Any]] | None, message: Content | None
     ) -> PromptResponse[Any]:
         """Take one turn, in the caller's thread."""
-        self._blocks = True
+        self.blocks = True
         return step_by_hand(self.astep, tool_results, message)
 
     async def astep(
@@ -306,49 +330,117 @@ class Run:
         return telemetry.run(self._context, self._run, message)
 
     async def _run(self, message: Content | None) -> PromptResponse[Any]:
-        started, reason = self._clock.time(), "interrupted"
+        try:
+            if self.begin():
+                await self._answer_open_calls()
+                self._receive()
+            self.say(message)
+            response = None
+            while response is None:
+                turn = await self.take_turn()
+                if turn.tool_calls:
+                    await self._answer(turn.tool_calls)
+                else:
+                    response = self.conclude(turn)
+        except BaseException as error:
+            await self.end(error)
+            raise
+        await self.end(response)
+        return response
+
+    # Its parts, for those who drive it from outside, such as a durable engine
+
+    def begin(self, *, counts: bool = False) -> bool:
+        """Load the conversation to continue, and tell whether there is one; ``end`` must follow.
+
+        With ``counts``, its turns, calls and tokens count towards the limits of this run.
+        """
+        self._started = self._clock.time()
         telemetry = events.telemetry
         if telemetry is not None and not self._trace_is_given and (found := telemetry.trace_id()):
             ids = self._context.run_context or RunContext()
             self._context = self._context.having(run_context=replace(ids, trace_id=found))
-        stop_listening = self._listen()
+        self._stop_listening = self._listen()
+        if self._given_inbox is not None:
+            self._given_inbox.open()
+            self._inbox = self._given_inbox
+        found = self._load_conversation()
+        if found and counts:
+            self._count()
+        return found
+
+    def say(self, message: Content | None) -> None:
+        """Add a message of the user, which may begin the conversation; None if it can go on."""
+        if self._messages:
+            self._add_user_message(message)
+        else:
+            self._begin_conversation(message)
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._messages
+
+    async def take_turn(self) -> ModelTurn:
+        """Ask the model once; ``conclude`` must follow if it makes no calls."""
+        self._receive()
+        return await self._turn()
+
+    async def make_call(self, call: ToolCall, approval: Approval | None = None) -> ToolResult[Any]:
+        """Make a call of the last turn, unless it is on record; ``add_answers`` tells the model."""
+        known = self._on_record([call]).get(call.id)
+        if known is not None:
+            return known
+        most = self._config.max_tool_calls
+        if most is not None and self._calls >= most:
+            raise CallLimitExceeded(_TOO_MANY_CALLS.format(most))
+        self._render()
+        self._in_progress = {call.id: call}
+        self._emit(ToolStarted, call)
+        run = execute_tool if self.blocks else aexecute_tool
         try:
-            if self._given_inbox is not None:
-                self._given_inbox.open()
-                self._inbox = self._given_inbox
-            if self._load_conversation():
-                await self._answer_open_calls()
-                self._receive()
-                self._add_user_message(message)
-            else:
-                self._begin_conversation(message)
-            while True:
-                self._receive()
-                turn = await self._turn()
-                if turn.tool_calls:
-                    await self._answer(turn.tool_calls)
-                    self._early_stops = self._mismatches = 0
-                    continue
-                response = None if self._receive() else self._finished(turn)
-                if response is not None and self._takes_no_more():
-                    reason = response.stop_reason
-                    break
-        except Exception as error:
-            reason = type(error).__name__
-            if isinstance(error, PromptEvaluationError):
-                error.response = self._response(self._messages[-1].text if self._messages else "")
-            raise
-        finally:
-            _in_use.pop((id(self._session), self._conversation), None)
-            if self._inbox is not None:
-                self._inbox.close()
-            stop_listening()
-            try:
-                self._record(started, reason)
-            finally:  # even if a reducer fails on the record, no program may be left running
-                await self._wait_for(self._model.end_run, self._model.needs_loop)
-        self._emit(RunEnded, response)
-        return response
+            answer = run(call, context=self._context, approval=approval)
+            result = answer if isinstance(answer, ToolResult) else await answer
+        except VisibilityExpansionRequired as request:
+            (result,) = self._expanded([call], request)
+        self._calls += 1
+        return result
+
+    def add_answers(self) -> None:
+        """Add the answers to the calls of the last turn, all of which have ended."""
+        calls = self._open_calls()
+        if calls:
+            self._render()  # a tool's own limit for its results is in it
+            on_record = self._on_record(calls)
+            results = [on_record[call.id] for call in calls]
+            self._add_all(calls, [_OPENED if _opens_sections(e) else e for e in results])
+
+    def conclude(self, turn: ModelTurn) -> PromptResponse[Any] | None:
+        """Return the response if a turn without calls is the last; else the model was told why."""
+        response = None if self._receive() else self._finished(turn)
+        return response if response is not None and self._takes_no_more() else None
+
+    async def end(self, outcome: PromptResponse[Any] | BaseException | None) -> None:
+        """Record how the run ended, and let go of the session and the model."""
+        reason = "interrupted"
+        if isinstance(outcome, PromptResponse):
+            reason = outcome.stop_reason
+        elif isinstance(outcome, Exception):
+            reason = type(outcome).__name__
+            if isinstance(outcome, PromptEvaluationError):
+                text = self._messages[-1].text if self._messages else ""
+                outcome.response = self._response(text)
+        _in_use.pop((id(self._session), self._conversation), None)
+        if self._inbox is not None:
+            self._inbox.close()
+        self._stop_listening()
+        try:
+            if outcome is not None:
+                self._record(self._started, reason)
+        finally:  # even if a reducer fails on the record, no program may be left running
+            await self._wait_for(self._model.end_run, self._model.needs_loop)
+        if isinstance(outcome, PromptResponse):
+            self._emit(RunEnded, outcome)
 
     def _record(self, started: float, reason: str) -> None:
         event = PromptExecuted(
@@ -388,7 +480,7 @@ class Run:
                 self._early_stops += 1
                 if self._early_stops > _MAX_SENT_BACK:
                     raise TaskNotCompleted(f"The model stopped before it was done: {found.reason}")
-                self._send_back(f"The task is not done yet. {found.reason}")
+                self._send_back(f"{_NOT_DONE}{found.reason}")
                 return None
         if self._output_type is None:
             return self._response(turn.text, turn)
@@ -456,6 +548,26 @@ class Run:
         if self._resume:
             raise PromptEvaluationError(problem)
         return False
+
+    def _count(self) -> None:
+        """Count what the conversation has used so far."""
+        calls = self._open_calls()
+        self._turns = sum(each.role == "model" for each in self._messages)
+        self._calls = sum(each.role == "tool" for each in self._messages)
+        self._calls += len(self._on_record(calls))
+        compacted = self._session[ContextCompacted].all()
+        used = [e.usage for e in compacted if e.conversation == self._conversation]
+        used += [each.usage for each in self._messages if each.usage is not None]
+        self._usage, tracker = sum(used, NO_TOKENS), self._context.budget_tracker
+        if tracker is not None and not self._tracker_is_given:
+            tracker.record(self._usage, self._price)
+        for message in reversed(self._messages):
+            if message.tool_calls or message.role == "tool":
+                break
+            if message.role == "user" and not message.sent_id and not message.is_first:
+                is_early = message.text.startswith(_NOT_DONE)
+                self._early_stops += is_early
+                self._mismatches += not is_early
 
     def _receive(self) -> bool:
         """Add the messages that were sent to the run; tell whether there were any."""
@@ -752,19 +864,22 @@ class Run:
             self._emit(ToolStarted, call)
         results = await self._execute(calls[:room])
         self._calls += len(results)
+        self._add_all(calls, results)
+        if len(calls) > room:
+            raise CallLimitExceeded(_TOO_MANY_CALLS.format(allowed))
+
+    def _add_all(self, calls: Sequence[ToolCall], results: Sequence[ToolResult[Any]]) -> None:
+        """Add the answers of a turn's calls; feedback goes with the last."""
         feedback: tuple[Feedback, ...] = ()
         if self._config.feedback and results:
             feedback = collect_feedback(self._config.feedback, context=self._context)
         for place, (call, result) in enumerate(zip(calls, results, strict=False), 1):
             self._add_answer(call, result, feedback if place == len(results) else ())
-        if len(calls) > room:
-            raise CallLimitExceeded(
-                f"The model asked for more than {allowed} tool calls, all that the run allows"
-            )
+        self._early_stops = self._mismatches = 0
 
     async def _execute(self, calls: Sequence[ToolCall]) -> list[ToolResult[Any]]:
         results: list[ToolResult[Any]] = []
-        run = execute_tools if self._blocks else aexecute_tools
+        run = execute_tools if self.blocks else aexecute_tools
         limit = self._config.max_concurrency
         while len(results) < len(calls):
             left = calls[len(results) :]
@@ -798,7 +913,7 @@ class Run:
     def _listen(self) -> Callable[[], None]:
         """Emit the end of each call when it happens."""
         if self._on_event is None:
-            return lambda: None
+            return _nothing
 
         def ended(record: ToolInvoked) -> None:
             call = self._in_progress.get(record.call_id)
@@ -838,7 +953,7 @@ class Run:
         self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool = True
     ) -> T:
         """Await what needs an event loop: the caller's, or one in the background."""
-        if not (self._blocks and needs_loop):
+        if not (self.blocks and needs_loop):
             return await start()
         from weakincentives.loops import run_blocking
 

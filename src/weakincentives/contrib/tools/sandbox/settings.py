@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from weakincentives.contrib.tools.file_values import check_positive
 from weakincentives.contrib.tools.sandbox.limits import SandboxLimits
+from weakincentives.state import WITHHELD
 
 SandboxChoice = Literal["auto", "podman", "bubblewrap", "namespaces", "none"]
 
@@ -78,6 +79,8 @@ class SandboxSettings:
             name = each.partition("=")[0]
             if not (name.isascii() and name.isidentifier()) or "\0" in each:
                 raise ValueError(f"env takes NAME or NAME=VALUE, got {name!r}")
+            if name in WITHHELD:
+                raise ValueError(f"env: {name} is for WINK alone; commands never get it")
         check_positive(self, "timeout", "max_timeout")
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
