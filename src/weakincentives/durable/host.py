@@ -251,7 +251,7 @@ class RunHost:
             self._branch = files
             ledger = saved.ledger
             assert ledger is not None
-            saved.undo_unrecorded(files, ledger=ledger)
+            saved.recover(files, ledger=ledger)
             if not hosting.runs.begin(run.id, self.sitting, hosting.worker):
                 return _how(hosting.runs.find(run.id))
             prepared = stack.enter_context(hosting.prepare(run, files, saved.session))

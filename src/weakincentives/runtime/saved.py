@@ -526,9 +526,6 @@ class SavedSession:
         self.save()
         return tuple(reversed(undone))
 
-    undo_unrecorded = recover
-    """The name before ``recover`` redid anything."""
-
     def user_messages(self) -> list[UserMessage]:
         """Return the user's messages in the last conversation, without those rewound.
 
