@@ -133,8 +133,8 @@ def test_code_that_a_flag_names_is_approved_for_the_worker(
     assert wink("submit", "a", "--policy", "rules.py:Rule").code == 0
 
     from weakincentives.cli.config import load_settings
-    from weakincentives.cli.trust import trust_of
     from weakincentives.cli.hosting import stored_flags
+    from weakincentives.cli.trust import trust_of
 
     settings = load_settings(project, **stored_flags(runs.list()[0].about["flags"]))
     assert trust_of(project).missing(settings) == []

@@ -318,10 +318,12 @@ def _perform_runs(
     from weakincentives.durable.dbos import DbosEngine, Worker
 
     def tell(run: DurableRun) -> None:
-        leave_here(runs, run, objects, machine)
         echo(json.dumps(as_values(run)) if as_json else _event(run))
 
-    runs = ToldRuns(database, tell)
+    def leave(run: DurableRun) -> None:
+        leave_here(runs, run, objects, machine)
+
+    runs = ToldRuns(database, tell=tell, leave=leave)
     made = Worker(
         DbosEngine(database.url),
         runs,
