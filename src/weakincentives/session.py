@@ -915,6 +915,15 @@ class Session(Participant):
         session._root = _Root(state, snapshot.log)
         return session
 
+    def register_like(self, other: Session) -> None:
+        """Register the reducers and slice policies that another session has."""
+        wiring, given = self._wiring, other._wiring
+        with wiring.lock:
+            wiring.routes = {**wiring.routes, **given.routes}
+            wiring.policies = {**wiring.policies, **given.policies}
+            wiring.default_routes.clear()
+            wiring.change_routes.clear()
+
     def _check_restorable(self, snapshot: Snapshot) -> None:
         if snapshot.wiring is not None:
             if not self.took(snapshot):

@@ -20,7 +20,7 @@ import os
 import site
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from weakincentives.errors import StateUnavailable
@@ -119,6 +119,20 @@ class Seals:
         if line[SEAL_SIZE : SEAL_SIZE + 1] != b" ":
             return None
         return data if hmac.compare_digest(mark, self.seal(data, at).encode()) else None
+
+    def unsealed_lines(self, lines: Iterable[bytes], at: int) -> list[bytes]:
+        """Return the data of lines of which the first is at a position, up to an invalid seal."""
+        found: list[bytes] = []
+        copied, equal = self._begun.copy, hmac.compare_digest
+        for line in lines:  # written out: a log has thousands
+            data, hashed = line[SEAL_SIZE + 1 :], copied()
+            hashed.update(b"%d " % at)
+            hashed.update(data)
+            if not equal(hashed.hexdigest().encode() + b" ", line[: SEAL_SIZE + 1]):
+                break
+            found.append(data)
+            at += len(line) + 1
+        return found
 
 
 _keys: dict[Path, bytes] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,13 @@ def order(url: str, key: str, *, context: wink.ToolContext) -> str:
         return f"Ordered {key}: {response.read().decode()}"
 
 
+@wink.tool(reach="read")
+def produce(size: int, *, context: wink.ToolContext) -> str:
+    """Return a text of so many characters, never the same."""
+    rows = (os.urandom(24).hex() for _ in range(size // 49 + 1))
+    return "\n".join(rows)[:size]
+
+
 @wink.tool(reach="reversible")
 def fail(text: str, *, context: wink.ToolContext) -> str:
     """Note something, and fail."""
@@ -57,7 +65,7 @@ def prompt_with(asks: Sequence[str] = (), **template: Any) -> Prompt[Any]:
             ns="tests",
             key="durable",
             name="Durable",
-            sections=[MarkdownSection(title="Work", tools=[note, append, order, fail])],
+            sections=[MarkdownSection(title="Work", tools=[note, append, order, produce, fail])],
             policies=[ApprovalPolicy(tools=frozenset(asks))] if asks else [],
             **template,
         )

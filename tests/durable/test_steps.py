@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from durable_world import Note, Script, prompt_with
+from durable_world import Note, Script, note, prompt_with
 
 from weakincentives.adapters import RunConfig, ScriptedAdapter, calls
 from weakincentives.durable.performer import Prepared, SessionSteps
@@ -241,13 +241,11 @@ def test_limits_hold_over_all_sittings(tmp_path: Path):
     with SavedSession.create(path, Session()):
         pass
     config = RunConfig(max_turns=2)
-    for _ in range(2):
-        with SavedSession.open(path) as saved:
-            steps = steps_on(saved, options={"config": config})
-            journal = CutJournal(steps, 3, after=True)
-            with pytest.raises(Cut):
-                step_by_hand(drive, "r", journal)
-            steps.close()
+    with SavedSession.open(path) as saved:
+        steps = steps_on(saved, options={"config": config})
+        with pytest.raises(Cut):
+            step_by_hand(drive, "r", CutJournal(steps, 3, after=True))
+        steps.close()
     with SavedSession.open(path) as saved:
         journal = LocalJournal(steps_on(saved, options={"config": config}))
         assert step_by_hand(drive, "r", journal) == "failed"
@@ -303,6 +301,7 @@ def test_a_tool_that_opens_sections_is_answered_in_any_sitting(tmp_path: Path):
                     template="All of it.",
                     summary="A part.",
                     visibility=SectionVisibility.SUMMARY,
+                    tools=[note],
                 )
             ],
         )

@@ -1,7 +1,7 @@
 """A worker in a process of its own, for tests that kill it: URL FOLDER NAME [CONCURRENCY [LEASE]]
 
-Runs say in ``about`` what their model does: ``turns`` (a list of lists of calls), ``delay`` (seconds
-per turn), ``asks`` (tools that need a person).
+Runs say in ``about`` what their model does: ``turns`` (a list of lists of calls), ``delay``
+(seconds per turn), ``asks`` (tools that need a person).
 """
 
 from __future__ import annotations

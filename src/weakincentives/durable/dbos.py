@@ -59,7 +59,10 @@ def default_machine() -> str:
 
 
 class DbosEngine:
-    """DBOS with its tables in a database, beside those of the runs.
+    """DBOS, with its tables beside those of the runs; with SQLite, in a file of its own.
+
+    In one process, two versions of SQLite must never open the same file: each would release the
+    locks of the other. DBOS may need a newer one than Python has.
 
     Args:
         url: ``sqlite:///FILE`` or ``postgresql://...``, as for ``Database``.
@@ -70,6 +73,11 @@ class DbosEngine:
         self.url = url
         self.poll = poll
         self._is_launched = False
+
+    @property
+    def system_url(self) -> str:
+        """Where DBOS has its own tables."""
+        return f"{self.url}.dbos" if self.url.startswith("sqlite") else self.url
 
     def enqueue(self, run: DurableRun) -> None:
         """Put the current workflow of a run into the queue; without effect if it is there.
@@ -102,7 +110,7 @@ class DbosEngine:
         quiet = _quiet_logs()
         config: Any = {
             "name": _APPLICATION,
-            "system_database_url": self.url,
+            "system_database_url": self.system_url,
             "application_version": _VERSION,
             "executor_id": worker.name,
             "max_executor_threads": 2 * worker.concurrency + 8,
@@ -412,7 +420,11 @@ def _sigterm_calls(stop: Callable[[], None]) -> Generator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-    signal.signal(signal.SIGTERM, lambda *_: stop())
+
+    def heard(number: int, frame: object) -> None:
+        stop()
+
+    signal.signal(signal.SIGTERM, heard)
     try:
         yield
     finally:

@@ -57,6 +57,8 @@ _logger = get_logger(__name__)
 
 LOCAL = "local"
 """The kind of a base that is a directory of one machine."""
+EMPTY = "empty"
+"""The kind of a base of runs that need no files: an empty directory."""
 OF_RUN = "durable_run"
 """Notes in a branch which run it is of."""
 _BASE = "wink_base"
@@ -81,6 +83,8 @@ class Opening:
     """Of its session, beyond those of imported modules."""
     unprotected: Sequence[str] = ()
     """Files of ours that the run may see; see ``HostFilesystem``."""
+    session: Callable[[], Session] = Session
+    """Returns the session of a new run; one that is continued gets its reducers."""
 
 
 Prepare = Callable[[DurableRun, HostFilesystem, Session], AbstractContextManager[Prepared]]
@@ -259,7 +263,7 @@ class RunHost:
                     adapter=prepared.adapter,
                     prompt=prompt,
                     options=prepared.options,
-                    message=run.task if prepared.message is None else prepared.message,
+                    message=run.task if prepared.says_task else prepared.message,
                 ),
                 saved.session,
                 save=saved.save,
@@ -272,14 +276,14 @@ class RunHost:
         return None
 
     def _open_session(self, run: DurableRun, opening: Opening) -> SavedSession:
-        store, wait = self._hosting.store, self._hosting.wait
-        try:
-            return SavedSession.open(run.id, store=store, wait=wait, types=opening.types)
-        except FileNotFoundError:
-            try:
-                return SavedSession.create(run.id, Session(), about=run.about, store=store)
-            except FileExistsError:  # another worker was quicker
-                return SavedSession.open(run.id, store=store, wait=wait, types=opening.types)
+        store, wait, session = self._hosting.store, self._hosting.wait, opening.session()
+        while True:
+            with suppress(FileNotFoundError):
+                saved = SavedSession.open(run.id, store=store, wait=wait, types=opening.types)
+                saved.session.register_like(session)
+                return saved
+            with suppress(FileExistsError):  # another worker was quicker
+                return SavedSession.create(run.id, session, about=run.about, store=store)
 
     def _open_branch(
         self, run: DurableRun, opening: Opening, stack: ExitStack
@@ -313,6 +317,10 @@ class RunHost:
         """Return the directory of a base; a copy of it, if it comes from elsewhere."""
         if base["kind"] == LOCAL:
             return Path(os.path.realpath(str(base["workspace"])))
+        if base["kind"] == EMPTY:
+            root = self._hosting.cache / EMPTY
+            root.mkdir(parents=True, exist_ok=True)
+            return root
         found = Base.decode(base)
         key = hashlib.sha256(json.dumps(found.encode(), sort_keys=True).encode()).hexdigest()
         root = self._hosting.cache / key[:32]

@@ -59,7 +59,9 @@ class Prepared:
     prompt: Prompt[Any]
     options: RunOptions = field(default_factory=lambda: _no_options())
     message: Content | None = None
-    """The first message, by default the task of the run."""
+    """The first message."""
+    says_task: bool = True
+    """Whether the first message is the task of the run."""
 
 
 def _no_options() -> RunOptions:

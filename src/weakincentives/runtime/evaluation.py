@@ -231,6 +231,8 @@ class Run:
         if deadline is None and config.time_limit is not None:
             deadline = Deadline.after(config.time_limit, clock=self._clock)
         tracker = BudgetTracker(budget) if isinstance(budget, Budget) else budget
+        self._tracker_is_given = isinstance(budget, BudgetTracker)
+        """Then it has what was spent before, as far as that is to count."""
         self._price = None
         if tracker is not None:
             self._price = tracker.budget.priced(model.price(), self._model_name)
@@ -387,7 +389,7 @@ class Run:
     async def make_call(self, call: ToolCall, approval: Approval | None = None) -> ToolResult[Any]:
         """Make a call of the last turn, unless it is on record; ``add_answers`` tells the model."""
         known = self._on_record([call]).get(call.id)
-        if known is not None and not _opens_sections(known):
+        if known is not None:
             return known
         most = self._config.max_tool_calls
         if most is not None and self._calls >= most:
@@ -557,7 +559,7 @@ class Run:
         used = [e.usage for e in compacted if e.conversation == self._conversation]
         used += [each.usage for each in self._messages if each.usage is not None]
         self._usage, tracker = sum(used, NO_TOKENS), self._context.budget_tracker
-        if tracker is not None:
+        if tracker is not None and not self._tracker_is_given:
             tracker.record(self._usage, self._price)
         for message in reversed(self._messages):
             if message.tool_calls or message.role == "tool":

@@ -155,7 +155,7 @@ class SavedSession:
         """The LOG slices to make the index from, when it is first needed."""
         self._sources: list[AttachedLines] = []
         self._attached: list[str] | None = []
-        self._with_files: list[bytes] = []
+        self._texts: list[bytes] = []
         """The saves to find the attached lines in, when they are first needed."""
 
     @classmethod
@@ -208,8 +208,9 @@ class SavedSession:
         log = store.open(name, wait=wait)
         try:
             data = _head_of(log)
-            texts, parse = log.load().texts, partial(parsed, media=log.media)
-            with _readable_from(log):
+            parse = partial(parsed, media=log.media)
+            with _readable_from(log), no_collection():
+                texts = log.load().texts
                 found = _opened(data, texts, parse, types)
             options = {"session_id": data.session_id, "tags": data.tags, **session_options}
             session = Session.from_snapshot(found.snapshot, **options)
@@ -233,7 +234,7 @@ class SavedSession:
     def _take_over(self, found: _Opened, texts: Sequence[bytes]) -> None:
         """Note what the log says, so that only what is new is written."""
         self._frozen = found.log
-        self._with_files, self._attached = [text for text in texts if _HAS_FILES in text], None
+        self._texts, self._attached = list(texts), None
         (present,) = self.session.states_passed()
         for _, slice_type, values in present.slices():
             name = type_name(slice_type)
@@ -337,7 +338,7 @@ class SavedSession:
         if self._attached is not None:
             self._attached += files
         elif files:
-            self._with_files.append(lines[-1].encode())
+            self._texts.append(lines[-1].encode())
 
     def attach(self, source: AttachedLines) -> None:
         """Save the pending lines of a source with each save, in the same write."""
@@ -349,9 +350,10 @@ class SavedSession:
         with self._lock:
             if self._attached is None:
                 self._attached = []
-                for text in self._with_files:
-                    _add_files(self._attached, json.loads(text))
-                self._with_files = []
+                for text in self._texts:
+                    if _HAS_FILES in text:
+                        _add_files(self._attached, json.loads(text))
+                self._texts = []
             return tuple(self._attached)
 
     def compact(self) -> None:
@@ -845,14 +847,13 @@ def _opened(
     types: Iterable[type],
 ) -> _Opened:
     """Return the state after some saves; the newest are parsed now, others when first needed."""
-    if are_plain(texts) and not any(_HAS_UNSAVED in text for text in texts):
+    if are_plain(texts) and _HAS_UNSAVED not in b"\n".join(texts):
         found = NewestSaves(texts, parse)
         at = float(parse(texts[-1])["at"]) if texts else data.began
         snapshot = Snapshot.from_items(found.state, found.log, at, types=types)
         return _Opened(snapshot, found.log)
-    with no_collection():
-        for text in texts:
-            data.add(parse(text))
+    for text in texts:
+        data.add(parse(text))
     incomplete = data.incomplete
     return _Opened(data.snapshot(types), None if incomplete else data.log, incomplete)
 

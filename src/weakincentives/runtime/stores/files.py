@@ -12,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -127,19 +128,14 @@ class FileLog:
     def read(self, start: int) -> LogPart:
         with open(self.path, "rb", opener=no_links) as file:
             file.seek(start)
-            complete, end, _ = file.read().rpartition(b"\n")  # the rest is cut short or new
-        texts: list[bytes] = []
-        places: list[SavePlace] = []
-        unsealed = self._seals.unsealed
-        for sealed in complete.split(b"\n") if end else ():
-            text = unsealed(sealed, start)
-            if text is None:
-                number = self._number_of(start)
-                damage = f"line {number} of {self.path} is damaged or not ours"
-                return LogPart(texts, places, damage)
-            texts.append(text)
-            places.append(SavePlace(start, start := start + len(sealed) + 1))
-        return LogPart(texts, places)
+            lines = file.read().split(b"\n")[:-1]  # the rest is cut short or new
+        texts = self._seals.unsealed_lines(lines, start)
+        ends = [*accumulate((len(line) + 1 for line in lines), initial=start)][1:]
+        part = LogPart(start, texts, ends[: len(texts)])
+        if len(texts) < len(lines):
+            number = self._number_of(part.end)
+            return replace(part, damage=f"line {number} of {self.path} is damaged or not ours")
+        return part
 
     def _number_of(self, place: int) -> int:
         with open(self.path, "rb", opener=no_links) as file:
@@ -177,7 +173,7 @@ class OpenFileLog(FileLog):
 
     def load(self) -> LogPart:
         part = self.read(self.begin).checked()
-        self._size = part.places[-1].end if part.places else self.begin
+        self._size = part.end
         return part
 
     def newest_first(self) -> Generator[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol, TypeVar
 
 from weakincentives.clock import SYSTEM_CLOCK
@@ -34,10 +35,20 @@ class SavePlace(NamedTuple):
 class LogPart:
     """Some saves of a log, oldest first."""
 
+    start: int
     texts: list[bytes]
-    places: list[SavePlace]
+    ends: Sequence[int]
+    """Where each of them ends, and the next one begins."""
     damage: str = ""
     """What is wrong with the save that follows, if it cannot be read."""
+
+    @property
+    def end(self) -> int:
+        return self.ends[-1] if self.texts else self.start
+
+    @property
+    def places(self) -> Iterable[SavePlace]:
+        return map(SavePlace, chain([self.start], self.ends), self.ends)
 
     def checked(self) -> LogPart:
         """Return this part, if it is not damaged."""

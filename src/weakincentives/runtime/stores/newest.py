@@ -8,6 +8,7 @@ read.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,10 @@ from weakincentives.errors import SnapshotError
 from weakincentives.serde.exact import current_name
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+_CHANGE = re.compile(rb'":\[[0-9]+,\[')
+"""What follows the name of a slice: how many values stay, and those that follow them."""
 
 
 class NewestSaves:
@@ -46,11 +51,18 @@ class NewestSaves:
                 if not self._older:
                     raise SnapshotError(f"values are missing in the slice of {values.name}")
                 self._older -= 1
-                save = self._parse(self._texts[self._older])
-                for kind, slices in (("state", self.state), ("log", self.log)):
-                    for name, (kept, items) in save[kind].items():
-                        if (found := slices.get(current_name(name))) is not None:
-                            found.add(kept, items)
+                try:
+                    self._add(self._parse(self._texts[self._older]))
+                except UNREADABLE as error:
+                    raise SnapshotError(
+                        f"save {self._older + 1} cannot be read: {error}"
+                    ) from error
+
+    def _add(self, save: Any) -> None:
+        for kind, slices in (("state", self.state), ("log", self.log)):
+            for name, (kept, items) in save[kind].items():
+                if (found := slices.get(current_name(name))) is not None:
+                    found.add(kept, items)
 
     def _find(self, name: str, text: bytes, whole: bytes, starts: list[int]) -> None:
         """Find the newest save of a slice, if there is a slice of this name."""
@@ -146,10 +158,11 @@ def are_plain(texts: Sequence[bytes]) -> bool:
 def _names_in(whole: bytes) -> set[tuple[str, bytes]]:
     """Return what may be the names of slices, each with the text that its changes begin with.
 
-    Any key of a list may be; most are told apart by the colon that every name of a class has. In a
-    string, the quote after the key is escaped: no JSON string ends in a single backslash.
+    Any key of such a list may be; most are told apart by the colon that every name of a class has.
+    In a string, the quote after the key is escaped: no JSON string ends in a single backslash.
     """
-    keys = {part[part.rfind(b'"') + 1 :] for part in whole.split(b'":[')[:-1]}
+    ends = (match.start() for match in _CHANGE.finditer(whole))
+    keys = {whole[whole.rfind(b'"', 0, end) + 1 : end] for end in ends}
     found: set[tuple[str, bytes]] = set()
     for key in keys:
         if b":" in key:

@@ -215,16 +215,15 @@ class SqlLog:
             raise SnapshotError(f"{self.shown} was deleted")
         first, last = rows[0][:2]
         texts: list[bytes] = []
-        places: list[SavePlace] = []
-        expected = max(start + 1, first)
+        start = max(start, first - 1)
+        expected = start + 1
         for _, _, number, text in rows:
             if number != expected:  # also None, if there is nothing new
                 break
             texts.append(text.encode())
-            places.append(SavePlace(number - 1, number))
             expected += 1
         damage = f"save {expected} of {self.shown} is missing" if expected <= last else ""
-        return LogPart(texts, places, damage)
+        return LogPart(start, texts, range(start + 1, expected), damage)
 
     def at(self, places: Iterable[SavePlace]) -> Generator[bytes]:
         wanted = [place.end for place in places]
@@ -278,7 +277,7 @@ class OpenSqlLog(SqlLog):
 
     def load(self) -> LogPart:
         part = self.read(self.begin).checked()
-        self._last = part.places[-1].end if part.places else 0
+        self._last = part.end
         return part
 
     def newest_first(self) -> Generator[bytes]:
