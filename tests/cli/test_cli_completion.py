@@ -14,7 +14,9 @@ from commands import make_run
 from terminal import Terminal
 from test_history import TURNS, project  # noqa: F401  # fixtures
 
+from weakincentives.durable.runs import Runs
 from weakincentives.filesystem import Branch
+from weakincentives.runtime.stores.database import Database
 
 BEGIN = 'eval "$(wink --show-completion bash)"'
 ASK = """
@@ -62,9 +64,19 @@ def offered(program: Path, directory: Path, *lines: str) -> list[list[str]]:
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
-def test_bash_completes_commands_and_values(program: Path, project: Path):  # noqa: F811
+def test_bash_completes_commands_and_values(
+    program: Path,
+    project: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     run = make_run(project, TURNS)
     Branch.create(project, "parser").close()
+    url = f"sqlite:///{tmp_path / 'runs.db'}"
+    database = Database(url)
+    durable = Runs(database).submit("a", about={})
+    database.close()
+    monkeypatch.setenv("WINK_DATABASE", url)
     expected = {
         "do": ["doctor"],
         "log --ru": ["--run"],
@@ -73,7 +85,7 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         f"show {run.mark}/4": [f"{run.mark}/4"],
         f"undo --to {run.mark}/4": [f"{run.mark}/4"],
         f"rerun {run.mark}/4": [f"{run.mark}/4"],
-        "approve 2": [run.id],
+        "approve 2": [run.id, durable.id],
         "tools edit": ["edit_file"],
         "policy check shell": ["shell_execute"],
         "run x --model openai": ["openai:", "openai-responses:"],
@@ -84,6 +96,10 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
         "export 2": [run.id],
         "query al": ["all"],
         "branch drop pa": ["parser"],
+        "sub": ["submit"],
+        "work": ["worker"],
+        f"cancel {durable.id[:4]}": [durable.id],
+        f"fetch {durable.id[:4]}": [durable.id],
     }
 
     assert dict(zip(expected, offered(program, project, *expected), strict=True)) == expected
