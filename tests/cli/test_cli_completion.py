@@ -16,7 +16,9 @@ from terminal import Terminal
 from test_history import TURNS, project  # noqa: F401  # fixtures
 
 from weakincentives.cli.entry import main
+from weakincentives.durable.runs import Runs
 from weakincentives.filesystem import Branch
+from weakincentives.runtime.stores.database import Database
 
 BEGIN = 'eval "$(wink --show-completion bash)"'
 ASK = """
@@ -78,12 +80,18 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
 
 def test_values_of_every_kind_are_completed(
     project: Path,  # noqa: F811
+    tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Asked as the shell's script does, in this process."""
     run = make_run(project, TURNS)
     Branch.create(project, "parser").close()
+    url = f"sqlite:///{tmp_path / 'runs.db'}"
+    database = Database(url)
+    durable = Runs(database).submit("a", about={})
+    database.close()
+    monkeypatch.setenv("WINK_DATABASE", url)
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, "argv", ["wink"])
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # not `python -m pytest`
@@ -93,7 +101,7 @@ def test_values_of_every_kind_are_completed(
         f"show {run.mark}/4": [f"{run.mark}/4"],
         f"undo --to {run.mark}/4": [f"{run.mark}/4"],
         f"rerun {run.mark}/4": [f"{run.mark}/4"],
-        "approve 2": [run.id],
+        "approve 2": [run.id, durable.id],
         "tools edit": ["edit_file"],
         "policy check shell": ["shell_execute"],
         "run x --model openai": ["openai:", "openai-responses:"],
@@ -103,6 +111,10 @@ def test_values_of_every_kind_are_completed(
         "export 2": [run.id],
         "query al": ["all"],
         "branch drop pa": ["parser"],
+        "sub": ["submit"],
+        "work": ["worker"],
+        f"cancel {durable.id[:4]}": [durable.id],
+        f"fetch {durable.id[:4]}": [durable.id],
     }
 
     def completed(line: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,19 @@ class ToldRuns(Runs):
 
     Args:
         tell: Called with a run whenever it begins, waits or has ended.
+        leave: Called with a run before it counts as ended.
     """
 
     def __init__(
-        self, database: Database, tell: Callable[[DurableRun], object], *, patience: float = 60.0
+        self,
+        database: Database,
+        *,
+        tell: Callable[[DurableRun], object],
+        leave: Callable[[DurableRun], object],
     ) -> None:
-        super().__init__(database, patience=patience)
+        super().__init__(database)
         self._tell = tell
+        self._leave_run = leave
         self._begun: set[str] = set()
         self._guard = threading.Lock()
 
@@ -58,6 +65,7 @@ class ToldRuns(Runs):
 
     def end(self, run_id: str, sitting: int, status: Status, detail: str = "") -> DurableRun | None:
         """Note how a sitting ended, and tell it."""
+        self._leave_run(replace(self.find(run_id), status=status))
         run = super().end(run_id, sitting, status, detail)
         if run is not None:
             self._tell(run)

@@ -54,6 +54,7 @@ from weakincentives.cli.run import (
     given_flags,
     set_flags,
 )
+from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.text import counted
 
 if TYPE_CHECKING:
@@ -318,10 +319,12 @@ def _perform_runs(
     from weakincentives.durable.dbos import DbosEngine, Worker
 
     def tell(run: DurableRun) -> None:
-        leave_here(runs, run, objects, machine)
         echo(json.dumps(as_values(run)) if as_json else _event(run))
 
-    runs = ToldRuns(database, tell)
+    def leave(run: DurableRun) -> None:
+        leave_here(runs, run, objects, machine)
+
+    runs = ToldRuns(database, tell=tell, leave=leave)
     made = Worker(
         DbosEngine(database.url),
         runs,
@@ -342,7 +345,7 @@ def _perform_runs(
 
 def _event(run: DurableRun) -> str:
     """Return what people are told about a run that has begun, waits or has ended."""
-    moment = datetime.now().strftime("%H:%M:%S")
+    moment = datetime.fromtimestamp(SYSTEM_CLOCK.time()).strftime("%H:%M:%S")
     said = {
         "running": shortened(run.task, 80),
         "waiting": f"{run.detail}; answer with: wink approve {run.mark}",

@@ -381,9 +381,9 @@ def _register() -> None:
 
 def _serializer() -> Any:
     """Return one that reads only JSON: nothing from a database is unpickled."""
-    from dbos._serialization import DBOSPortableJSON
+    from dbos import DBOSPortableJSONSerializer
 
-    return DBOSPortableJSON
+    return DBOSPortableJSONSerializer()
 
 
 @contextmanager
