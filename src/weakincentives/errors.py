@@ -29,7 +29,7 @@ WinkError
 ├── MergeConflict                    a view's read or write set was changed by another call
 ├── NoSuchBranch                     a workspace has no branch of this name
 ├── NoSuchRun                        a database has no run of this name, or several
-├── RunEnded                         a run has ended: it can no longer be changed
+├── RunAlreadyEnded                  a run has ended: it can no longer be changed
 ├── WorkspaceLocked                  another process has the directory open
 ├── StateUnavailable                 the operator must act: no private directory for state
 ├── StoreRefused                     a store of another user, or a damaged one
@@ -276,7 +276,7 @@ class NoSuchRun(WinkError, LookupError):
     """A database has no run of this name, or several."""
 
 
-class RunEnded(WinkError):
+class RunAlreadyEnded(WinkError):
     """A run has ended: it can no longer be changed."""
 
 

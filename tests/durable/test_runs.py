@@ -14,7 +14,7 @@ import pytest
 
 from postgres import Postgres
 from weakincentives.durable.runs import DurableRun, Runs, WaitingApproval
-from weakincentives.errors import AnswerRefused, NoSuchRun, RunEnded, StoreRefused
+from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded, StoreRefused
 from weakincentives.prompt.approval import ApprovalRequest, CallPreview
 from weakincentives.runtime.stores.database import Database
 
@@ -195,7 +195,7 @@ def test_a_run_that_has_ended_cannot_be_cancelled(runs: Runs) -> None:
     run = runs.submit("a", about={})
     runs.end(run.id, 1, "failed", "no model")
 
-    with pytest.raises(RunEnded, match="has ended: it is failed"):
+    with pytest.raises(RunAlreadyEnded, match="has ended: it is failed"):
         runs.cancel(run.id)
     with pytest.raises(NoSuchRun):
         runs.cancel("nothing")

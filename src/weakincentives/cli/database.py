@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import typer
 
 from weakincentives.cli.common import Misuse, hint
-from weakincentives.errors import MissingExtra, NoSuchRun, RunEnded, WinkError
+from weakincentives.errors import MissingExtra, NoSuchRun, RunAlreadyEnded, WinkError
 from weakincentives.state import state_directory, state_path
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def open_runs(given: str | None, *, must_exist: bool = False) -> Generator[Runs]
     with open_database(given, must_exist=must_exist) as database:
         try:
             yield Runs(database, patience=_PATIENCE)
-        except (NoSuchRun, RunEnded) as error:
+        except (NoSuchRun, RunAlreadyEnded) as error:
             raise Misuse(str(error)) from error
 
 

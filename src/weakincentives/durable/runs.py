@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.errors import AnswerRefused, NoSuchRun, RunEnded, StoreRefused
+from weakincentives.errors import AnswerRefused, NoSuchRun, RunAlreadyEnded, StoreRefused
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime.stores.database import Database, Transaction
 from weakincentives.serde import freeze, thaw
@@ -247,13 +247,13 @@ class Runs:
 
         Raises:
             NoSuchRun: There is none with this id.
-            RunEnded: It has ended otherwise.
+            RunAlreadyEnded: It has ended otherwise.
         """
 
         def work(transaction: Transaction) -> DurableRun:
             run = self._known(_locked(transaction, run_id), run_id)
             if run.status in ("done", "failed"):
-                raise RunEnded(f"{run_id} has ended: it is {run.status}")
+                raise RunAlreadyEnded(f"{run_id} has ended: it is {run.status}")
             if run.status != "cancelled":
                 _withdraw(transaction, run_id)
                 _set_status(transaction, run_id, "cancelled", "")
