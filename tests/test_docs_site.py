@@ -48,6 +48,7 @@ PUBLIC = [
     "weakincentives.resources",
     "weakincentives.retry",
     "weakincentives.runtime",
+    "weakincentives.runtime.stores",
     "weakincentives.serde",
     "weakincentives.telemetry",
     "weakincentives.testing",

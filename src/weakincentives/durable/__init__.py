@@ -13,3 +13,7 @@ if TYPE_CHECKING:
     from weakincentives.durable.objects import LocalObjects as LocalObjects
     from weakincentives.durable.objects import collect as collect
     from weakincentives.durable.objects import open_objects as open_objects
+    from weakincentives.durable.runs import DurableRun as DurableRun
+    from weakincentives.durable.runs import KnownWorker as KnownWorker
+    from weakincentives.durable.runs import Runs as Runs
+    from weakincentives.durable.runs import WaitingApproval as WaitingApproval
