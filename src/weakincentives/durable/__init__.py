@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from weakincentives.durable.requests import serving as serving
     from weakincentives.durable.requests import submit_request as submit_request
     from weakincentives.durable.runs import DurableRun as DurableRun
+    from weakincentives.durable.runs import KnownWorker as KnownWorker
     from weakincentives.durable.runs import Runs as Runs
     from weakincentives.durable.runs import WaitingApproval as WaitingApproval
     from weakincentives.durable.steps import Call as Call
