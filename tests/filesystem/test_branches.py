@@ -777,3 +777,16 @@ def test_copied_hard_links_stay_linked_when_a_branch_is_opened_again(tmp_path: P
     branch.close()
 
     assert shown == ["changed", "changed", "shared", "shared"]
+
+
+def test_a_store_whose_making_was_cut_short_gets_branches(tmp_path: Path) -> None:
+    root = tmp_path / "w"
+    root.mkdir()
+    HostFilesystem(root).close()
+    shutil.rmtree(tmp_path / ".w.wink" / "tx")
+
+    branch = Branch.create(root, "b")
+    branch.write("a", "text")
+    branch.close()
+
+    assert [each.name for each in branches_of(root)] == ["b"]

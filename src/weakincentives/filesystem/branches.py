@@ -1095,8 +1095,7 @@ def new_branch(
     It begins with the workspace as it is now, or after the call ``at`` and at a moment after it.
     """
     main = location_of(root) if store is None else Path(os.path.realpath(store))
-    if Note.read(main) is None:
-        HostFilesystem(root, store=main).close()
+    made_store(root, main)
     name = name or _free_name(main)
     if not _NAME.fullmatch(name):
         raise FilesystemError(
@@ -1116,6 +1115,16 @@ def new_branch(
         about=dict(about or {}),
         path=folder,
     )
+
+
+def made_store(root: Path, main: Path) -> Note:
+    """Return the note of a workspace's store, which is made if there is none."""
+    note = Note.read(main)
+    if note is None or not (main / "tx").is_dir():  # a kill may have cut its making short
+        HostFilesystem(root, store=main).close()
+        note = Note.read(main)
+    assert note is not None
+    return note
 
 
 def base_of(root: Path, info: BranchInfo) -> _Base:
