@@ -1,17 +1,25 @@
 """The program that tests of recovery kill between the end of a handler and the save of the session.
 
-Run as ``recovery_child.py DIRECTORY URL run|resume PLACE AT HOW``. PLACE is ``directory``, ``safe``
-(the same, synced) or ``branch``. AT is the number of the system call, counted only after handlers,
-at which the process is killed (HOW is ``kill``, or ``torn``: after half of what it writes), or from
-which on the disk is full for a while (``full``) or fails once (``fails``). Prints the
-number of such calls, and for each call of a tool its name and the code of its failure.
+Run as ``recovery_child.py URL``. Each line that it reads asks for a run: DIRECTORY, ``run`` or
+``resume``, PLACE, AT and HOW as JSON. The run is in a fork, which has imported everything already,
+and the answer is a line with how the fork ended and what it said.
+
+PLACE is ``directory``, ``safe`` (the same, synced) or ``branch``. AT is the number of the system
+call, counted only after handlers, at which the process is killed (HOW is ``kill``, or ``torn``:
+after half of what it writes), or from which on the disk is full for a while (``full``) or fails
+once (``fails``). A run says the number of such calls, and for each call of a tool its name and the
+code of its failure.
 """
 
 from __future__ import annotations
 
 import errno
+import importlib
+import json
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +31,8 @@ from weakincentives.filesystem import Branch, Filesystem, HostFilesystem
 from weakincentives.prompt import MarkdownSection, Prompt, PromptTemplate
 from weakincentives.runtime import CallOutcome, SavedSession, Session, ToolInvoked
 
-WHERE, URL, WHAT, PLACE, AT, HOW = Path(sys.argv[1]), *sys.argv[2:4], sys.argv[4], int(sys.argv[5]), sys.argv[6]  # fmt: skip  # noqa: E501
+URL = sys.argv[1]
+WHERE, WHAT, PLACE, AT, HOW = Path(), "", "", 0, ""  # of the run
 TAKING_SPACE = ("link", "mkdir", "open", "write")
 NAMES = (*TAKING_SPACE, "fsync", "ftruncate", "rename", "replace", "unlink", "utime")
 count, counting = 0, False
@@ -179,22 +188,65 @@ def open_files() -> HostFilesystem:
     return opening(WHERE / "work", "branch")
 
 
-with open_files() as files:
-    section = MarkdownSection(title="Task", template="Work.", tools=TOOLS)
-    prompt = Prompt(PromptTemplate(sections=[section], resources={Filesystem: files}))
-    if WHAT == "run":
-        saved = SavedSession.create(WHERE / "run.jsonl", Session())
-    else:
-        saved = SavedSession.open(WHERE / "run.jsonl", types=[Note])
-        assert saved.recover(files) == ()
-    with prompt.resources, saved:
-        ScriptedAdapter([turn] * 5).evaluate(prompt, saved.session, resume=WHAT == "resume")
-        begin()
-        records = saved.session[ToolInvoked].all()
-    notes = [each.name for each in saved.session[Note].all()]
-    found = [f"{each}.txt" for each in ("notes", "left", "right")]
-    lines = [files.read(each) for each in found if files.exists(each)]
-said = [(r.tool_name, r.result.failure.code if r.result.failure else "ok") for r in records]
-sys.stdout.write(f"calls {count}\n")
-sys.stdout.write("".join(f"{name} {code}\n" for name, code in said))
-sys.stdout.write(f"notes {' '.join(notes)}\nlines {' '.join(''.join(lines).split())}\n")
+def run() -> None:
+    with open_files() as files:
+        section = MarkdownSection(title="Task", template="Work.", tools=TOOLS)
+        prompt = Prompt(PromptTemplate(sections=[section], resources={Filesystem: files}))
+        if WHAT == "run":
+            saved = SavedSession.create(WHERE / "run.jsonl", Session())
+        else:
+            saved = SavedSession.open(WHERE / "run.jsonl", types=[Note])
+            assert saved.recover(files) == ()
+        with prompt.resources, saved:
+            ScriptedAdapter([turn] * 5).evaluate(prompt, saved.session, resume=WHAT == "resume")
+            begin()
+            records = saved.session[ToolInvoked].all()
+        notes = [each.name for each in saved.session[Note].all()]
+        found = [f"{each}.txt" for each in ("notes", "left", "right")]
+        lines = [files.read(each) for each in found if files.exists(each)]
+    said = [(r.tool_name, r.result.failure.code if r.result.failure else "ok") for r in records]
+    sys.stdout.write(f"calls {count}\n")
+    sys.stdout.write("".join(f"{name} {code}\n" for name, code in said))
+    sys.stdout.write(f"notes {' '.join(notes)}\nlines {' '.join(''.join(lines).split())}\n")
+
+
+def in_fork(what: Callable[[], None]) -> dict[str, object]:
+    """Do something in a fork; returns how that ended, and what it said."""
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as warned:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                os.dup2(said.fileno(), 1)
+                os.dup2(warned.fileno(), 2)
+                what()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        texts = [os.pread(each.fileno(), 1 << 20, 0).decode() for each in (said, warned)]
+    return {"returncode": code, "stdout": texts[0], "stderr": texts[1]}
+
+
+def run_and_list_modules() -> None:
+    run()
+    sys.stdout.write("\n" + " ".join(sys.modules))
+
+
+with tempfile.TemporaryDirectory() as folder:
+    WHERE, WHAT, PLACE = Path(folder), "run", "branch"
+    (WHERE / "work").mkdir()
+    for name in str(in_fork(run_and_list_modules)["stdout"]).rpartition("\n")[2].split():
+        importlib.import_module(name)
+for each in TOOLS:
+    each.definition()
+
+for line in sys.stdin:
+    where, WHAT, PLACE, AT, HOW = json.loads(line)
+    WHERE = Path(where)
+    sys.stdout.write(json.dumps(in_fork(run)) + "\n")
+    sys.stdout.flush()

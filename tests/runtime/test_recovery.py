@@ -42,30 +42,58 @@ OFTEN = 300
 KILLS = 1000 if os.environ.get("WINK_THOROUGH") else 60 if os.environ.get("WINK_HEAVY") else 3
 
 
+def some_of(places: range, every: int) -> range:
+    """Some of them, others each time; all of them in a thorough test."""
+    if os.environ.get("WINK_THOROUGH"):
+        return places
+    return places[random.SystemRandom().randrange(every) :: every]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Worker:
+    """The program that makes runs, and a service that counts what they do there."""
+
+    def __init__(self, url: str, program: subprocess.Popen[str]) -> None:
+        self.url = url
+        self._program = program
+
+    def run(self, where: Path, what: str, place: str, at: int = 0, how: str = "kill") -> Ended:
+        asked, answers = self._program.stdin, self._program.stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(json.dumps([str(where), what, place, at, how]) + "\n")
+        asked.flush()
+        return Ended(**json.loads(answers.readline()))
+
+    def effects(self) -> dict[str, int]:
+        """How often each call has taken effect."""
+        with urlopen(f"{self.url}/all") as response:
+            return json.load(response)["most"]
+
+
 @pytest.fixture(scope="module")
-def service() -> Iterator[str]:
+def worker() -> Iterator[Worker]:
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
-    process.start()
-    yield f"http://127.0.0.1:{here.recv()}"
-    process.kill()
-    process.join()
+    service = multiprocessing.get_context("spawn").Process(target=serve, args=(there,))
+    service.start()
+    url = f"http://127.0.0.1:{here.recv()}"
+    command = [sys.executable, str(CHILD), url]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as program:
+        yield Worker(url, program)
+    service.kill()
+    service.join()
 
 
-def run(
-    where: Path, url: str, what: str, place: str, at: int = 0, how: str = "kill"
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(CHILD), str(where), url, what, place, str(at), how]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def effects(url: str) -> dict[str, int]:
-    """How often each call has taken effect."""
-    with urlopen(f"{url}/all") as response:
-        return json.load(response)["most"]
-
-
-def check(done: subprocess.CompletedProcess[str], before: dict[str, int], url: str) -> list[str]:
+def check(done: Ended, before: dict[str, int], worker: Worker) -> list[str]:
     """Check that each call of a finished run has happened completely or not at all.
 
     Returns the names of the calls that failed.
@@ -81,28 +109,28 @@ def check(done: subprocess.CompletedProcess[str], before: dict[str, int], url: s
     in_files = [each for each in noted if each != "post"]
     in_files += [each for each in ("left", "right") if each in succeeded]
     assert lines == ["lines", *in_files], (done.stdout, done.stderr)
-    new = {key: n for key, n in effects(url).items() if key not in before}
+    new = {key: n for key, n in worker.effects().items() if key not in before}
     assert all(n == 1 for n in new.values()), "the service was reached twice"
     reached = [each for each in succeeded if each in ("post", "both", "again", "asked")]
     assert len(new) >= len(reached), "a call that succeeded has not taken effect"
     return [name for name, code in codes if code != "ok"]
 
 
-def survive(where: Path, url: str, place: str, kills: list[tuple[int, str]]) -> None:
+def survive(where: Path, worker: Worker, place: str, kills: list[tuple[int, str]]) -> None:
     """Run with some kills one after the other, then check the outcome."""
     (where / "work").mkdir(parents=True)
-    before, what = effects(url), "run"
+    before, what = worker.effects(), "run"
     done = None
     unknown: set[str] = set()
     for at, how in kills:
-        done = run(where, url, what, place, at, how)
+        done = worker.run(where, what, place, at, how)
         if done.returncode != -signal.SIGKILL:
             break
         what = "resume"
     if done is None or done.returncode == -signal.SIGKILL:
-        done = run(where, url, what, place)
+        done = worker.run(where, what, place)
     # What reached outside and cannot be asked or repeated is not known after a kill; all else is.
-    unknown = set(check(done, before, url))
+    unknown = set(check(done, before, worker))
     assert unknown <= {"post", "both"}, done.stdout
     assert len(unknown) <= len(kills)
 
@@ -110,18 +138,19 @@ def survive(where: Path, url: str, place: str, kills: list[tuple[int, str]]) -> 
 @pytest.mark.heavy
 @pytest.mark.parametrize("place", PLACES)
 def test_a_kill_at_any_system_call_leaves_all_of_a_call_or_nothing(
-    tmp_path: Path, service: str, place: str
+    tmp_path: Path, worker: Worker, place: str
 ):
     (tmp_path / "whole/work").mkdir(parents=True)
-    count = int(run(tmp_path / "whole", service, "run", place).stdout.split()[1])
+    count = int(worker.run(tmp_path / "whole", "run", place).stdout.split()[1])
     assert 100 < count < OFTEN
-    for at in range(1, count + 1, 1 if os.environ.get("WINK_THOROUGH") else 4):
-        survive(tmp_path / f"{at}", service, place, [(at, "torn" if at % 8 == 1 else "kill")])
+    for at in some_of(range(1, count + 1), 4):
+        how = "torn" if at % 2 else "kill"
+        survive(tmp_path / f"{at}", worker, place, [(at, how)])
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_kills_at_random_system_calls_lose_nothing_and_repeat_nothing(
-    service: str, place: str, record_property
+    worker: Worker, place: str, record_property
 ):
     """Also several in one run, and in the middle of what is redone."""
     seed = int(os.environ.get("WINK_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -134,7 +163,7 @@ def test_kills_at_random_system_calls_lose_nothing_and_repeat_nothing(
         kills, runs = kills + len(planned), runs + 1
         with tempfile.TemporaryDirectory() as folder:
             try:
-                survive(Path(folder), service, place, planned)
+                survive(Path(folder), worker, place, planned)
             except AssertionError as error:
                 raise AssertionError(f"WINK_SEED={seed}, {planned}: {error}") from error
     record_property("kills", kills)
@@ -144,16 +173,16 @@ def test_kills_at_random_system_calls_lose_nothing_and_repeat_nothing(
 @pytest.mark.parametrize("how", ["full", "fails"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_disk_that_is_full_or_fails_at_the_commit_undoes_the_call(
-    tmp_path: Path, service: str, place: str, how: str
+    tmp_path: Path, worker: Worker, place: str, how: str
 ):
-    for at in range(1, 180, 2 if os.environ.get("WINK_THOROUGH") else 11):
+    for at in some_of(range(1, 180), 16):
         where = tmp_path / f"{at}"
         (where / "work").mkdir(parents=True)
-        before = effects(service)
-        done = run(where, service, "run", place, at, how)
+        before = worker.effects()
+        done = worker.run(where, "run", place, at, how)
         # The calls on record are complete, and nothing else is there.
-        check(done, before, service)
-        check(run(where, service, "resume", place), before, service)
+        check(done, before, worker)
+        check(worker.run(where, "resume", place), before, worker)
 
 
 # In one process: the file of a session as a kill between the commit and the save leaves it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -30,9 +30,26 @@ from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import Store
 from weakincentives.filesystem.tree import Held, Tree, without_privileges
 
-# Below every inode number on disk, so that no staged file is mistaken for one there. They begin
-# anywhere: a branch has numbers of other processes, too.
-numbers = itertools.count(-int.from_bytes(os.urandom(6)) - 1, -1)
+
+class _Numbers(Iterator[int]):
+    """Below every inode number on disk, so that no staged file is mistaken for one there.
+
+    They begin anywhere, also in a forked child: a branch has numbers of other processes, too.
+    """
+
+    def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._next = itertools.count(-int.from_bytes(os.urandom(6)) - 1, -1).__next__
+
+    def __next__(self) -> int:
+        return self._next()
+
+
+numbers = _Numbers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=numbers.begin_anew)
 
 IN_MEMORY = 64 << 10
 """Larger contents get a file of their own until the view is merged."""
