@@ -43,7 +43,8 @@ CHILD = Path(__file__).with_name("torture_child.py")
 KILLS = int(float(os.environ.get("WINK_TORTURE") or 0)) or 20
 SEED = int(os.environ.get("WINK_SEED") or 0) or random.randrange(1, 10**6)
 LEASE = 1.5
-IN_FLIGHT = 10
+WORKERS = 5
+IN_FLIGHT = 12
 SETTLES = 180.0
 """Seconds after the last kill within which every run must end."""
 
@@ -194,13 +195,20 @@ class Work:
         turns = self.turns[run.id]
         store = SqlStore(self.runs.database)
         with SavedSession.open(run.id, store=store, wait=20, types=[Done, Where]) as saved:
-            records = [e for e in saved.session[ToolInvoked].all() if e.tool_name != "merge"]
+            records = [e for e in saved.session[ToolInvoked].all() if _is_of_script(e)]
             done = [each.key for each in saved.session[Done].all()]
             messages = [each.role for each in saved.session[Message].all()]
             attached = saved.attached
         ends = {e.call_id: e.result.failure.code if e.result.failure else "" for e in records}
         if len(ends) != len(records):
-            yield f"{len(records)} records of {len(ends)} calls"
+            twice = Counter(each.call_id for each in records)
+            yield "more than one record: " + str(
+                [
+                    (e.call_id, e.tool_name, str(e.result)[:300])
+                    for e in records
+                    if twice[e.call_id] > 1
+                ]
+            )
         if messages.count("model") != len(turns) + 1:
             yield f"{messages.count('model')} turns, not {len(turns) + 1}"
         want = expected(turns, ends, counts, most)
@@ -225,6 +233,12 @@ class Work:
             return {path: b.read(path) for path in b.glob("**/*") if b.stat(path).kind == "file"}
 
 
+def _is_of_script(event: ToolInvoked) -> bool:
+    """Whether an event records a call of the script that was made: not one that waits."""
+    failure = event.result.failure
+    return event.tool_name != "merge" and (failure is None or failure.code != "SUSPENDED")
+
+
 def _tree(root: Path) -> dict[str, str]:
     files = (each for each in root.rglob("*") if each.is_file())
     return {str(each.relative_to(root)): each.read_text() for each in files}
@@ -240,7 +254,7 @@ class Torture:
 
     def run(self, kills: int, runs: int) -> None:
         machinery, work = self.machinery, self.work
-        for _ in range(3):
+        for _ in range(WORKERS):
             machinery.start()
         began = time.monotonic()
         while machinery.seen["kills"] < kills or len(work.turns) < runs:
@@ -274,13 +288,12 @@ class Torture:
         elif what < 0.12:
             machinery.seen["workers taken for dead"] += 1
             machinery.runs.leave(name)
-        elif what < 0.14:
-            for each in list(machinery.alive):
+        else:
+            others = [each for each in machinery.alive if each != name]
+            more = choice.choice([0, 0, 0, 1, 1, 2, len(others) if what < 0.2 else 0])
+            for each in [name, *choice.sample(others, more)]:
                 machinery.kill(each)
                 machinery.start()
-        else:
-            machinery.kill(name)
-            machinery.start()
 
     def _settle(self) -> None:
         until = time.monotonic() + SETTLES

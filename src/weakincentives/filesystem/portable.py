@@ -33,13 +33,13 @@ from weakincentives.filesystem.branches import (
     decoded_commit,
     file_time,
     last_serial,
+    make_store,
     new_branch,
     next_layer,
     recover_killed,
     step_is_possible,
 )
 from weakincentives.filesystem.checkout import check_out, clean_commit
-from weakincentives.filesystem.disk import HostFilesystem
 from weakincentives.filesystem.entry import (
     Entry,
     apply_entry,
@@ -162,7 +162,7 @@ def store_tree(
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root) if store is None else Path(os.path.realpath(store))
-    note = _note_of(root, main)
+    note = make_store(root, main)
     scan = _Scan(root, main, note, objects, IgnoredFiles(root) if gitignore else None)
     try:
         if not scan.known:
@@ -179,15 +179,6 @@ def store_tree(
     finally:
         scan.close()
     return Base(kind="tree", tree=key, serial=serial, moment=moment)
-
-
-def _note_of(root: Path, main: Path) -> Note:
-    note = Note.read(main)
-    if note is None:
-        HostFilesystem(root, store=main).close()
-        note = Note.read(main)
-    assert note is not None
-    return note
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +443,7 @@ def git_base(directory: str | os.PathLike[str], *, repository: str = "") -> Base
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root)
-    note = _note_of(root, main)
+    note = make_store(root, main)
     recover_killed(root, main)
     lock = DirectoryLock(main)
     try:
