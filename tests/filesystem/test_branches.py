@@ -779,14 +779,17 @@ def test_copied_hard_links_stay_linked_when_a_branch_is_opened_again(tmp_path: P
     assert shown == ["changed", "changed", "shared", "shared"]
 
 
-def test_a_store_whose_making_was_cut_short_gets_branches(tmp_path: Path) -> None:
-    root = tmp_path / "w"
+@pytest.mark.parametrize("cut", ["tx", "directory.lock", "open"])
+def test_a_branch_begins_on_a_store_that_a_kill_has_left_half_made(tmp_path: Path, cut: str):
+    root = tmp_path / "work"
     root.mkdir()
     HostFilesystem(root).close()
-    shutil.rmtree(tmp_path / ".w.wink" / "tx")
+    store = tmp_path / ".work.wink"
+    made = ["tx", "directory.lock", "open"]
+    for each in made[made.index(cut) :]:
+        path = store / each
+        path.rmdir() if path.is_dir() else path.unlink()
 
-    branch = Branch.create(root, "b")
-    branch.write("a", "text")
-    branch.close()
-
-    assert [each.name for each in branches_of(root)] == ["b"]
+    with Branch.create(root, "first") as branch:
+        branch.write("a.txt", "a")
+        assert branch.read("a.txt") == "a"

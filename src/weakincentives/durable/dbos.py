@@ -51,6 +51,9 @@ _APPLICATION = "wink"
 _VERSION = "1"
 """Of the steps: DBOS gives a workflow only to workers with the same one."""
 _NEEDED_SQLITE = (3, 42)
+_PATIENCE = 60.0
+"""Seconds for which a worker that starts waits for a database that cannot be reached."""
+_PAUSE = 0.5
 
 
 def default_machine() -> str:
@@ -118,23 +121,27 @@ class DbosEngine:
             "log_level": "WARNING",
             **self._engine_options(),
         }
-        with _reported():
-            DBOS(config=config)
-            quiet()
-            _register()
-            queues = [QUEUE, f"{QUEUE}@{worker.machine}"]
-            DBOS.listen_queues(queues)
-            DBOS.launch()
-            quiet()
-            self._is_launched = True
-            for queue in queues:
-                DBOS.register_queue(
-                    queue,
-                    worker_concurrency=worker.concurrency,
-                    partition_concurrency=1,
-                    polling_interval_sec=self.poll,
-                    on_conflict="always_update",
-                )
+        try:
+            with _reported():
+                DBOS(config=config)
+                quiet()
+                self._is_launched = True
+                _register()
+                queues = [QUEUE, f"{QUEUE}@{worker.machine}"]
+                DBOS.listen_queues(queues)
+                DBOS.launch()
+                quiet()
+                for queue in queues:
+                    DBOS.register_queue(
+                        queue,
+                        worker_concurrency=worker.concurrency,
+                        partition_concurrency=1,
+                        polling_interval_sec=self.poll,
+                        on_conflict="always_update",
+                    )
+        except BaseException:
+            self.close()
+            raise
 
     def pending(self, executor: str | None = None) -> list[tuple[str, str, str]]:
         """Return the workflows that were taken and have not ended: id, executor and queue."""
@@ -253,7 +260,7 @@ class Worker:
         beating = threading.Thread(target=self._beat, name="wink heartbeat", daemon=True)
         with _sigterm_calls(self.stop):
             try:
-                self.engine.launch(self)
+                self._launch()
                 beating.start()
                 pause = min(1.0, self.lease / 10)
                 while not self._stopping.wait(pause):
@@ -262,6 +269,18 @@ class Worker:
             finally:
                 self._stopping.set()
                 self._leave()
+
+    def _launch(self) -> None:
+        """Begin to take runs, once the database can be reached."""
+        began = SYSTEM_CLOCK.monotonic()
+        while True:
+            try:
+                return self.engine.launch(self)
+            except DatabaseUnavailable as error:
+                if self._stopping.is_set() or SYSTEM_CLOCK.monotonic() - began > _PATIENCE:
+                    raise
+                _logger.warning("the database cannot be reached: %s", error)
+                self._stopping.wait(_PAUSE)
 
     def stop(self) -> None:
         """Finish the step in progress of each run, hand the runs over, and let ``run`` return."""

@@ -37,7 +37,7 @@ from weakincentives.errors import (
 )
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
-from weakincentives.filesystem.branches import point_now
+from weakincentives.filesystem.branches import make_store, point_now
 from weakincentives.filesystem.portable import (
     Base,
     BranchUpload,
@@ -45,7 +45,7 @@ from weakincentives.filesystem.portable import (
     materialize,
     unpack_branch,
 )
-from weakincentives.filesystem.store import Note, location_of
+from weakincentives.filesystem.store import location_of
 from weakincentives.logs import get_logger
 from weakincentives.prompt.approval import Approval, ApprovalRequest
 from weakincentives.runtime import OutcomeLedger, SavedSession
@@ -409,8 +409,7 @@ def base_of_run(run: DurableRun) -> Mapping[str, Any]:
 def _point(root: Path) -> dict[str, int]:
     """Return where the history of a workspace is now."""
     main = location_of(root)
-    if Note.read(main) is None:
-        HostFilesystem(root, store=main).close()
+    make_store(root, main)
     serial, moment = point_now(root, main)
     return {"serial": serial, "moment": moment}
 

@@ -76,6 +76,8 @@ _SEALS = "branch"
 _NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
 _FOR_RECOVERY = 10.0
 """Seconds to wait for another process that does it."""
+_WHOLE = ("tx", "directory.lock", "open")
+"""What a store has beside its note, which is there first."""
 _KEPT = 1 << 20
 """Bytes; of a larger file the previous content is not kept, so that it cannot be text-merged."""
 _KEPT_BELOW = 1000
@@ -1095,7 +1097,7 @@ def new_branch(
     It begins with the workspace as it is now, or after the call ``at`` and at a moment after it.
     """
     main = location_of(root) if store is None else Path(os.path.realpath(store))
-    made_store(root, main)
+    make_store(root, main)
     name = name or _free_name(main)
     if not _NAME.fullmatch(name):
         raise FilesystemError(
@@ -1117,16 +1119,6 @@ def new_branch(
     )
 
 
-def made_store(root: Path, main: Path) -> Note:
-    """Return the note of a workspace's store, which is made if there is none."""
-    note = Note.read(main)
-    if note is None or not (main / "tx").is_dir():  # a kill may have cut its making short
-        HostFilesystem(root, store=main).close()
-        note = Note.read(main)
-    assert note is not None
-    return note
-
-
 def base_of(root: Path, info: BranchInfo) -> _Base:
     """Return the base of a branch."""
     main = info.path.parent.parent
@@ -1135,6 +1127,19 @@ def base_of(root: Path, info: BranchInfo) -> _Base:
     past, recover = Past(main, note.seals(JOURNAL)), partial(recover_killed, root, main)
     moment = info.moment or None
     return _Base(main, past, Disk(Tree(root)), info.base, recover=recover, moment=moment)
+
+
+def make_store(root: Path, main: Path) -> Note:
+    """Make the store of a workspace, unless it is there, and return the note in it.
+
+    One that a kill has left half made is completed; processes that do so at once wait.
+    """
+    note = Note.read(main)
+    if note is None or not all((main / each).exists() for each in _WHOLE):
+        HostFilesystem(root, store=main, shared=True, wait=_FOR_RECOVERY).close()
+        note = Note.read(main)
+    assert note is not None
+    return note
 
 
 def point_now(root: Path, main: Path) -> tuple[int, int]:

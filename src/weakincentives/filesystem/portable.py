@@ -33,7 +33,7 @@ from weakincentives.filesystem.branches import (
     decoded_commit,
     file_time,
     last_serial,
-    made_store,
+    make_store,
     new_branch,
     next_layer,
     recover_killed,
@@ -162,7 +162,7 @@ def store_tree(
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root) if store is None else Path(os.path.realpath(store))
-    note = made_store(root, main)
+    note = make_store(root, main)
     scan = _Scan(root, main, note, objects, IgnoredFiles(root) if gitignore else None)
     try:
         if not scan.known:
@@ -443,7 +443,7 @@ def git_base(directory: str | os.PathLike[str], *, repository: str = "") -> Base
     """
     root = Path(os.path.realpath(directory))
     main = location_of(root)
-    note = made_store(root, main)
+    note = make_store(root, main)
     recover_killed(root, main)
     lock = DirectoryLock(main)
     try:

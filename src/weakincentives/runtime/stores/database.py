@@ -101,6 +101,7 @@ class Database:
             if self._is_lost(connection, error):
                 with suppress(Exception):
                     connection.close()
+                self._drop_idle()
                 raise DatabaseUnavailable(f"{self.shown} cannot be used: {error}") from error
             self._give_back(connection)
             raise
@@ -169,6 +170,14 @@ class Database:
                 self._idle.append((os.getpid(), connection))
                 return
         connection.close()
+
+    def _drop_idle(self) -> None:
+        """Close idle connections: what ended one has ended the others, which nobody noticed.
+
+        Otherwise each of them would fail another transaction, and a lease might end meanwhile.
+        """
+        with self._lock:
+            _close_all(self._idle)
 
     def _is_lost(self, connection: Any, error: BaseException) -> bool:
         """Whether an error is one of the connection, or an interrupt has left it in the middle."""
