@@ -101,8 +101,16 @@ class World:
         return until(found)
 
 
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A directory, with SQLite."""
+    made = World(tmp_path, f"sqlite:///{tmp_path / 'runs.db'}")
+    yield made
+    made.database.close()
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.heavy)])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'runs.db'}"
     else:
@@ -113,48 +121,50 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     made.database.close()
 
 
-def test_a_submitted_run_is_performed_merged_and_shown_like_any_other(world: World) -> None:
-    run = world.submit()
-    with world.worker() as worker:
-        done = world.reaches(run, "done")
+def test_a_submitted_run_is_performed_merged_and_shown_like_any_other(either: World) -> None:
+    run = either.submit()
+    with either.worker() as worker:
+        done = either.reaches(run, "done")
         worker.send_signal(signal.SIGINT)
         out, _ = worker.communicate(timeout=120)
 
     assert worker.returncode == 130
     assert done.detail == "Done."
-    assert (world.project / "app.py").read_text() == "port = 8080\n"
-    assert (world.project / "b.txt").read_text() == "b\n"
+    assert (either.project / "app.py").read_text() == "port = 8080\n"
+    assert (either.project / "b.txt").read_text() == "b\n"
     assert f"{run.mark} running: change the port\n" in out
     assert f"{run.mark} done: Done.\n" in out
     assert "wink: stopped; its runs continue elsewhere" in out
     assert "topsecret" not in out
-    assert world.runs.workers() == []
-    (here,) = runs_of(world.project)
+    assert either.runs.workers() == []
+    (here,) = runs_of(either.project)
     assert here.id == run.id
-    assert "+port = 8080" in world.wink("diff").stdout
-    world.wink("undo")
-    assert (world.project / "app.py").read_text() == "port = 80\n"
-    assert branches_of(world.project) == ()
+    assert "+port = 8080" in either.wink("diff").stdout
+    either.wink("undo")
+    assert (either.project / "app.py").read_text() == "port = 80\n"
+    assert branches_of(either.project) == ()
 
 
-def test_an_approval_is_answered_while_no_worker_runs(world: World) -> None:
-    run = world.submit("--ask", "edit_file")
-    with world.worker():
-        waiting = world.reaches(run, "waiting")
+@pytest.mark.heavy
+def test_an_approval_is_answered_while_no_worker_runs(either: World) -> None:
+    run = either.submit("--ask", "edit_file")
+    with either.worker():
+        waiting = either.reaches(run, "waiting")
     assert waiting.detail == "edit_file"
-    assert (world.project / "app.py").read_text() == "port = 80\n"
+    assert (either.project / "app.py").read_text() == "port = 80\n"
 
-    asked = json.loads(world.wink("approve", "--json").stdout)
+    asked = json.loads(either.wink("approve", "--json").stdout)
     assert "+port = 8080" in asked["diff"]
-    assert "approved: edit_file" in world.wink("approve", run.mark, "--yes").stderr
-    with world.worker():
-        world.reaches(run, "done")
+    assert "approved: edit_file" in either.wink("approve", run.mark, "--yes").stderr
+    with either.worker():
+        either.reaches(run, "done")
 
-    assert (world.project / "app.py").read_text() == "port = 8080\n"
-    records = [each.record for each in runs_of(world.project)[-1].calls()]
+    assert (either.project / "app.py").read_text() == "port = 8080\n"
+    records = [each.record for each in runs_of(either.project)[-1].calls()]
     assert any(each and "approval: approved by" in str(each["notes"]) for each in records)
 
 
+@pytest.mark.heavy
 def test_the_model_reads_why_a_call_was_denied(world: World) -> None:
     run = world.submit("--ask", "edit_file")
     with world.worker():
@@ -169,38 +179,39 @@ def test_the_model_reads_why_a_call_was_denied(world: World) -> None:
 
 
 @pytest.mark.heavy
-def test_another_worker_continues_the_run_of_one_that_was_killed(world: World) -> None:
+def test_another_worker_continues_the_run_of_one_that_was_killed(either: World) -> None:
     """Before each call, and the calls that were made are not made again."""
-    run = world.submit("--ask", "reversible", "--no-merge")
+    run = either.submit("--ask", "reversible", "--no-merge")
     for answered in range(3):
-        with world.worker() as worker:
+        with either.worker() as worker:
             if answered < 2:
-                until(lambda: world.runs.pending(run.id))
+                until(lambda: either.runs.pending(run.id))
             os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-        for request in world.runs.pending(run.id):
-            world.runs.answer(request.id, approved=True, digest=request.digest)
-    with world.worker():
-        world.reaches(run, "done")
+        for request in either.runs.pending(run.id):
+            either.runs.answer(request.id, approved=True, digest=request.digest)
+    with either.worker():
+        either.reaches(run, "done")
 
-    assert world.committed(run) == ["edit_file", "write_file"]
-    assert (world.project / "app.py").read_text() == "port = 80\n"
-    assert "+port = 8080" in world.wink("branch", "diff", run.mark).stdout
-    world.wink("branch", "merge", run.mark)
-    assert (world.project / "app.py").read_text() == "port = 8080\n"
+    assert either.committed(run) == ["edit_file", "write_file"]
+    assert (either.project / "app.py").read_text() == "port = 80\n"
+    assert "+port = 8080" in either.wink("branch", "diff", run.mark).stdout
+    either.wink("branch", "merge", run.mark)
+    assert (either.project / "app.py").read_text() == "port = 8080\n"
 
 
 @pytest.mark.heavy
-def test_two_workers_share_the_runs(world: World) -> None:
-    runs = [world.submit("--no-merge") for _ in range(6)]
-    with world.worker("--jobs", "1"), world.worker("--jobs", "1"):
-        done = [world.reaches(run, "done") for run in runs]
+def test_two_workers_share_the_runs(either: World) -> None:
+    runs = [either.submit("--no-merge") for _ in range(6)]
+    with either.worker("--jobs", "1"), either.worker("--jobs", "1"):
+        done = [either.reaches(run, "done") for run in runs]
 
     assert {each.detail for each in done} == {"Done."}
-    assert all(world.committed(run) == ["edit_file", "write_file"] for run in runs)
-    assert {each.name for each in branches_of(world.project)} == {each.mark for each in runs}
+    assert all(either.committed(run) == ["edit_file", "write_file"] for run in runs)
+    assert {each.name for each in branches_of(either.project)} == {each.mark for each in runs}
 
 
+@pytest.mark.heavy
 def test_a_cancelled_run_is_not_merged(world: World) -> None:
     run = world.submit("--ask", "write_file")
     with world.worker():
@@ -214,6 +225,7 @@ def test_a_cancelled_run_is_not_merged(world: World) -> None:
     assert "is cancelled" not in (world.project / "app.py").read_text()
 
 
+@pytest.mark.heavy
 def test_a_run_waits_for_its_own_machine(world: World) -> None:
     run = world.submit()
     with world.worker(machine="there"):
@@ -225,30 +237,32 @@ def test_a_run_waits_for_its_own_machine(world: World) -> None:
     assert "no worker has begun it yet" in said
 
 
-def test_a_run_of_another_machine_is_fetched_and_merged(world: World, state: Path) -> None:
+@pytest.mark.heavy
+def test_a_run_of_another_machine_is_fetched_and_merged(either: World, state: Path) -> None:
     """It worked on a copy of the directory; its branch comes back."""
-    run = world.submit("--anywhere")
-    with world.worker(machine="there"):
-        world.reaches(run, "done")
-    assert (world.project / "app.py").read_text() == "port = 80\n"
+    run = either.submit("--anywhere")
+    with either.worker(machine="there"):
+        either.reaches(run, "done")
+    assert (either.project / "app.py").read_text() == "port = 80\n"
 
-    assert f"{run.mark}/2" in world.wink("log", run.mark).stdout
-    fetched = world.wink("fetch", run.mark)
-    assert fetched.stdout == f"{run.id}: 2 changes on the branch {run.mark} of {world.project}\n"
-    world.wink("fetch", run.mark)  # again: nothing was continued here
-    assert "+port = 8080" in world.wink("branch", "diff", run.mark).stdout
-    world.wink("branch", "merge", run.mark)
-    assert (world.project / "app.py").read_text() == "port = 8080\n"
+    assert f"{run.mark}/2" in either.wink("log", run.mark).stdout
+    fetched = either.wink("fetch", run.mark)
+    assert fetched.stdout == f"{run.id}: 2 changes on the branch {run.mark} of {either.project}\n"
+    either.wink("fetch", run.mark)  # again: nothing was continued here
+    assert "+port = 8080" in either.wink("branch", "diff", run.mark).stdout
+    either.wink("branch", "merge", run.mark)
+    assert (either.project / "app.py").read_text() == "port = 8080\n"
 
-    said = world.wink("fetch", run.mark, machine="third", code=2).stderr
+    said = either.wink("fetch", run.mark, machine="third", code=2).stderr
     assert "was submitted from" in said
     assert "--into DIR" in said
-    copy = world.folder / "copy"
-    world.wink("fetch", run.mark, "--into", str(copy), machine="third")
+    copy = either.folder / "copy"
+    either.wink("fetch", run.mark, "--into", str(copy), machine="third")
     assert (copy / "app.py").read_text() == "port = 80\n"
-    assert "+port = 8080" in world.wink("branch", "diff", run.mark, "-w", str(copy)).stdout
+    assert "+port = 8080" in either.wink("branch", "diff", run.mark, "-w", str(copy)).stdout
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_run_on_a_commit_of_a_repository(world: World) -> None:
     for arguments in (
@@ -270,6 +284,7 @@ def test_a_run_on_a_commit_of_a_repository(world: World) -> None:
     assert "+port = 8080" in world.wink("branch", "diff", run.mark).stdout
 
 
+@pytest.mark.heavy
 def test_a_run_that_cannot_be_performed_fails_with_a_reason(world: World) -> None:
     gone = world.submit()
     shutil.move(world.project, world.folder / "moved")
@@ -282,6 +297,7 @@ def test_a_run_that_cannot_be_performed_fails_with_a_reason(world: World) -> Non
     assert "cannot read the script" in world.wink("ps", "--all").stdout
 
 
+@pytest.mark.heavy
 def test_a_worker_loads_only_approved_code(world: World) -> None:
     """Whoever can write to the database names code in a run: it must be approved here."""
     (world.project / "rules.py").write_text("print('loaded')\nclass Rule:\n    name = 'r'\n")
@@ -296,6 +312,7 @@ def test_a_worker_loads_only_approved_code(world: World) -> None:
     assert "changed\n" not in out
 
 
+@pytest.mark.heavy
 def test_waiting_for_a_run_tells_how_it_ended(world: World) -> None:
     with world.worker("--json") as worker:
         flags = ("-m", f"scripted:{world.script}", "--wait", "--no-merge")
@@ -311,6 +328,7 @@ def test_waiting_for_a_run_tells_how_it_ended(world: World) -> None:
     assert [each["status"] for each in events] == ["running", "done", "running", "waiting"]
 
 
+@pytest.mark.heavy
 def test_commands_and_tools_never_see_the_url(world: World) -> None:
     """Neither in a run nor in what a worker starts."""
     run = world.submit("--no-merge")
