@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -40,7 +40,14 @@ class Redo:
     lines: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        return asdict(self)
+        return {  # written out: ``asdict`` copies everything, for each call
+            "session": self.session,
+            "file": self.file,
+            "at": self.at,
+            "end": self.end,
+            "call_id": self.call_id,
+            "lines": self.lines,
+        }
 
     @classmethod
     def decode(cls, values: Mapping[str, Any]) -> Redo:

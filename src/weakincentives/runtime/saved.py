@@ -367,7 +367,7 @@ class SavedSession:
         at = log.size + sealed_size(self._pending)
         redo = Redo(
             session=self.file_id,
-            file=str(log.path.absolute()),
+            file=log.full_path,
             at=at,
             end=at + sealed_size(lines),
             call_id=call_id,

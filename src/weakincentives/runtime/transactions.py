@@ -469,7 +469,7 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Commit everything and add the record, in one step for all others."""
         self._seal()
-        saver = self.saver
+        saver = None if self.base.saver is None else self.saver
         if saver is not None:
             from weakincentives.runtime.recovery import commit_saved
 

@@ -167,6 +167,7 @@ class OpenFileLog(FileLog):
 
     def __init__(self, path: Path, fd: int) -> None:
         super().__init__(path)
+        self.full_path = str(path.absolute())
         self._fd = fd
         self._size = self.begin
         """The length of the complete lines."""
