@@ -47,7 +47,7 @@ def work(url: str, folder: Path, wanted: dict[str, Any]) -> None:
     if wanted["skew"]:
         set_clock_wrong(wanted["skew"])
     Worker(
-        DbosEngine(url, poll=0.1),
+        DbosEngine(url, poll=0.3),
         Runs(Database(url)),
         prepare,
         objects=LocalObjects(folder / "objects"),
