@@ -54,7 +54,7 @@ def work(url: str, folder: Path, wanted: dict[str, Any]) -> None:
         cache=folder / f"cache-{wanted.get('machine', name)}",
         name=name,
         machine="here",
-        concurrency=wanted.get("concurrency", 4),
+        concurrency=3,
         lease=wanted["lease"],
         opening=lambda run: Opening(types=[Done, Where]),
     ).run()
