@@ -15,7 +15,9 @@ from weakincentives.durable.host import Elsewhere, Hosting, RunHost
 from weakincentives.durable.objects import LocalObjects
 from weakincentives.durable.performer import Prepared
 from weakincentives.durable.runs import DurableRun, Runs
-from weakincentives.durable.steps import LocalJournal, drive, drive_whole
+from weakincentives.durable.steps import Finish, LocalJournal, drive, drive_whole
+from weakincentives.errors import LeaseLost
+from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Filesystem, HostFilesystem, branches_of
 from weakincentives.filesystem.portable import store_tree
 from weakincentives.runtime import SavedSession, Session
@@ -304,3 +306,57 @@ def test_a_run_that_has_ended_is_not_performed_again(world: World):
     assert world.drive(run) == "done"
     assert world.lines == ["one", "two", "three"]
     assert json.loads(json.dumps(world.runs.find(run.id).detail)) == "Done."
+
+
+class _Dies(Exception):
+    """Stands for a kill: nothing after it happens."""
+
+
+def _driven_until_the_merge(world: World, run: DurableRun, host: RunHost) -> None:
+    """Drive a run up to its last step, which merges."""
+
+    class UntilFinish(LocalJournal):
+        async def step(self, step: Any) -> Any:
+            if isinstance(step, Finish):
+                raise _Dies
+            return await super().step(step)
+
+    with pytest.raises(_Dies):
+        step_by_hand(drive, run.id, UntilFinish(host))
+
+
+def test_a_kill_between_the_merge_and_its_record_merges_nothing_twice(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    run = world.submit()
+    host = world.host(run)
+    _driven_until_the_merge(world, run, host)
+
+    def dies(saved: SavedSession) -> None:
+        raise LeaseLost("as after a kill")
+
+    with monkeypatch.context() as patched, pytest.raises(Elsewhere):
+        patched.setattr(SavedSession, "save", dies)
+        host.perform(Finish(run.id, "done"))
+    assert world.lines == ["one", "two", "three"], "it is merged, and nobody knows"
+
+    assert world.drive(run, name="there") == "done"
+    assert world.lines == ["one", "two", "three"]
+    merges = [e for e in world.session(run)[ToolInvoked].all() if e.tool_name == "merge"]
+    assert all(each.success for each in merges)
+    models = [m for m in world.session(run)[Message].all() if m.role == "model"]
+    assert len(models) == len(TURNS) + 1, "the model was not told of a conflict"
+
+
+def test_a_process_that_was_paused_before_its_merge_merges_nothing(world: World):
+    run = world.submit()
+    paused = world.host(run)
+    _driven_until_the_merge(world, run, paused)
+    with world.database.transaction() as transaction:
+        transaction.execute("UPDATE wink_sessions SET expires = 0")
+
+    assert world.drive(run, name="there", wait=5.0) == "done"
+    (world.project / "lines.txt").unlink()  # what somebody does later stays so
+    with pytest.raises(Elsewhere):
+        paused.perform(Finish(run.id, "done"))
+    assert world.lines == []

@@ -42,8 +42,8 @@ pytestmark = pytest.mark.heavy
 CHILD = Path(__file__).with_name("torture_child.py")
 KILLS = int(float(os.environ.get("WINK_TORTURE") or 0)) or 20
 SEED = int(os.environ.get("WINK_SEED") or 0) or random.randrange(1, 10**6)
-LEASE = 1.5
-WORKERS = 5
+LEASE = 3.0
+WORKERS = 4
 IN_FLIGHT = 12
 SETTLES = 180.0
 """Seconds after the last kill within which every run must end."""
@@ -58,6 +58,7 @@ class Machinery:
         self.runs = Runs(Database(url))
         self.alive: dict[str, int] = {}
         self.paused: dict[str, float] = {}
+        self.skews: dict[str, float] = {}
         self.seen: Counter[str] = Counter()
         self._started = 0
         self._forker = subprocess.Popen(
@@ -67,13 +68,15 @@ class Machinery:
             text=True,
         )
 
-    def start(self) -> str:
+    def start(self, skew: float | None = None, lease: float = LEASE) -> str:
         self._started += 1
         name = f"w{self._started}"
-        skew = self.choice.choice([0, 0, 3600, -3600])
+        if skew is None:
+            skew = self.choice.choice([0, 0, 3600, -3600])
         machine = f"m{self._started % 3}"  # a worker that is started anew finds its old copies
-        self._say({"name": name, "lease": LEASE, "skew": skew, "machine": machine})
+        self._say({"name": name, "lease": lease, "skew": skew, "machine": machine})
         assert self._forker.stdout is not None
+        self.skews[name] = skew
         self.alive[name] = int(self._forker.stdout.readline())
         return name
 
@@ -254,9 +257,10 @@ class Torture:
 
     def run(self, kills: int, runs: int) -> None:
         machinery, work = self.machinery, self.work
+        SqlStore(machinery.runs.database)
         for _ in range(WORKERS):
             machinery.start()
-        began = time.monotonic()
+        began, reported = time.monotonic(), 0
         while machinery.seen["kills"] < kills or len(work.turns) < runs:
             work.look()
             while len(work.open) < IN_FLIGHT:
@@ -264,18 +268,32 @@ class Torture:
             work.answer()
             machinery.wake()
             machinery.replace_ended()
-            time.sleep(self.choice.uniform(0.05, 0.9))
+            self._wait()
             self._strike()
-            if machinery.seen["kills"] % 50 == 0:
+            if machinery.seen["kills"] // 50 > reported:
+                reported = machinery.seen["kills"] // 50
                 self._report(began)
         machinery.wake(all_of_them=True)
-        self._settle()
+        self.settle()
         self._report(began)
+
+    def _wait(self) -> None:
+        """Wait until some more was done, however slow this machine is, and then for an instant."""
+        wanted = self._saves() + self.choice.randrange(8)
+        until = time.monotonic() + 5.0
+        while self._saves() < wanted and time.monotonic() < until:
+            time.sleep(0.03)
+        time.sleep(self.choice.uniform(0.0, 0.1))
+
+    def _saves(self) -> int:
+        database = self.machinery.runs.database
+        (row,) = database.repeat(lambda t: t.execute("SELECT sum(last) FROM wink_sessions"))
+        return int(row[0] or 0)
 
     def _strike(self) -> None:
         machinery, choice = self.machinery, self.choice
         what, name = choice.random(), choice.choice(list(machinery.alive))
-        if choice.random() < 0.7:  # most are to hit; starting one takes longer than to wait for it
+        if choice.random() < 0.8:  # most are to hit; the others find one that starts, or waits
             name = choice.choice(machinery.working() or [name])
         if what < 0.04 and not machinery.paused:
             machinery.pause(name)
@@ -295,7 +313,7 @@ class Torture:
                 machinery.kill(each)
                 machinery.start()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         until = time.monotonic() + SETTLES
         while True:
             self.work.look()
@@ -339,4 +357,30 @@ def test_torture_of_workers_leaves_every_run_exact(postgres: Postgres, tmp_path:
         torture.run(KILLS, max(10, KILLS // 8))
 
         problems = torture.work.problems()
+    assert not problems, f"WINK_SEED={SEED} in {tmp_path}:\n" + "\n".join(problems)
+
+
+def test_workers_whose_clocks_are_hours_wrong_neither_disturb_nor_abandon_each_other(
+    postgres: Postgres, tmp_path: Path
+):
+    with tortured(postgres, tmp_path, SEED) as torture:
+        machinery, work = torture.machinery, torture.work
+        fast, slow = (machinery.start(skew, lease=10.0) for skew in (3600, -3600))
+        for _ in range(6):
+            work.submit()
+        torture.settle()
+        logs = "".join(each.read_text() for each in (tmp_path / "logs").iterdir())
+        assert "taking over" not in logs, "both were alive"
+        for dead in (fast, slow):
+            machinery.start(-machinery.skews[dead], lease=10.0)
+            for _ in range(4):
+                work.submit()
+            until = time.monotonic() + SETTLES
+            while dead not in machinery.working() and time.monotonic() < until and work.open:
+                work.look()
+                work.answer()
+            machinery.kill(dead)
+            torture.settle()
+
+        problems = work.problems()
     assert not problems, f"WINK_SEED={SEED} in {tmp_path}:\n" + "\n".join(problems)

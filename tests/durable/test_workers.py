@@ -14,12 +14,17 @@ from durable_world import Note
 from fleet import Fleet, counting_service, orders
 
 from postgres import Postgres
+from weakincentives.durable.host import Elsewhere
 from weakincentives.durable.runs import DurableRun
 from weakincentives.events import ToolInvoked
 from weakincentives.runtime import SavedSession
 from weakincentives.runtime.stores.sql import SqlStore
 
 pytest.importorskip("dbos")
+
+from dbos import DBOS
+from sqlalchemy.exc import OperationalError
+from worker_child import make_worker
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -79,6 +84,29 @@ def test_a_worker_performs_what_was_submitted(fleet: Fleet, service: str):
     assert set(orders(service).values()) == {1}
     fleet.kill(name, signal.SIGTERM)
     assert fleet.runs.workers() == []
+
+
+@pytest.mark.parametrize("error", [OperationalError("", None, OSError()), ValueError("odd")])
+def test_a_step_that_dbos_cannot_record_leaves_no_run_behind_that_nobody_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    url = f"sqlite:///{tmp_path / 'wink.db'}"
+    worker = make_worker(url, tmp_path, "w1")
+    (tmp_path / "project").mkdir()
+    run = worker.runs.submit("Work.", about={"workspace": str(tmp_path / "project"), "turns": []})
+
+    def cannot(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(DBOS, "run_step", cannot)
+    of_the_database = isinstance(error, OperationalError)
+    with pytest.raises(Elsewhere if of_the_database else ValueError):  # DBOS notes no Elsewhere
+        worker.perform(run.id, 1, False)
+    found = worker.runs.find(run.id)
+    assert (found.status, found.detail) == (
+        ("queued", "") if of_the_database else ("failed", "ValueError: odd")
+    )
+    worker.runs.database.close()
 
 
 pytestmark = pytest.mark.heavy

@@ -47,14 +47,14 @@ def work(url: str, folder: Path, wanted: dict[str, Any]) -> None:
     if wanted["skew"]:
         set_clock_wrong(wanted["skew"])
     Worker(
-        DbosEngine(url, poll=0.1),
+        DbosEngine(url, poll=0.3),
         Runs(Database(url)),
         prepare,
         objects=LocalObjects(folder / "objects"),
         cache=folder / f"cache-{wanted.get('machine', name)}",
         name=name,
         machine="here",
-        concurrency=wanted.get("concurrency", 4),
+        concurrency=3,
         lease=wanted["lease"],
         opening=lambda run: Opening(types=[Done, Where]),
     ).run()

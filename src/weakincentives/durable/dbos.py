@@ -14,6 +14,7 @@ import signal
 import socket
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from weakincentives.call import new_id
 from weakincentives.clock import SYSTEM_CLOCK
-from weakincentives.durable.host import Hosting, Opening, Prepare, RunHost
+from weakincentives.durable.host import Elsewhere, Hosting, Opening, Prepare, RunHost
 from weakincentives.durable.runs import DurableRun, Runs
 from weakincentives.durable.steps import (
     Step,
@@ -237,7 +238,8 @@ class Worker:
         self.lease = lease
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._active: set[str] = set()
+        self._active: Counter[str] = Counter()
+        """How often each workflow is executed here: again, if it was taken for lost."""
         self._idle = threading.Condition(self._lock)
         self._orphans: dict[str, float] = {}
         """Workflows that DBOS says we have and we do not, since when."""
@@ -290,14 +292,24 @@ class Worker:
         """Perform one workflow, in a thread of the engine; returns how it ended."""
         workflow = f"{run_id}/{sitting}"
         with self._lock:
-            self._active.add(workflow)
+            self._active[workflow] += 1
         host = RunHost(run_id, sitting, self.hosting)
         try:
             return step_by_hand(drive_whole if whole else drive, run_id, _DbosJournal(host))
+        except Exception as error:
+            # DBOS will note that the workflow has failed, so nobody will go on with it.
+            if _is_of_the_database(error):
+                raise Elsewhere(str(error)) from error
+            _logger.exception("run %s cannot be driven", run_id)
+            host.close()
+            self.runs.end(run_id, sitting, "failed", f"{type(error).__name__}: {error}")
+            raise
         finally:
             host.close()
             with self._lock:
-                self._active.discard(workflow)
+                self._active[workflow] -= 1
+                if not self._active[workflow]:
+                    del self._active[workflow]
                 self._idle.notify_all()
 
     def enqueue_missing(self) -> None:
@@ -411,11 +423,15 @@ def _reported() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        from sqlalchemy.exc import DBAPIError
-
-        if isinstance(error, DBAPIError):
+        if _is_of_the_database(error):
             raise DatabaseUnavailable(f"DBOS cannot use the database: {error}") from error
         raise
+
+
+def _is_of_the_database(error: Exception) -> bool:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return isinstance(error, SQLAlchemyError | DatabaseUnavailable)
 
 
 def _quiet_logs() -> Callable[[], None]:

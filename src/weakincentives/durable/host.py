@@ -379,7 +379,9 @@ class RunHost:
         rules = self._hosting.opening(self._run).unprotected
         root = branch.root
         with HostFilesystem(root, unprotected=rules, shared=True, wait=_FOR_OTHERS) as files:
-            result = merge_branch(branch, files, session, mark=self._run.mark)
+            result = merge_branch(
+                branch, files, session, mark=self._run.mark, check=self._saved.confirm
+            )
         self._saved.save()
         if result.success:
             return ""

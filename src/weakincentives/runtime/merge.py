@@ -7,7 +7,7 @@ tells the model what it has to do again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from weakincentives.call import ToolCall
@@ -42,6 +42,7 @@ def merge_branch(
     mark: str = "",
     prefer: Prefer | None = None,
     policies: Sequence[AnyPolicy] = (),
+    check: Callable[[], object] | None = None,
 ) -> ToolResult[None]:
     """Merge a branch into the workspace in one call; a conflict is a failed result.
 
@@ -53,11 +54,14 @@ def merge_branch(
         mark: Of the run: see ``SavedSession.mark``. The call's id begins with it.
         prefer: Whose version of a conflicting path to take.
         policies: Are told of the call.
+        check: Called when the workspace is ours and has not been changed; may raise.
     """
 
     def merge(params: MergeParams, *, context: ToolContext) -> ToolResult[None]:
         workspace = context.filesystem
         assert isinstance(workspace, HostFilesystem)
+        if check is not None:
+            check()
         paths = branch.merge_into(workspace, strict=prefer is None, prefer=prefer)
         count = f"{len(paths)} path{'' if len(paths) == 1 else 's'}"
         return ToolResult.ok(None, f"Merged {count} into the workspace")

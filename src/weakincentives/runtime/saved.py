@@ -296,6 +296,14 @@ class SavedSession:
         """The fencing token of the lease: greater each time it is opened. 0 for a file."""
         return self._log.token
 
+    def confirm(self) -> None:
+        """Make sure that the lease is still ours, before something that no token protects.
+
+        Raises:
+            LeaseLost: Another process has opened the session.
+        """
+        self._log.confirm()
+
     @property
     def ledger(self) -> OutcomeLedger | None:
         """The ledger in the same store, under the same lease; None for a file."""

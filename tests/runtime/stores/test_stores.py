@@ -650,6 +650,27 @@ def test_dropped_connections_are_replaced(postgres: Postgres):
 
 
 @pytest.mark.heavy
+def test_connections_that_were_lost_together_fail_one_transaction(postgres: Postgres):
+    url = postgres.new_database()
+    database, other = Database(url), Database(url)
+    with contextlib.ExitStack() as several:
+        for _ in range(5):
+            several.enter_context(database.transaction()).execute("SELECT 1")
+    with other.transaction() as transaction:
+        transaction.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+
+    with pytest.raises(DatabaseUnavailable), database.transaction() as transaction:
+        transaction.execute("SELECT 1")
+    with database.transaction() as transaction:
+        assert transaction.execute("SELECT 1") == [(1,)]
+    database.close()
+    other.close()
+
+
+@pytest.mark.heavy
 def test_a_database_that_restarts_is_waited_for():
     with started_postgres() as server, Place(server.new_database()) as place:
         with place.create() as saved:

@@ -239,6 +239,9 @@ class OpenFileLog(FileLog):
         """None: the ledger belongs to the workspace, not to one of its sessions."""
         return None
 
+    def confirm(self) -> None:
+        """Nothing to do: the lock on the file is ours until it is closed."""
+
     def close(self) -> None:
         locks.close(self._fd)
 

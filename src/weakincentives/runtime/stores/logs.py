@@ -136,6 +136,10 @@ class LeasedLog(SessionLog, Protocol):
         """Return the ledger of the session's calls that reach outside; None if it has none here."""
         ...
 
+    def confirm(self) -> None:
+        """Raise LeaseLost if the lease is not ours any more; else it is renewed."""
+        ...
+
     def close(self) -> None:
         """Release the lease."""
         ...

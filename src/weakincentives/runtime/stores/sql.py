@@ -330,6 +330,11 @@ class OpenSqlLog(SqlLog):
     def ledger(self) -> OutcomeLedger:
         return self._ledger
 
+    def confirm(self) -> None:
+        """Renew the lease, or raise LeaseLost."""
+        if not self._store.do(self._renewed):
+            raise LeaseLost(f"{self.shown} was taken over by another process, or deleted")
+
     def close(self) -> None:
         self._closed.set()
         with suppress(DatabaseUnavailable):  # then it expires
@@ -376,18 +381,21 @@ class OpenSqlLog(SqlLog):
             self.token,
         )
 
+    def _renewed(self, transaction: Transaction) -> int:
+        return transaction.changed(
+            f"UPDATE wink_sessions SET expires = {transaction.now} + ?"
+            " WHERE name = ? AND token = ? AND expires > 0",
+            self._store.lease,
+            self.name,
+            self.token,
+        )
+
     def _renew(self) -> None:
         """Renew the lease until the log is closed, or the lease is lost."""
         while not self._closed.wait(self._store.lease / 3):
             try:
                 with self._store.database.transaction() as transaction:
-                    is_ours = transaction.changed(
-                        f"UPDATE wink_sessions SET expires = {transaction.now} + ?"
-                        " WHERE name = ? AND token = ? AND expires > 0",
-                        self._store.lease,
-                        self.name,
-                        self.token,
-                    )
+                    is_ours = self._renewed(transaction)
             except DatabaseUnavailable as error:
                 _logger.warning("the lease of %s was not renewed: %s", self.shown, error)
                 continue
