@@ -39,6 +39,7 @@ PUBLIC = [
     "weakincentives.dbc",
     "weakincentives.deadlines",
     "weakincentives.debugger",
+    "weakincentives.durable",
     "weakincentives.errors",
     "weakincentives.filesystem",
     "weakincentives.integrations",

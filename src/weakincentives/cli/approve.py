@@ -41,7 +41,7 @@ _EXAMPLES = examples(
     'wink approve k3f --deny "not on main"  # the model is told why',
     "wink approve --json                   # what waits for an answer",
     "wink approve k3f --database postgresql://wink@db/wink   # a run of `wink submit`",
-    more='In the documentation: "The commands" and "Runs that survive processes and machines".',
+    more='In the documentation: "The commands", "Approvals, days later".',
 )
 _WIDTH = 100
 """Columns of a request where there is no terminal."""

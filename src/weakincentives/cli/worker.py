@@ -70,21 +70,21 @@ _SUBMIT_EXAMPLES = examples(
     'wink submit "try the new parser" --no-merge        # the changes stay on a branch',
     'wink submit "port it" --anywhere                   # any machine may work on a copy',
     'echo "tidy up" | wink submit - --database postgresql://wink@db/wink',
-    more=f"A worker performs it: see `wink worker --help`. {_PAGE}",
+    more=f"A worker performs it: see `wink worker --help`.\n\n{_PAGE}",
 )
 _WORKER_EXAMPLES = examples(
     "wink worker                                             # for the runs of this user",
     "wink worker --jobs 4 --database postgresql://wink@db/wink",
     "wink worker --objects s3://bucket/wink                  # runs of any machine, too",
     more="Any number of workers can run, on any number of machines. Ctrl-C stops one: its runs "
-    f"continue elsewhere. {_PAGE}",
+    f"continue elsewhere.\n\n{_PAGE}",
 )
 _PS_EXAMPLES = examples(
     "wink ps                       # what is queued, running, or waits for you",
     "wink ps --all --json",
     more=_PAGE,
 )
-_CANCEL_EXAMPLES = examples("wink cancel k3f", more=f"Its changes are not merged. {_PAGE}")
+_CANCEL_EXAMPLES = examples("wink cancel k3f", more=f"Its changes are not merged.\n\n{_PAGE}")
 
 LOOK = 0.5
 """Seconds between two looks at a run that is waited for."""
