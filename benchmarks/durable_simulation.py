@@ -5,9 +5,9 @@
 The workers are simulated, the database is not. Each of them issues what a real one does, through
 the same code: it polls DBOS's queues, takes a run, opens its session, checks and records every step
 with DBOS, appends to the session under its token, notes calls that reach outside, renews its
-leases, reports, and looks for dead workers. There is no model and there are no files: between two steps a
-run waits as long as ``--pace`` says, as it would for a model. Threads perform all of that in
-this process, behind a pool of connections, so that this program takes processor time that real
+leases, reports, and looks for dead workers. There is no model and there are no files: between two
+steps a run waits as long as ``--pace`` says, as it would for a model. Threads perform all of that
+in this process, behind a pool of connections, so that this program takes processor time that real
 workers would take elsewhere: look at the database's share, which is measured apart.
 
 It prints, for each number of workers: transactions per second, steps per second beside what was
@@ -25,6 +25,7 @@ import logging
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -167,8 +168,11 @@ class World:
         self.late: list[float] = []
         self.steps = 0
         self.errors: Counter[str] = Counter()
+        self._queues: dict[tuple[str, float], Queue] = {}
 
     def queue(self, name: str, poll: float, **limits: Any) -> Queue:
+        if (name, poll) in self._queues:
+            return self._queues[name, poll]
         self.system.upsert_queue(
             name=name,
             concurrency=None,
@@ -179,13 +183,14 @@ class World:
             update_existing=True,
             partition_concurrency=limits.get("partition_concurrency"),
         )
-        return Queue(
+        self._queues[name, poll] = made = Queue(
             name,
             polling_interval_sec=poll,
             database_backed_queue=True,
             token=_INTERNAL_QUEUE_CONSTRUCTION,
             **limits,
         )
+        return made
 
     def execute(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return self.database.repeat(lambda transaction: transaction.execute(sql, *values))
@@ -609,7 +614,7 @@ def show_backlog(world: World, sizes: Sequence[int]) -> None:
         limits: dict[str, Any] = {"worker_concurrency": 4}
         if partitioned:
             limits["partition_concurrency"] = 1
-        queue = world.queue("backlog", 1.0, **limits)
+        queue = world.queue("backlog", 1.0 + partitioned, **limits)
         world.execute("DELETE FROM dbos.workflow_status WHERE queue_name = 'backlog'")
         there = 0
         for size in sizes:
@@ -664,6 +669,55 @@ def show_backlog(world: World, sizes: Sequence[int]) -> None:
         world.execute("DELETE FROM dbos.workflow_status WHERE queue_name = 'backlog'")
 
 
+STEP = """
+\\set n random(1, {runs})
+\\set f random(1000, 2000000000)
+SELECT output, error FROM dbos.operation_outputs
+ WHERE workflow_uuid = '{run}-' || lpad(:n::text, 7, '0') || '/1' AND function_id = :f;
+SELECT status FROM wink_runs WHERE id = '{run}-' || lpad(:n::text, 7, '0');
+BEGIN;
+UPDATE wink_sessions SET last = last + 1,
+ expires = extract(epoch from clock_timestamp())::double precision + 30
+ WHERE name = '{run}-' || lpad(:n::text, 7, '0') AND token = 1;
+INSERT INTO wink_saves SELECT name, last, repeat('x', 750) FROM wink_sessions
+ WHERE name = '{run}-' || lpad(:n::text, 7, '0');
+COMMIT;
+BEGIN;
+SELECT status, owner_xid FROM dbos.workflow_status
+ WHERE workflow_uuid = '{run}-' || lpad(:n::text, 7, '0') || '/1' FOR SHARE;
+INSERT INTO dbos.operation_outputs (workflow_uuid, function_id, function_name, output)
+ VALUES ('{run}-' || lpad(:n::text, 7, '0') || '/1', :f, 'Call', repeat('x', 80))
+ ON CONFLICT DO NOTHING;
+COMMIT;
+"""
+
+
+def show_saturation(
+    world: World, server: Server, folder: Path, run: str, runs: int, clients: Sequence[int]
+) -> None:
+    """Print the steps per second that the database can record.
+
+    The statements of a step are sent by pgbench, which takes far less processor time than we do.
+    """
+    script = folder / "step.sql"
+    script.write_text(STEP.format(run=run, runs=runs))
+    pgbench = next(Path("/usr/lib/postgresql").glob("*/bin/pgbench"), Path("pgbench"))
+    for count in clients:
+        cpu, began = server.seconds(), time.perf_counter()
+        done = subprocess.run(
+            [str(pgbench), "-n", "-M", "prepared", "-f", str(script), "-c", str(count), "-j", "2",
+             "-T", "8", world.url],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        used = (server.seconds() - cpu) / (time.perf_counter() - began)
+        told = [
+            each for each in done.stdout.splitlines() if "latency average" in each or "tps" in each
+        ]
+        print(
+            f"  {count} connections that only write steps: {'; '.join(told)}; database {used:.2f}"
+        )
+
+
 def simulate(given: argparse.Namespace, folder: Path) -> None:
     postgres = Postgres(folder)
     postgres.start()
@@ -681,6 +735,7 @@ def simulate(given: argparse.Namespace, folder: Path) -> None:
         vacuumed(postgres, world.url)
         print(f"{given.runs} runs stored in {time.perf_counter() - began:.0f} s")
         show_tables_and_plans(world)
+        show_saturation(world, server, folder, run, given.runs, given.clients)
         show_backlog(world, [100, 1000, 10_000])
         submitted(world, given.queued)
         for poll in given.poll:
@@ -724,7 +779,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--queued", type=int, default=3_000, help="submitted before the ramp")
-    parser.add_argument("--workers", type=int, nargs="+", default=[10, 30, 100, 300, 1000])
+    parser.add_argument("--workers", type=int, nargs="*", default=[10, 30, 100, 300, 1000])
+    parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16, 64])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of a worker")
     parser.add_argument("--poll", type=float, nargs="+", default=[0.5, 10.0])
     parser.add_argument("--pace", type=float, default=5.0, help="seconds of a turn of the model")
