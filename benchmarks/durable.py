@@ -14,11 +14,13 @@ a quiet machine: with 2 cores, 4 workers only compete for them.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "durable")]
@@ -49,7 +51,7 @@ def plain_dbos(url: str, steps: int) -> float:
     return 1000 * statistics.median(taken)
 
 
-def our_steps(url: str, folder: Path, turns: int) -> float:
+def our_steps(url: str, folder: Path, turns: int, **about: Any) -> float:
     """Return the milliseconds of one of our steps, with a model that answers at once."""
     fleet = Fleet(url, folder, lease=30.0)
     fleet.start(concurrency=1)
@@ -58,8 +60,8 @@ def our_steps(url: str, folder: Path, turns: int) -> float:
         first = fleet.submit([[["note", {"text": "x"}]]])
         fleet.wait_for(first)  # the worker is up
         for _ in range(3):
-            run = fleet.submit([[["note", {"text": "x"}]]] * turns)
-            fleet.wait_for(run, "running")
+            run = fleet.submit([[["note", {"text": "x"}]]] * turns, **about)
+            fleet.wait_for(run, "running", "done")
             began = time.perf_counter()
             fleet.wait_for(run)
             taken.append((time.perf_counter() - began) / (2 * turns + 2))
@@ -106,7 +108,12 @@ def main() -> None:
             plain = plain_dbos(server.new_database(), 200)
             (folder / "one").mkdir()
             ours = our_steps(server.new_database(), folder / "one", 30)
-            print(f"a step: {plain:.1f} ms with plain DBOS, {ours:.1f} ms for one of ours")
+            (folder / "whole").mkdir()
+            whole = our_steps(server.new_database(), folder / "whole", 30, whole_run=True)
+            print(
+                f"a step: {plain:.1f} ms with plain DBOS, {ours:.1f} ms for one of ours,"
+                f" {whole:.1f} ms with the whole run as one step; load {os.getloadavg()[0]:.1f}"
+            )
             for workers in (1, 2, 4):
                 where = folder / f"workers{workers}"
                 where.mkdir()

@@ -45,6 +45,11 @@ _logger = get_logger(__name__)
 
 QUEUE = "wink"
 """The queue of runs that any machine may take; those of one machine have its name behind an @."""
+ONE_AT_A_TIME = "wink/partitions"
+"""The queue of runs that any machine may take, one at a time of each partition.
+
+Apart, because a look into a queue with partitions costs as much as there are partitions in it.
+"""
 WORKFLOW = "wink_sitting"
 WHOLE = "whole_run"
 """In what a run says about itself: perform each sitting as one step."""
@@ -55,6 +60,10 @@ _NEEDED_SQLITE = (3, 42)
 _PATIENCE = 60.0
 """Seconds for which a worker that starts waits for a database that cannot be reached."""
 _PAUSE = 0.5
+_FEW = 50
+"""Workers up to which each of them does the housekeeping as often as if it were alone."""
+_SELDOM = 10.0
+"""How much less often at most, among many."""
 
 
 def default_machine() -> str:
@@ -94,9 +103,10 @@ class DbosEngine:
             "workflow_name": WORKFLOW,
             "queue_name": queue_of(run),
             "workflow_id": run.workflow,
-            "queue_partition_key": run.partition or run.id,
             "app_version": _VERSION,
         }
+        if partition := partition_of(run):
+            options["queue_partition_key"] = partition
         whole = bool(run.about.get(WHOLE))
         with _reported():
             DBOS.enqueue_workflow_with_options(options, run.id, run.sitting, whole)
@@ -128,17 +138,16 @@ class DbosEngine:
                 quiet()
                 self._is_launched = True
                 _register()
-                queues = [QUEUE, f"{QUEUE}@{worker.machine}"]
-                DBOS.listen_queues(queues)
+                queues = queues_of(worker)
+                DBOS.listen_queues([name for name, _ in queues])
                 DBOS.launch()
                 quiet()
-                for queue in queues:
+                for name, limits in queues:
                     DBOS.register_queue(
-                        queue,
-                        worker_concurrency=worker.concurrency,
-                        partition_concurrency=1,
+                        name,
                         polling_interval_sec=self.poll,
                         on_conflict="always_update",
+                        **limits,
                     )
         except BaseException:
             self.close()
@@ -192,8 +201,26 @@ class DbosEngine:
 
 
 def queue_of(run: DurableRun) -> str:
-    """Return the queue of a run: that of its machine, or the one for all."""
-    return f"{QUEUE}@{run.machine}" if run.machine else QUEUE
+    """Return the queue of a run: that of its machine, or one of those for all."""
+    if run.machine:
+        return f"{QUEUE}@{run.machine}"
+    return ONE_AT_A_TIME if run.partition else QUEUE
+
+
+def partition_of(run: DurableRun) -> str | None:
+    """Return the partition of a run in its queue; None if that has no partitions."""
+    return None if queue_of(run) == QUEUE else run.partition or run.id
+
+
+def queues_of(worker: Worker) -> list[tuple[str, dict[str, int]]]:
+    """Return the queues that a worker takes runs from, each with its limits."""
+    at_once = {"worker_concurrency": worker.concurrency}
+    partitioned = {**at_once, "partition_concurrency": 1}
+    return [
+        (QUEUE, at_once),
+        (ONE_AT_A_TIME, partitioned),
+        (f"{QUEUE}@{worker.machine}", partitioned),
+    ]
 
 
 class Worker:
@@ -243,6 +270,9 @@ class Worker:
         self._idle = threading.Condition(self._lock)
         self._orphans: dict[str, float] = {}
         """Workflows that DBOS says we have and we do not, since when."""
+        self._crowd = 1
+        """Workers alive when it last looked."""
+        self._looked = float("-inf")
         given: dict[str, Any] = {} if opening is None else {"opening": opening}
         self.hosting = Hosting(
             runs=runs,
@@ -264,10 +294,9 @@ class Worker:
             try:
                 self._launch()
                 beating.start()
-                pause = min(1.0, self.lease / 10)
+                pause = 0.0
                 while not self._stopping.wait(pause):
-                    self._try(self.enqueue_missing)
-                    self._try(self.take_over)
+                    pause = self.housekeep()
             finally:
                 self._stopping.set()
                 self._leave()
@@ -312,6 +341,19 @@ class Worker:
                     del self._active[workflow]
                 self._idle.notify_all()
 
+    def housekeep(self) -> float:
+        """Do what every worker does now and then; returns the seconds until the next time.
+
+        Among many workers, each does it less often: together they look often enough.
+        """
+        self._try(self.enqueue_missing)
+        crowd = min(max(1.0, self._crowd / _FEW), _SELDOM)
+        now = SYSTEM_CLOCK.monotonic()
+        if now - self._looked >= crowd * self.lease / 5:
+            self._looked = now
+            self._try(self.take_over)
+        return crowd * min(1.0, self.lease / 10)
+
     def enqueue_missing(self) -> None:
         """Enqueue the runs that were submitted or answered by somebody who could not."""
         for run in self.runs.to_enqueue():
@@ -324,6 +366,7 @@ class Worker:
         Several workers may do so at once: the lease on the session decides who goes on.
         """
         alive = {each.name for each in self.runs.workers() if each.seen <= self.lease}
+        self._crowd = len(alive)
         now = SYSTEM_CLOCK.monotonic()
         mine: dict[str, float] = {}
         for workflow, executor, queue in self.engine.pending():
