@@ -212,9 +212,9 @@ def partition_of(run: DurableRun) -> str | None:
     return None if queue_of(run) == QUEUE else run.partition or run.id
 
 
-def queues_of(worker: Worker) -> list[tuple[str, dict[str, int]]]:
+def queues_of(worker: Worker) -> list[tuple[str, dict[str, Any]]]:
     """Return the queues that a worker takes runs from, each with its limits."""
-    at_once = {"worker_concurrency": worker.concurrency}
+    at_once: dict[str, Any] = {"worker_concurrency": worker.concurrency}
     partitioned = {**at_once, "partition_concurrency": 1}
     return [
         (QUEUE, at_once),
