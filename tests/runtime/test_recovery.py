@@ -345,7 +345,7 @@ def test_a_session_that_went_on_without_the_call_has_it_undone(tmp_path: Path):
     path, _ = killed_after(tmp_path, "directory", "put", {"text": "a"})
     with opened(tmp_path, "directory") as files, SavedSession.open(path) as saved:
         saved.session.dispatch(
-            Message(role="assistant", tool_calls=(wink.ToolCall("put", {"text": "a"}, "c1"),))
+            Message(role="model", tool_calls=(wink.ToolCall("put", {"text": "a"}, "c1"),))
         )
         saved.save()
         assert saved.recover(files) == ("c1",)
