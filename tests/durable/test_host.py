@@ -292,6 +292,24 @@ def test_a_worker_that_stops_leaves_the_run_to_others(world: World):
     assert world.lines == ["one", "two", "three"]
 
 
+def test_a_run_is_merged_later_if_somebody_has_the_directory_to_themselves(world: World):
+    run = world.submit()
+    host = world.host(run, wait=0.1)
+
+    class Meets(LocalJournal):
+        async def step(self, step: Any) -> Any:
+            if not isinstance(step, Finish):
+                return await super().step(step)
+            with HostFilesystem(world.project):
+                return await super().step(step)
+
+    with pytest.raises(Elsewhere):
+        step_by_hand(drive, run.id, Meets(host))
+    assert (world.lines, world.runs.find(run.id).status) == ([], "running")
+    assert world.drive(run, wait=0.1) == "done"
+    assert world.lines == ["one", "two", "three"]
+
+
 def test_a_run_that_cannot_be_opened_fails_in_words(world: World):
     run = world.runs.submit("Nowhere.", about={})
 

@@ -33,7 +33,6 @@ from weakincentives.errors import (
     MergeConflict,
     SnapshotError,
     WinkError,
-    WorkspaceLocked,
 )
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import Branch, HostFilesystem, branches_of, drop_branch
@@ -64,8 +63,6 @@ OF_RUN = "durable_run"
 _BASE = "wink_base"
 _REBASES = 3
 """How often the model may deal with conflicts."""
-_FOR_OTHERS = 10.0
-"""Seconds to wait for another process that has the directory to itself."""
 
 
 class Elsewhere(BaseException):
@@ -106,7 +103,7 @@ class Hosting:
     worker: str = ""
     """Its name in the table of runs."""
     wait: float = 60.0
-    """Seconds to wait for a session that is in use: longer than a lease."""
+    """Seconds to wait for a session that is in use, or for the directory: longer than a lease."""
     is_stopping: Callable[[], bool] = field(default=lambda: False)
     """Asked before each step; then the run continues elsewhere."""
 
@@ -353,7 +350,7 @@ class RunHost:
         if status == "done" and self._merges:
             try:
                 told = self._merge()
-            except (MergeConflict, WorkspaceLocked) as error:
+            except MergeConflict as error:
                 status, detail = "failed", str(error)
             else:
                 if told:
@@ -378,7 +375,7 @@ class RunHost:
             return ""
         rules = self._hosting.opening(self._run).unprotected
         root = branch.root
-        with HostFilesystem(root, unprotected=rules, shared=True, wait=_FOR_OTHERS) as files:
+        with HostFilesystem(root, unprotected=rules, shared=True, wait=self._hosting.wait) as files:
             result = merge_branch(
                 branch, files, session, mark=self._run.mark, check=self._saved.confirm
             )

@@ -28,6 +28,7 @@ from weakincentives.errors import (
     SessionInUse,
     StorageUnavailable,
     WinkError,
+    WorkspaceLocked,
 )
 from weakincentives.events import PromptExecuted
 from weakincentives.logs import get_logger
@@ -47,7 +48,13 @@ T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
-NOT_OF_THE_RUN = (DatabaseUnavailable, LeaseLost, SessionInUse, StorageUnavailable)
+NOT_OF_THE_RUN = (
+    DatabaseUnavailable,
+    LeaseLost,
+    SessionInUse,
+    StorageUnavailable,
+    WorkspaceLocked,
+)
 """Errors that say nothing about a run: it continues elsewhere, or later."""
 
 
