@@ -80,7 +80,9 @@ class FinishResult:
 
 
 Step: TypeAlias = Turn | Call | Finish | WholeRun
+"""What is to be done, as data."""
 StepResult: TypeAlias = TurnResult | CallResult | FinishResult
+"""What an engine records of a step."""
 
 
 class Journal(Protocol):
