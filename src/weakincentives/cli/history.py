@@ -133,7 +133,7 @@ def log(
     as_json: AsJson = False,
 ) -> None:
     """List the calls on a directory by run, their outcomes, and what they changed."""
-    run = run or name
+    run = name if run is None else run
     if database is not None and run is None:
         raise Misuse("name a run; `wink ps --all` lists those of the database")
     workspace = where_to_look(run, workspace, database)

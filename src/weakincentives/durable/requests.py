@@ -1,7 +1,7 @@
 """Requests of a ``MainLoop`` in the queue of runs: any number of processes serve them.
 
 >>> run = submit_request(runs, Question("Why?"))  # doctest: +SKIP
->>> serve(loop, engine, runs, objects=..., cache=...)  # elsewhere; doctest: +SKIP
+>>> serve(loop, engine, runs, objects=objects, cache=cache)  # doctest: +SKIP
 >>> output_of(runs.find(run.id), Answer)  # doctest: +SKIP
 """
 
