@@ -29,7 +29,7 @@ torture: $(READY)  ## Kill a working process for SECONDS=600 (a failure names it
 	WINK_TORTURE=$(or $(SECONDS),60) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -k torture tests/filesystem/test_host_kill.py
 	WINK_HEAVY=1 WINK_THOROUGH=1 $(PYTEST) --dist load -m hypothesis
 	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/filesystem/test_many_agents.py
-	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/runtime/test_recovery.py
+	WINK_HEAVY=1 WINK_THOROUGH=1 WINK_SEED=$(SEED) $(PYTEST) --dist load tests/runtime/test_recovery.py tests/filesystem/test_portable.py
 	WINK_HEAVY=1 WINK_TORTURE=$(or $(KILLS),1000) WINK_SEED=$(SEED) $(BIN)/python -m pytest -s -n 0 -k torture tests/durable/test_torture.py
 
 integrations: $(or $(ONLY),$(FRAMEWORKS))  ## Each agent framework with our integration, in an environment of its own. ONLY=langchain for one.

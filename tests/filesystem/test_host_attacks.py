@@ -519,6 +519,7 @@ def attempt(fs: HostFilesystem, operation: Operation, ending: str) -> object:
         else:
             fs.merge(view)
     except (FilesystemError, MergeConflict) as error:
+        fs.discard(view)  # as the pipeline does with a call that cannot be committed
         return result, error
     return result
 

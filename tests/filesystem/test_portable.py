@@ -615,9 +615,10 @@ def test_a_move_that_is_killed_at_any_instant_is_exact_in_the_end(
 
 
 @pytest.mark.heavy
-def test_moves_that_are_killed_a_thousand_times_are_exact(tmp_path: Path) -> None:
+def test_moves_that_are_killed_again_and_again_are_exact(tmp_path: Path) -> None:
+    """A thousand times in `make torture`."""
     kills, turn = 0, 0
-    while kills < 1000:
+    while kills < (1000 if os.environ.get("WINK_THOROUGH") else 60):
         turn += 1
         kills += _killed_until_done(tmp_path / str(turn), turn * 10_000)
         shutil.rmtree(tmp_path / str(turn))
