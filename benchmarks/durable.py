@@ -6,8 +6,8 @@ It starts a PostgreSQL of its own (the tests' way) and workers in processes of t
 that takes 100 ms per turn answers each turn with one call that appends a line to a file.
 
 Seen on a virtual machine with 2 quiet cores (18 November 2026, --runs 8 --turns 5, load 2 from the
-benchmark itself): a step takes 13.8 ms with plain DBOS, 38.3 ms with ours, which includes DBOS's own
-record, and 18.7 ms with the whole run as one step; 10.8, 22.0 and 41.9 steps/s with 1, 2 and 4
+benchmark itself): a step takes 13.8 ms with plain DBOS, 38.3 ms with ours, which includes DBOS's
+own record, and 18.7 ms with the whole run as one step; 10.8, 22.0 and 41.9 steps/s with 1, 2 and 4
 workers of 2 runs each.
 """
 
