@@ -46,14 +46,24 @@ settings.register_profile(
 )
 settings.load_profile("wink")
 
+SAMPLED = 5
+"""Where a test has many similar cases, `make test` runs one in so many of them."""
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("WINK_HEAVY"):
         return
     skip = pytest.mark.skip(reason="heavy: run `make test-all`")
-    for item in items:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in sorted(items, key=lambda each: each.nodeid):
         if "heavy" in item.keywords:
             item.add_marker(skip)
+        elif "sampled" in item.keywords:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        for number, item in enumerate(found):
+            if number % SAMPLED and len(found) > SAMPLED:
+                item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:

@@ -130,6 +130,7 @@ def test_the_source_distribution_holds_the_whole_repository(unpacked: Path):
     assert [name for name in files if not (unpacked / name).is_file()] == []
 
 
+@pytest.mark.heavy
 def test_the_two_commands_of_the_readme_can_be_given_in_the_source_distribution(unpacked: Path):
     """What they would run is there, and some of it is run: tests, and the examples of a page."""
     for target in ("demo", "test", "test-all", "lint"):

@@ -101,6 +101,7 @@ def _seal(_: int) -> str:
     return Seals("test").seal(b"x")
 
 
+@pytest.mark.heavy
 def test_processes_that_start_together_agree_on_the_key(home: Path):
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         seals = set(pool.map(_seal, range(16), chunksize=1))

@@ -12,6 +12,8 @@ from wire import WireServer
 
 from weakincentives.testing import AdapterCase, adapter_cases
 
+pytestmark = pytest.mark.sampled
+
 # Each format is run lightly in one way.
 ALSO_HEAVY = {("OpenAI, chat", False), ("OpenAI, responses", True)}
 ITS_WARNINGS = [

@@ -396,6 +396,7 @@ def test_a_run_learns_the_window_from_the_servers_list_of_models(serve: Any) -> 
     assert asyncio.run(windows()) == [WINDOW, None, None]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_rejected_request_is_shortened_and_sent_again(serve: Any, stream: bool) -> None:
     server: SmallServer = serve(tells=False, turns=24)

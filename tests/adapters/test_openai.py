@@ -775,6 +775,7 @@ def test_a_closed_adapter_can_be_used_again(own_server: WireServer, api: str):
     assert asyncio.run(run()) == "Two."
 
 
+@pytest.mark.heavy
 def test_a_process_that_ends_leaves_nothing_open(server: WireServer, api: str):
     """A model that was asked from sync code still has its connection then."""
     program = (
@@ -853,6 +854,7 @@ def test_a_failed_call_goes_back_to_the_model_verbatim(server: WireServer, api: 
     assert script.tool_texts() == ['No: "quotes", \\ and\n\tlines, é 🌍']
 
 
+@pytest.mark.heavy
 def test_the_example_corrects_files(server: WireServer, tmp_path: Path):
     (tmp_path / "a.md").write_text("Teh first. Teh second.\n")
     wrong = {"path": "a.md", "wrong": "Teh", "right": "The"}

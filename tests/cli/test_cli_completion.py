@@ -66,6 +66,7 @@ def offered(program: Path, directory: Path, *lines: str) -> list[list[str]]:
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
+@pytest.mark.heavy
 def test_bash_completes_commands_and_values(program: Path, project: Path):  # noqa: F811
     run = make_run(project, TURNS)
     expected = {
@@ -78,6 +79,7 @@ def test_bash_completes_commands_and_values(program: Path, project: Path):  # no
     assert dict(zip(expected, offered(program, project, *expected), strict=True)) == expected
 
 
+@pytest.mark.heavy
 def test_values_of_every_kind_are_completed(
     project: Path,  # noqa: F811
     tmp_path: Path,
@@ -127,6 +129,7 @@ def test_values_of_every_kind_are_completed(
     assert {line: completed(line) for line in expected} == expected
 
 
+@pytest.mark.heavy
 def test_the_workspace_that_was_named_is_the_one_that_is_looked_at(
     program: Path,
     project: Path,  # noqa: F811
@@ -148,6 +151,7 @@ def test_a_person_presses_tab(program: Path, project: Path):  # noqa: F811
         terminal.wait_for("wink doctor")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shell", "mark"),
     [("bash", "complete -o default"), ("zsh", "#compdef wink"), ("fish", "complete")],

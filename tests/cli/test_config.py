@@ -617,6 +617,7 @@ def _call(workbench: Workbench, name: str, **arguments: object) -> str:
 # Wrong use, as a person sees it
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

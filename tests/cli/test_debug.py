@@ -93,6 +93,7 @@ def test_the_printed_link_opens_the_page_of_the_run_once(project: Path, run: Run
     ]
 
 
+@pytest.mark.heavy
 def test_it_takes_the_named_port_and_refuses_one_that_is_taken(project: Path):  # noqa: F811
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -107,6 +108,7 @@ def test_it_takes_the_named_port_and_refuses_one_that_is_taken(project: Path):  
     assert re.fullmatch(rf"wink: cannot listen on port {port}: .*; choose another\n", done.stderr)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("env", "opens"),
     [

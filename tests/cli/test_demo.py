@@ -150,6 +150,7 @@ def test_it_can_be_stopped_and_taken_up_again(tmp_path: Path):
     assert (done.returncode, done.stdout) == (0, "Done.\n"), done.stderr
 
 
+@pytest.mark.heavy
 def test_it_works_where_no_sandbox_does(tmp_path: Path):
     """In a sandbox of ours: no other can be made there, no overlay be mounted, and no root be."""
     try:

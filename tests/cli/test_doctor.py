@@ -62,6 +62,7 @@ def test_it_is_told_in_words(wink: Wink, project: Path):  # noqa: F811
     assert shown.splitlines()[-1].startswith("0 errors, ")
 
 
+@pytest.mark.heavy
 def test_directories_that_are_nested_deeply_in_the_store_are_measured(
     wink: Wink,  # noqa: F811
     project: Path,  # noqa: F811
@@ -149,6 +150,7 @@ def test_who_has_the_directory_is_told_without_taking_it(project: Path):  # noqa
         assert f"open in process {os.getpid()}" in done.stdout
 
 
+@pytest.mark.heavy
 def test_without_programs_and_packages_it_still_answers(project: Path, tmp_path: Path):  # noqa: F811
     """No program is found, no extra but its own can be loaded, and the home is not there."""
     blocker = tmp_path / "blocked" / "sitecustomize.py"
@@ -180,6 +182,7 @@ def test_without_programs_and_packages_it_still_answers(project: Path, tmp_path:
 BLOCKED = 'mount -t tmpfs -o mode=700 tmpfs /etc/containers && exec "$@"'
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not os.path.isdir("/etc/containers"), reason="needs /etc/containers")
 @pytest.mark.parametrize("command", [["demo", "--into", "till"], ["doctor"]])
 def test_settings_of_podman_that_cannot_be_read_are_in_nobodys_way(
@@ -302,6 +305,7 @@ def test_a_setting_that_cannot_be_met_is_an_error(
 # Models
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("model", ["local:nosuch.gguf", "local:", "scripted:nosuch.json"])
 def test_a_model_without_its_file_is_broken(project: Path, model: str):  # noqa: F811
     """Also where nothing but the small model's package is missing."""
@@ -335,6 +339,7 @@ def test_a_model_in_a_file_that_is_there_can_be_asked(wink: Wink, project: Path)
 # Damage, and stores of earlier versions
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("what", ["history", "session", "outcomes"])
 def test_what_is_damaged_in_the_store_is_named_with_a_way_to_go_on(
     wink: Wink,  # noqa: F811
@@ -367,6 +372,7 @@ def test_what_is_damaged_in_the_store_is_named_with_a_way_to_go_on(
     assert any(each.read_bytes() == file_was for each in file.parent.glob(f"{file.name}.before-*"))
 
 
+@pytest.mark.heavy
 def test_a_store_of_an_earlier_version_is_refused_until_it_is_adopted(
     wink: Wink,  # noqa: F811
     tmp_path: Path,

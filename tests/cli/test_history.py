@@ -888,6 +888,7 @@ def test_chat_and_files_are_rewound_together_and_the_run_continues(
     assert conversation_of(project, written)[-3:] == told
 
 
+@pytest.mark.heavy
 def test_a_rewound_run_continues_as_a_chat(wink: Wink, project: Path, written: str):
     wink("rewind", f"{written}/2")
 

@@ -177,6 +177,7 @@ def test_the_official_client_drives_every_tool_over_http(workspace: Path, mode: 
     as_it_should_be(workspace)
 
 
+@pytest.mark.heavy
 def test_nothing_but_the_protocol_is_on_the_wire_and_the_session_goes_on(workspace: Path):
     """Tools print in every way; what they remember is there when the server is started again."""
 
@@ -262,6 +263,7 @@ def test_whoever_opens_it_to_other_machines_is_warned(workspace: Path):
     assert "nothing is encrypted" in warning
 
 
+@pytest.mark.heavy
 def test_two_servers_and_a_run_work_on_one_directory(workspace: Path, tmp_path: Path):
     """Each of their commands reads a number and writes the next: none of them is lost."""
     count = {"command": "echo $(( $(cat number) + 1 )) > number"}

@@ -73,6 +73,7 @@ def test_one_argument_is_changed_and_the_rest_of_the_run_follows(wink: Wink, pro
     assert "wink branch diff other workspace" in done.err
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("flags", "written"),
     [

@@ -194,6 +194,7 @@ def test_the_task_can_come_from_standard_input(
     assert (told[0]["task"], told[0]["workspace"]) == ("say\nhello", str(project))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
 def test_a_stream_that_is_closed_is_as_one_that_nobody_reads(project: Path, closed: str):
     turns = [{"call": [{"write_file": {"path": "a.txt", "content": "a"}}]}, "Done."]
@@ -509,6 +510,7 @@ def test_on_a_narrow_terminal_a_call_is_still_one_line(project: Path):
     assert all(len(line) <= 20 for line in lines)
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(
     not sys.prefix.isascii() or not __file__.isascii(),
     reason="under LC_ALL=C Python cannot start from a path that is not ASCII",

@@ -71,6 +71,7 @@ def models(project: Path, *scripts: list[Any]) -> str:
     return ",".join(names)
 
 
+@pytest.mark.heavy
 def test_the_attempt_that_passes_the_tests_is_merged_and_can_be_undone(project: Path, wink: Wink):
     scripts = models(project, edits("[2:]"), edits(""))
     options = ("--models", scripts, "--judge", "python3 -m pytest -q -p no:cacheprovider")
@@ -99,6 +100,7 @@ def lines_of(done: Done) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.out.splitlines()]
 
 
+@pytest.mark.heavy
 def test_json_has_an_object_for_each_attempt_and_the_result(project: Path, wink: Wink):
     scripts = models(project, edits(""), edits("[2:]"), ["I give up."])
     judge = "cat calc.py; grep -q 'sum(prices)' calc.py && echo '{\"score\": 4}'"
@@ -126,6 +128,7 @@ def test_json_has_an_object_for_each_attempt_and_the_result(project: Path, wink:
     }
 
 
+@pytest.mark.heavy
 def test_without_a_pass_nothing_is_merged_and_it_is_said_why(project: Path, wink: Wink):
     scripts = models(project, edits("[2:]"), [{"call": [{"read_file": {"path": "calc.py"}}]}])
     options = ("--models", scripts, "--judge", "echo 'not good'; exit 3", "--branch", "try")
@@ -148,6 +151,7 @@ def test_the_winner_can_be_left_on_its_branch(project: Path, wink: Wink):
     assert (project / "calc.py").read_text() == BROKEN
 
 
+@pytest.mark.heavy
 def test_a_judge_that_takes_too_long_is_killed(project: Path, wink: Wink):
     os.mkfifo(project.parent / "never")
     options = ("--judge", f"cat {project.parent}/never", "--models", models(project, edits("")))
@@ -178,6 +182,7 @@ def test_wrong_use_is_refused_before_anything(
     assert branches_of(project) == ()
 
 
+@pytest.mark.heavy
 def test_the_temperatures_are_used_in_turn(
     project: Path, wink: Wink, monkeypatch: pytest.MonkeyPatch
 ):
@@ -231,6 +236,7 @@ def started(project: Path, *options: str) -> Generator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.heavy
 def test_a_winner_that_conflicts_with_the_workspace_stays_a_branch(project: Path):
     judge = Waiting(project)
     options = ("--models", models(project, edits("")), "--judge", judge.command)
@@ -248,6 +254,7 @@ def test_a_winner_that_conflicts_with_the_workspace_stays_a_branch(project: Path
     assert out.startswith("branch")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_all_attempts_and_their_branches_stay(
     project: Path, number: signal.Signals, code: int

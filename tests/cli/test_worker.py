@@ -121,6 +121,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     made.database.close()
 
 
+@pytest.mark.heavy
 def test_a_submitted_run_is_performed_merged_and_shown_like_any_other(either: World) -> None:
     run = either.submit()
     with either.worker() as worker:
@@ -361,6 +362,7 @@ def test_the_missing_extra_is_one_line(world: World) -> None:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -186,6 +186,7 @@ def test_a_fork_has_the_files_of_then(project: Project):
 # Rerun
 
 
+@pytest.mark.heavy
 def test_an_edited_call_is_made_in_another_process_and_the_page_sees_both_worlds(project: Project):
     made = project.act(actions.rerun, call=2, arguments={"path": "x.txt", "content": "$5\n"})
     run = project.ended(made["run"])
@@ -204,6 +205,7 @@ def test_an_edited_call_is_made_in_another_process_and_the_page_sees_both_worlds
     assert sorted(map(tuple, compared["files"])) == [("b.txt", "only a"), ("x.txt", "only b")]
 
 
+@pytest.mark.heavy
 def test_the_other_process_runs_nothing_that_an_agent_wrote(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ):
@@ -217,6 +219,7 @@ def test_the_other_process_runs_nothing_that_an_agent_wrote(
     assert project.ended(made["run"]).has_ended
 
 
+@pytest.mark.heavy
 def test_a_large_argument_fits(project: Project):
     """A command line has no room for it."""
     content = "a line of text\n" * 50_000
@@ -226,6 +229,7 @@ def test_a_large_argument_fits(project: Project):
     assert project.on_branch(made["branch"])["big.txt"] == content
 
 
+@pytest.mark.heavy
 def test_rules_and_messages_reach_the_run(project: Project):
     made = project.act(actions.rerun, call=2, policies=["protect=b.txt"], message="--go on")
     run = project.ended(made["run"])
@@ -236,6 +240,7 @@ def test_rules_and_messages_reach_the_run(project: Project):
     assert "--go on" in run.path.read_text("utf-8", "replace")
 
 
+@pytest.mark.heavy
 def test_another_section_asks_the_model_again(project: Project):
     made = project.act(actions.rerun, call=3, sections={"your-work": "Be brief, for $5."})
     run = project.ended(made["run"])
@@ -245,6 +250,7 @@ def test_another_section_asks_the_model_again(project: Project):
     assert "Be brief, for $5." in prompts[-1]["text"]
 
 
+@pytest.mark.heavy
 def test_a_run_that_does_not_start_says_why_and_leaves_nothing(project: Project):
     problems: list[tuple[dict[str, Any], str]] = [
         ({"model": "openai:gpt"}, "OPENAI_API_KEY"),

@@ -388,10 +388,12 @@ def at_once(url: str, code: str, processes: int = 4) -> list[str]:
     return lines
 
 
+@pytest.mark.heavy
 def test_many_processes_create_the_tables(url: str) -> None:
     assert at_once(url, "print(Runs(database).count())") == ["{}"] * 4
 
 
+@pytest.mark.heavy
 def test_many_processes_submit(url: str) -> None:
     ids = at_once(
         url,
@@ -413,6 +415,7 @@ def test_many_processes_submit(url: str) -> None:
     database.close()
 
 
+@pytest.mark.heavy
 def test_of_many_answers_one_counts_and_the_run_is_queued_once(url: str) -> None:
     database = Database(url)
     runs = Runs(database)

@@ -82,6 +82,7 @@ BIG: dict[str, tuple[Callable[[int], str], Callable[[int], str]]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", BIG)
 def test_a_rewritten_megabyte_takes_bounded_effort(kind: str, tmp_path: Path):
     """In the number of steps, not in seconds; the rest is linear. And git applies it."""

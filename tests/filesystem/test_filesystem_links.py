@@ -268,6 +268,7 @@ def keep(fs: HostFilesystem, operations: list[Any]) -> None:
         fs.merge(view)
 
 
+@pytest.mark.heavy
 @STORES
 @ON_DISK
 @given(

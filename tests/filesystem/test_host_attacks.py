@@ -17,6 +17,8 @@ from trees import look
 from weakincentives.errors import FilesystemError, MergeConflict, PathEscapesRoot, WinkError
 from weakincentives.filesystem import HostFilesystem, tree
 
+pytestmark = pytest.mark.sampled
+
 HEAVY = bool(os.environ.get("WINK_HEAVY"))
 
 SECRET = "SECRET: nobody in the workspace may read this\n"

@@ -34,7 +34,10 @@ from weakincentives.filesystem.tree import Tree
 from weakincentives.state import Seals
 from weakincentives.testing import FakeClock
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls")
+pytestmark = [
+    pytest.mark.sampled,
+    pytest.mark.skipif(os.name != "posix", reason="a real directory needs POSIX calls"),
+]
 
 ENGINES = ("overlay", "scan")
 
@@ -862,6 +865,7 @@ view.run(script)
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["overlay", "scan", "external"])
 def test_a_process_killed_during_a_command_leaves_nothing_behind(
     root: Path, open_fs: Callable[[Path], HostFilesystem], how: str

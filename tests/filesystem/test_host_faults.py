@@ -20,6 +20,8 @@ from trees import elsewhere as another_filesystem
 from weakincentives.errors import FilesystemError, MergeConflict, WinkError
 from weakincentives.filesystem import HostFilesystem
 
+pytestmark = pytest.mark.sampled
+
 STRIDE = 1 if os.environ.get("WINK_HEAVY") else 3
 """Every system call may fail; a quick run tries each third."""
 
@@ -322,6 +324,7 @@ def test_a_file_larger_than_the_disk_is_refused_and_leaves_no_trace(small: Path)
         fs.write("new.txt", "small enough")
 
 
+@pytest.mark.heavy
 @each_change(always=FEW)
 def test_a_full_disk_does_not_keep_a_killed_call_from_being_undone(small: Path, change: Change):
     root = fill(small / "work")
@@ -618,6 +621,7 @@ def test_a_call_is_kept_or_rolled_back_with_the_store_on_another_filesystem(
     assert contents(look(root)) == contents(look(beside))
 
 
+@pytest.mark.heavy
 @each_change(always=FEW)
 def test_a_killed_call_is_undone_with_the_store_on_another_filesystem(
     tmp_path: Path, elsewhere: Path, change: Change
@@ -729,6 +733,7 @@ view.append("one", "more")
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("cut", [0.0, 0.01, 0.5, 0.99, None])
 def test_a_record_that_was_on_its_way_when_the_process_died_counts_for_nothing(
     root: Path, cut: float | None
@@ -744,6 +749,7 @@ def test_a_record_that_was_on_its_way_when_the_process_died_counts_for_nothing(
         assert look(root) == before
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.8])
 @pytest.mark.parametrize("damage", [b"\n", b"~~~~~~~~"])
 def test_a_damaged_journal_is_told_and_loses_nothing(root: Path, place: float, damage: bytes):
@@ -825,6 +831,7 @@ def test_what_someone_changed_after_a_kill_is_left_alone_and_ours_is_kept(root: 
     assert after == before, "the rest is undone as if nobody had interfered"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("interfere", "path"),
     [

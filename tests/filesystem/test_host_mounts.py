@@ -184,6 +184,7 @@ def test_a_change_in_a_mount_of_the_same_disk_is_undone_exactly(
         assert contents(bound) == contents_in(before)
 
 
+@pytest.mark.heavy
 @needs_root
 def test_a_kill_in_a_mount_of_the_same_disk_is_recovered(bound: Path) -> None:
     before = look(bound)
@@ -259,6 +260,7 @@ def test_a_change_of_what_comes_from_a_lower_layer_is_undone(layered: Path, chan
         assert contents(layered) == contents_in(before)
 
 
+@pytest.mark.heavy
 @needs_root
 @pytest.mark.parametrize("change", ["delete a tree", "move a directory", "move over a directory"])
 def test_a_kill_while_a_lower_layers_directory_goes_is_recovered(

@@ -117,6 +117,7 @@ def test_planted_rules_do_no_harm(tmp_path: Path, planted: str):
     assert ignored("x.pyc")
 
 
+@pytest.mark.heavy
 def test_a_deep_path_is_no_problem(tmp_path: Path):
     assert IgnoredFiles(tmp_path)("a/" * 2000 + "x.pyc")
 

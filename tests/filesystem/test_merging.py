@@ -18,6 +18,8 @@ from trees import look, put
 from weakincentives.errors import MergeConflict
 from weakincentives.filesystem import Branch, HostFilesystem
 
+pytestmark = pytest.mark.sampled
+
 NOTHING, FILE, OTHER, DIRECTORY, LINK = "nothing", "file", "other file", "directory", "link"
 STATES = (NOTHING, FILE, OTHER, DIRECTORY, LINK)
 

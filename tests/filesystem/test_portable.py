@@ -112,6 +112,7 @@ def test_a_stored_tree_is_created_exactly_elsewhere(
     assert holes.st_blocks * 512 < holes.st_size
 
 
+@pytest.mark.heavy
 def test_storing_again_sends_only_what_has_changed(
     workspace: Path, objects: CountedObjects
 ) -> None:
@@ -273,6 +274,7 @@ def _planted(objects: LocalObjects) -> dict[str, Base]:
 PLANTED = tuple(_planted(LocalObjects(tempfile.mkdtemp(prefix="wink-test-"))))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_tree_is_refused(name: str, tmp_path: Path, objects: CountedObjects) -> None:
     (tmp_path / "outside").mkdir()
@@ -427,6 +429,7 @@ def forkserver() -> None:
         multiprocessing.forkserver.ensure_running()
 
 
+@pytest.mark.heavy
 @ON_BRANCHES
 @given(
     st.lists(CHANGES, min_size=1, max_size=8),

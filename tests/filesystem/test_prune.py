@@ -354,6 +354,7 @@ def used(base: Path) -> Told:
     return told
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("limits", "left"),
     [(NOTHING, 6), (Limits(count=3), 3), (EVERYTHING, 0)],

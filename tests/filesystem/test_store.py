@@ -80,6 +80,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("how", ["in place", "another file", "nothing"])
 @pytest.mark.parametrize("names", [1, 2])
 def test_what_a_person_wrote_after_a_kill_is_not_lost_whatever_its_size_and_time(
@@ -411,6 +412,7 @@ def test_a_content_that_is_kept_again_takes_the_place_of_a_damaged_one(root: Pat
         assert fs.read("a.txt") == "first\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 0.99])
 @pytest.mark.parametrize("boundary", [False, True])
 def test_a_journal_that_lost_its_end_costs_no_original(root: Path, share: float, boundary: bool):

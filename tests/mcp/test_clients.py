@@ -76,6 +76,7 @@ def test_each_client_finds_the_keys_that_it_looks_for(client: str, key: str, fie
     assert settings[key]["wink"].get("type") in (None, "stdio", "http")
 
 
+@pytest.mark.heavy
 def test_the_command_of_every_snippet_is_one_and_serves_our_tools(project: Path):
     """All of them say the same in the end, so it is run once."""
     commands = set()

@@ -97,6 +97,7 @@ def test_the_media_of_a_failed_call_are_not_returned():
     assert [each["type"] for each in blocks] == ["text"]
 
 
+@pytest.mark.heavy
 def test_a_picture_makes_the_round_trip_over_stdio(tmp_path: Path):
     (tmp_path / "logo.png").write_bytes(PNG)
     command = [sys.executable, "-m", "weakincentives.cli", "mcp", "--workspace", str(tmp_path)]

@@ -47,6 +47,7 @@ def can_be_served(workspace: Path) -> bool:
         return said.startswith("Wrote") and program.end()[0] == 0
 
 
+@pytest.mark.heavy
 def test_garbage_half_lines_and_nonsense_do_not_stop_the_server(workspace: Path):
     with Program(workspace) as program:
         program.begin()
@@ -124,6 +125,7 @@ def resident(pid: int) -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+@pytest.mark.heavy
 def test_a_client_that_closes_the_wire_in_the_middle_of_a_call_leaves_nothing(
     workspace: Path, signs: Path
 ):
@@ -153,6 +155,7 @@ def test_a_server_that_is_told_to_end_rolls_back_and_lets_go(
     assert can_be_served(workspace)
 
 
+@pytest.mark.heavy
 def test_a_server_that_is_killed_is_made_good_by_the_next(workspace: Path, signs: Path):
     with Program(workspace) as program:
         program.begin().start("wait", signs=str(signs))
@@ -165,6 +168,7 @@ def test_a_server_that_is_killed_is_made_good_by_the_next(workspace: Path, signs
         assert is_as_it_was(workspace)
 
 
+@pytest.mark.heavy
 def test_a_cancelled_call_is_rolled_back_and_the_wire_stays_free(workspace: Path, signs: Path):
     with Program(workspace) as program:
         waiting = program.begin().start("wait", signs=str(signs))

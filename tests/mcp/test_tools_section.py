@@ -572,6 +572,7 @@ def test_a_call_that_is_cancelled_is_rolled_back_once_the_server_is_gone(
         assert (workspace / "a.txt").read_text() == "before\n"
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_a_server_of_its_own_and_leaves_its_parents_alone(log: Path):
     code = f"""
@@ -700,6 +701,7 @@ def test_the_deadline_of_the_run_holds(log: Path):
         until(lambda: "cancelled" in log.read_text())
 
 
+@pytest.mark.heavy
 def test_a_message_beyond_all_measure_ends_the_server_and_only_that(log: Path):
     server = StdioServer(sys.executable, raw("--log", log)[1:], max_message=100_000)
     with McpToolsSection(server=server) as section:
@@ -754,6 +756,7 @@ def remote(request: pytest.FixtureRequest) -> Iterator[Remote]:
     remote.close()
 
 
+@pytest.mark.heavy
 def test_a_server_over_http_is_used_lost_and_found_again(remote: Remote):
     with McpToolsSection(server=remote.server, timeout={"sleep": 0.3}) as section:
         registry = wink.ToolRegistry(section.tools)

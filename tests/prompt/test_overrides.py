@@ -502,6 +502,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.heavy
 @given(templates())
 def test_seeding_any_prompt_changes_nothing(any_template: PromptTemplate[Any]):
     with tempfile.TemporaryDirectory() as root:

@@ -307,6 +307,7 @@ def test_patterns_of_names_are_matched_in_linear_time_too(last: Any):
     assert problems({name: 1}, schema)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [

@@ -63,6 +63,7 @@ def names_of(project: Path) -> list[str]:
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider"
 
 
+@pytest.mark.heavy
 def test_the_attempt_whose_tests_pass_is_merged_and_the_others_remain(
     project: Path, commands: None
 ):

@@ -151,6 +151,7 @@ def test_a_new_run_removes_old_ones_a_few_at_a_time(root: Path, store: Path):
     assert numbers(runs_of(root))[0] == 23
 
 
+@pytest.mark.heavy
 def test_runs_that_begin_in_the_same_second_have_ids_of_their_own(tmp_path: Path):
     """Also if there are so many that chance would give two of them the same letters."""
     marks: set[str] = set()

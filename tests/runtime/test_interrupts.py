@@ -166,6 +166,7 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(scenario: str):
     assert unrecorded < line / 2  # only before the call has begun
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("scenario", ["succeeds", "raises"])
 def test_an_interrupt_at_any_line_of_an_async_call_leaves_all_or_nothing(scenario: str):
     """But for the function that waits for its turn on the caller's loop: asyncio turns a signal

@@ -150,6 +150,7 @@ def test_a_kill_at_any_system_call_leaves_all_of_a_call_or_nothing(
             assert hits or at > count * 0.9  # the count differs a little
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("place", PLACES)
 def test_kills_at_random_system_calls_lose_nothing_and_repeat_nothing(
     worker: Worker, place: str, record_property

@@ -194,6 +194,7 @@ def test_a_pattern_that_is_wrong_is_a_clear_error(pattern: str):
     assert isinstance(refused.value, ValueError)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*b", "(.*)*x", "(a|ab|b)*c", "a*a*a*a*a*b"])
 def test_patterns_that_explode_elsewhere_just_do_not_match(pattern: str):
     """In a process of its own: an engine that backtracks would not come back from this."""

@@ -68,6 +68,7 @@ def test_a_run_that_is_killed_twice_at_one_point_doubles_nothing_and_loses_nothi
         assert code == ("OUTCOME_UNKNOWN" if is_lost else "ok"), said
 
 
+@pytest.mark.heavy
 def test_what_a_person_built_on_is_neither_undone_nor_made_again(tmp_path: Path, service: str):
     """A call that was killed before its record, and whose file a person has changed since."""
     (tmp_path / "project").mkdir()

@@ -525,6 +525,7 @@ def test_a_call_of_a_killed_run_is_found_behind_the_calls_of_others(tmp_path: Pa
         assert one.disk == {"a": "a1", "x": "x2"}
 
 
+@pytest.mark.heavy
 def test_a_rewind_that_is_killed_anywhere_has_happened_or_not(tmp_path: Path):
     old = prepared(tmp_path / "whole")
     points = int(killed_at(tmp_path / "whole", 1, 0).stdout)

@@ -515,6 +515,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str,
     return where, tuple(reached)
 
 
+@pytest.mark.heavy
 @given(flip=st.booleans(), place=st.integers(0, 1 << 20), bit=st.integers(0, 7))
 def test_a_damaged_file_is_not_gone_on_with_and_no_call_on_record_runs_twice(
     finished: tuple[Path, tuple[str, ...]],
@@ -616,6 +617,7 @@ def run_child(where: Path, what: str, kill_at: str = "") -> subprocess.Completed
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kill_at", ["a", "b", "c", "d", "A", "B", "D"])
 def test_a_run_that_was_killed_in_a_call_is_taken_up_at_that_call(tmp_path: Path, kill_at: str):
     """Every call has its effect once: those on record are not made again, and the one is."""

@@ -109,6 +109,7 @@ def check_serial(root: Path, answered: set[str]) -> None:
     assert answered <= {call for _, call in lines}
 
 
+@pytest.mark.heavy
 def test_no_update_of_several_processes_is_lost(root: Path):
     """Three processes make one call after the other, and one the calls of a turn together."""
     kinds = [("a", ()), ("b", ()), ("c", ()), ("d", ("async",))]
@@ -156,6 +157,7 @@ def kill_at_random(root: Path, seed: int, kills: int) -> set[str]:
     return answered
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seed", range(2))
 def test_what_killed_processes_leave_is_rolled_back_by_the_next_one(root: Path, seed: int):
     """At whatever moment: the outcome is that of whole calls, one after the other."""

@@ -548,6 +548,7 @@ GENERATE = (Phase.generate,)
 """Any example will do: it need not be the smallest."""
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["lost update", "write skew", "stale read"])
 def test_without_conflict_detection_the_checker_finds_anomalies(
     name: str, monkeypatch: pytest.MonkeyPatch

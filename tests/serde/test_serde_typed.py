@@ -641,6 +641,7 @@ class SlowToEnd:
             pass
 
 
+@pytest.mark.heavy
 def test_types_can_be_built_in_many_threads_at_once():
     def build(number: int) -> dict[str, Any]:
         for _ in range(20):

@@ -33,6 +33,7 @@ from weakincentives.runtime import ToolInvoked, execute_tools
 from weakincentives.testing import make_context
 
 pytestmark = [
+    pytest.mark.sampled,
     pytest.mark.skipif(
         importlib.util.find_spec("asteval") is None, reason="needs the extra 'asteval'"
     ),
@@ -405,6 +406,7 @@ def ours() -> set[str]:
     return {each for each in found if each.isdigit() or each.startswith(("socket:", "pipe:"))}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -852,6 +854,7 @@ def test_numpy_computes():
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not HAS_NUMPY, reason="numpy is not installed")
 @pytest.mark.parametrize("name", NUMPY)
 def test_numpy_opens_no_files(host: Host, name: str):

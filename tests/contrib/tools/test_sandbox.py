@@ -415,6 +415,7 @@ def test_a_file_that_grows_too_large_is_refused(box: Box):
     assert contents(box.root) == {"a.txt": b"as it was\n"}
 
 
+@pytest.mark.heavy
 def test_a_disk_flood_deep_down_is_stopped(box: Box):
     nest = "for _ in range(1200): os.mkdir('nested'); os.chdir('nested')"
     flood = "[open(f'{n}', 'wb').write(bytes(1 << 20)) for n in range(4096)]"
@@ -425,6 +426,7 @@ def test_a_disk_flood_deep_down_is_stopped(box: Box):
     assert not done.kept
 
 
+@pytest.mark.heavy
 def test_a_disk_flood_is_stopped(box: Box):
     flood = "n=0; while :; do n=$((n+1)); head -c 4194304 /dev/zero >big-$n || exit; done"
 

@@ -89,6 +89,7 @@ with HostFilesystem(root) as fs:
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("overlay", [True, False])
 def test_our_own_code_in_the_workspace_is_read_only(ours: Installed, engine: str, overlay: bool):
     assert ours.run(ATTACKS, HOW=json.dumps([engine, overlay])) == "fine\n\n"
@@ -119,6 +120,7 @@ print(json.dumps([done.stdout, written.ok, removed.ok]))
     assert (state / "wink/key").stat().st_size == 32
 
 
+@pytest.mark.heavy
 def test_programs_of_ours_are_started_from_what_was_read_before(tmp_path: Path, ours: Installed):
     """Whatever becomes of their files, and of what Python loads when it starts."""
     mark = tmp_path / "mark"

@@ -368,6 +368,7 @@ def test_what_is_not_the_log_of_a_session_is_refused(database: Place):
         SavedSession.open(NAME, store=database.store())
 
 
+@pytest.mark.heavy
 def test_a_killed_process_loses_at_most_the_save_in_progress(place: Place):
     place.create().close()
     chance = random.Random(1)
