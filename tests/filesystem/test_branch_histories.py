@@ -20,7 +20,7 @@ from pathlib import Path
 import branch_child
 import pytest
 from branch_child import Change, Deed, processes
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from killed_child import Death
 
@@ -415,6 +415,16 @@ KILLS = st.tuples(st.integers(1, 60), st.one_of(DEEDS)).map(lambda two: ("killed
 Steps = list[tuple[object, ...]]
 
 
+UNDO_OF_AN_UNDO: Steps = [
+    ("call", "d/a", "a", 0),
+    ("undo", 0),
+    ("person", "d/a"),
+    ("rewind", 0),  # leaves the person's file, and restores the time of its directory
+    ("person", "d/a"),
+]
+
+
+@example(UNDO_OF_AN_UNDO)
 @given(st.lists(st.one_of(STEPS), min_size=4, max_size=25))
 def test_every_state_equals_the_model_and_nothing_of_the_person_is_lost(steps: Steps) -> None:
     go_through(steps)

@@ -239,9 +239,9 @@ class DirectoryAt(Forward):
                     break
                 paths = self._paths_of(serial)
                 for path in paths:
-                    # What was in a directory that is moved or removed has gone with it.
-                    for other in inside.pop(path, ()):
-                        self._left.pop(other, None)
+                    if path in inside and self._takes_along(serial, path):
+                        for other in inside.pop(path):
+                            self._left.pop(other, None)
                 for path in paths:
                     self._left[path] = serial
                     above = path.rpartition("/")[0]
@@ -252,6 +252,17 @@ class DirectoryAt(Forward):
                 above, _, name = path.rpartition("/")
                 self._names.setdefault(above, set()).add(name)
         return self._left
+
+    def _takes_along(self, serial: int, path: str) -> bool:
+        """Whether a call moved or removed a directory with everything in it, or may have.
+
+        An undo that only restored a directory's modification time did not.
+        """
+        parts = tuple(path.split("/"))
+        found = list(self._past.readable([serial]))
+        return not found or any(
+            record.is_whole for record in found[0].records if parts in record.paths
+        )
 
     def _paths_of(self, serial: int) -> Iterable[str]:
         """Return the paths that a call changed, from its entry if the index does not have them."""
