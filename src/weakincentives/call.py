@@ -73,11 +73,9 @@ class CancellationToken:
     ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced anyway.
     """
 
-    __slots__ = ("_event", "reason")
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self._event: threading.Event | None = None
+    # Defaults on the class: every call makes a token, and few are cancelled.
+    reason: str | None = None
+    _event: threading.Event | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -101,7 +99,7 @@ class CancellationToken:
         return self._event.wait(timeout)
 
 
-# One lock for all tokens, and an event only on demand: every call makes a token, few wait on it.
+# One lock for all tokens, and an event only on demand.
 _tokens = threading.Lock()
 
 

@@ -705,6 +705,8 @@ class EventBus(_InSession):
     file:changed {'path': 'a.txt'}
     """
 
+    announces = True
+
     def __init__(self) -> None:
         super().__init__()
         # Shared by all views.

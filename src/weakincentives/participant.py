@@ -123,6 +123,9 @@ class Participant:
     def expect_external(self) -> None:
         """Expect programs that the call starts to change things without this object."""
 
+    announces: bool = False
+    """Whether ``after_commit`` has anything to do."""
+
     def after_commit(self) -> None:
         """Called when what was merged is final."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.contracts import CascadeEffect, Effect
     from weakincentives.prompt.tool import Tool
-    from weakincentives.runtime.ledger import CallOutcome, Outcome
+    from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
 
 _logger = get_logger(__name__)
 
@@ -261,11 +261,11 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
         transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 
 
-def end_on_record(transaction: Transaction) -> None:
+def end_on_record(transaction: Transaction, ledger: OutcomeLedger) -> None:
     """Record the outcome of a call that has ended; what it did cannot be undone any more."""
-    if transaction.ledger is not None and transaction.outcome is not None:
+    if transaction.outcome is not None:
         try:
-            transaction.ledger.end(transaction.outcome)
+            ledger.end(transaction.outcome)
         except OSError as error:
             call = transaction.call
             _logger.error(

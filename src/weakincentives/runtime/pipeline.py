@@ -287,9 +287,12 @@ def end(transaction: Transaction) -> None:
         if event is not None:
             recorded += transaction.nested
             recorded.append(event)
-            effects.end_on_record(transaction)
-            if transaction.forks and transaction.parent is None and event.success:
-                recorded += transaction.listeners
+            if transaction.ledger is not None:
+                effects.end_on_record(transaction, transaction.ledger)
+            if transaction.parent is None and event.success:
+                for _, base, _ in transaction.forks:
+                    if base.announces:
+                        recorded.append(base.after_commit)
 
 
 async def _cascade(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -48,7 +47,6 @@ _KNOWN_TO_RETRY = (
 )  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
-_UNPROTECTED = nullcontext()
 _NO_RESOURCES = ResourceRegistry.of().open()
 
 
@@ -238,6 +236,8 @@ class Transaction:
             self.parent, self.reads_only = parent, parent.reads_only
             if parent.concurrent:
                 self.concurrent, self.at_place = True, self.at_place and parent.at_place
+        self.found: dict[type[Any], Any] = {}
+        """The views of singletons that were requested by type."""
         self.params = call.params
         clock = self.clock = session.clock
         self.started = clock.monotonic()
@@ -296,7 +296,7 @@ class Transaction:
                         raise ViewClosed(self._end_reason())
                     base = self.base
                     view = self.session = base.fork(tracks_reads=self.tracks_reads)
-                    self._lock = view.lock
+                    self._lock = view._lock  # pyright: ignore[reportPrivateUsage]
                     self.bound.__dict__["session"] = view
                     self._views = {_identity(base): view, _identity(view): view}
                     if sys.version_info < (3, 12) and self.resource_context.gates:
@@ -321,13 +321,15 @@ class Transaction:
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
         self.open().check_open()
-        instance = self.resource_context.built(kind)
-        if instance is None:
-            instance = self.scope.get(kind)
-        if can_fork(instance):
-            return self.view(instance)
-        self.check_place(self.resource_context.in_place)
-        return instance
+        singleton = self.resource_context.built(kind)
+        instance = self.scope.get(kind) if singleton is None else singleton
+        if not can_fork(instance):
+            self.check_place(self.resource_context.in_place)
+            return instance
+        view = self.view(instance)
+        if singleton is not None:
+            self.found[kind] = view
+        return view
 
     @property
     def lineage(self) -> tuple[Transaction, ...]:
@@ -368,7 +370,7 @@ class Transaction:
                     name = self._name_of(target, base)
                     if name is None:
                         return target
-                    view = self._fork(name, cast("Participant", participant_for(base)), views)
+                    view = self._fork(name, base, views)
             # Referenced, so that no other object can get an id that is in the table.
             self._referenced = (*self._referenced, target)
             views[_identity(target)] = view
@@ -382,42 +384,47 @@ class Transaction:
         """Return what to call an object that takes part by forking; None for all others."""
         if isinstance(target, Session):
             return f"session {target.session_id}" if target.is_related_to(self.base) else None
-        if can_fork(target):
-            for name, participant in self.participants:
-                if participant.exposed is target:
-                    return name
-            if (
-                target is self.context.given_memory
-                or base is not target
-                or (self.parent is not None and self.parent.covers(target))
-            ):
-                return type(target).__name__
-        return None
+        for name, participant in self.participants:
+            if participant.exposed is target:
+                return None if participant.in_place else name
+        is_known = (
+            target is self.context.given_memory
+            or base is not target
+            or (self.parent is not None and self.parent.covers(target))
+        )
+        return type(target).__name__ if is_known and can_fork(target) else None
 
-    def _fork(self, name: str, base: Participant, views: dict[int, object]) -> Any:
-        """Return what the call works with in place of a participant."""
-        if base.journalled:
-            if self._sealed and not self.concurrent:
-                # An abandoned handler asks for it only now. It would lock out all other calls,
-                # and nothing would end it.
-                raise ViewClosed(self._end_reason())
-            self._journalled = True
-        with undisturbed(base.journalled):  # a view that is not in the list could not be undone
-            in_place = base.journalled and not self.concurrent
-            # For a nested call, its parent forks: what is changed then belongs to the parent.
-            before = transaction_under_way.set(self)
-            try:
-                view: Participant = base.fork_in_place() if in_place else base.fork()
-            finally:
-                transaction_under_way.reset(before)
-            if self.reads_only:
-                view.read_only = _reads_only(self.call)
-            if self._sealed:
-                view.seal(self._end_reason())
-            self.forks = (*self.forks, (name, base, view))
-            exposed = view.exposed
-            views[_identity(base.exposed)] = views[_identity(exposed)] = exposed
-            return exposed
+    def _fork(self, name: str, target: object, views: dict[int, object]) -> Any:
+        """Return what the call works with in place of an object that takes part."""
+        base = cast("Participant", participant_for(target))
+        if not base.journalled:
+            return self._fork_participant(name, target, base, views)
+        if self._sealed and not self.concurrent:
+            # An abandoned handler asks for it only now. It would lock out all other calls, and
+            # nothing would end it.
+            raise ViewClosed(self._end_reason())
+        self._journalled = True
+        with undisturbed():  # a view that is not in the list could not be undone
+            return self._fork_participant(name, target, base, views)
+
+    def _fork_participant(
+        self, name: str, target: object, base: Participant, views: dict[int, object]
+    ) -> Any:
+        in_place = base.journalled and not self.concurrent
+        # For a nested call, its parent forks: what is changed then belongs to the parent.
+        before = transaction_under_way.set(self)
+        try:
+            view: Participant = base.fork_in_place() if in_place else base.fork()
+        finally:
+            transaction_under_way.reset(before)
+        if self.reads_only:
+            view.read_only = _reads_only(self.call)
+        if self._sealed:
+            view.seal(self._end_reason())
+        self.forks = (*self.forks, (name, base, view))
+        exposed = view.exposed
+        views[_identity(target)] = views[_identity(exposed)] = exposed
+        return exposed
 
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
@@ -469,18 +476,22 @@ class Transaction:
     def commit(self, record: object) -> None:
         """Commit everything and add the record, in one step for all others."""
         self._seal()
-        saver = None if self.base.saver is None else self.saver
-        if saver is not None:
+        if self._journalled or self.base.saver is not None:
+            with undisturbed():
+                self._commit(record)
+        else:
+            self._commit(record)
+        self.committed = True
+
+    def _commit(self, record: object) -> None:
+        if self.base.saver is not None and self.saver is not None:
             from weakincentives.runtime.recovery import commit_saved
 
-            with undisturbed():
-                commit_saved(self, record, saver)
-        else:
-            with undisturbed() if self._journalled else _UNPROTECTED:
-                for _, base, view in self.views_to_merge():
-                    base.merge(view)
-                self.base.settle(self.session, keep=True, record=record, transaction=self)
-        self.committed = True
+            commit_saved(self, record, self.saver)
+            return
+        for _, base, view in self.views_to_merge() if self.forks else ():
+            base.merge(view)
+        self.base.settle(self.session, keep=True, record=record, transaction=self)
 
     @property
     def saver(self) -> Any:
@@ -490,10 +501,12 @@ class Transaction:
 
     def views_to_merge(self) -> list[tuple[str, Participant, Participant]]:
         """Return what the commit merges, after a note of the state before."""
-        if not self.forks:
-            return []
-        views = [fork for fork in self.forks if not fork[1].in_place]
-        self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+        views: list[tuple[str, Participant, Participant]] = []
+        for fork in self.forks:
+            name, base, _ = fork
+            if not base.in_place:
+                views.append(fork)
+                self._merged = (*self._merged, (name, base, base.snapshot_here()))
         return views
 
     def forget(self) -> None:
@@ -544,11 +557,6 @@ class Transaction:
             if left:
                 failures[name] = "; ".join(left)
         return failures
-
-    @property
-    def listeners(self) -> tuple[Callable[[], object], ...]:
-        """How to notify resources that what was merged into them is committed."""
-        return tuple(base.after_commit for _, base, _ in self.forks if not base.in_place)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
@@ -610,11 +618,20 @@ class CallResources:
 
     def get(self, kind: type[T]) -> T:
         """Return the resource bound for a type."""
-        return self.transaction.resource(kind)
+        transaction = self.transaction
+        found = transaction.found.get(kind)
+        if found is None or transaction.settled:
+            return transaction.resource(kind)
+        return found
 
     def find(self, kind: type[T]) -> T | None:
         """Return the resource bound for a type, or None."""
-        return self.transaction.resource(kind) if kind in self.context.registry else None
+        transaction = self.transaction
+        found = transaction.found.get(kind)
+        if found is None or transaction.settled:
+            is_bound = kind in transaction.resource_context.registry
+            return transaction.resource(kind) if is_bound else None
+        return found
 
     def view(self, target: T) -> T:
         """Return the call's view of an object, or the object where it takes no part."""
