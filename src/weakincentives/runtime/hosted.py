@@ -20,7 +20,7 @@ from weakincentives.runtime.answers import on_record, raises_through
 from weakincentives.runtime.pipeline import admit as admitted
 from weakincentives.runtime.pipeline import end, undo
 from weakincentives.runtime.tool_call import Work, aexecute_tool
-from weakincentives.runtime.transactions import Transaction, offers_of
+from weakincentives.runtime.transactions import Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def admit(
     A person is asked last: when all other policies allow the call. With ``once``, a call that is on
     record is ready: its answer is there. An ``approval`` counts for the call as well.
     """
-    work = Work(context, offers_of(context))
+    work = Work(context, context.offers)
     work.approval = approval
     return work.run(partial(_admission, work, call, once), needs_loop=True)
 
@@ -66,20 +66,20 @@ async def aadmit(
     approval: Approval | None = None,
 ) -> Admission:
     """Check on the caller's event loop whether a call may run."""
-    work = Work(context, offers_of(context))
+    work = Work(context, context.offers)
     work.approval = approval
     return await work.arun(partial(_admission, work, call, once))
 
 
 def refuse(call: ToolCall, context: ToolContext, reason: str, *, by: str = "") -> AnyResult:
     """Record that a call was denied elsewhere, and return the answer for the model."""
-    work = Work(context, offers_of(context))
+    work = Work(context, context.offers)
     return work.run(partial(_denied, work, call, reason, by), needs_loop=True)
 
 
 async def arefuse(call: ToolCall, context: ToolContext, reason: str, *, by: str = "") -> AnyResult:
     """Record on the caller's event loop that a call was denied elsewhere."""
-    work = Work(context, offers_of(context))
+    work = Work(context, context.offers)
     return await work.arun(partial(_denied, work, call, reason, by))
 
 

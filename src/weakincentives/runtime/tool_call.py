@@ -29,7 +29,6 @@ from weakincentives.runtime.transactions import (
     Recorded,
     Surroundings,
     Transaction,
-    offers_of,
 )
 from weakincentives.runtime.turn import (
     DEFAULT_CONCURRENCY,
@@ -79,7 +78,7 @@ def execute_tool(
         approval: What a person has decided about the call, after ``admit`` or ``ApprovalNeeded``.
     """
     context = context or context_of(session, prompt)
-    return _run(call, offers_of(context), context, once=once, approval=approval)
+    return _run(call, context.offers, context, once=once, approval=approval)
 
 
 async def aexecute_tool(
@@ -93,7 +92,7 @@ async def aexecute_tool(
 ) -> AnyResult:
     """Run one call on the caller's event loop."""
     context = context or context_of(session, prompt)
-    return await _arun(call, offers_of(context), context, once=once, approval=approval)
+    return await _arun(call, context.offers, context, once=once, approval=approval)
 
 
 def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> AnyResult:
@@ -130,7 +129,7 @@ def execute_tools(
     context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
     # What the model was shown when it made the calls.
-    offers = offers_of(context)
+    offers = context.offers
     results: list[AnyResult] = []
     for group in groups(calls, context, most):
         if len(group) == 1:
@@ -153,7 +152,7 @@ async def aexecute_tools(
     """Run the calls of one model turn on the caller's event loop."""
     context = context or context_of(session, prompt)
     most = _checked(max_concurrency)
-    offers = offers_of(context)
+    offers = context.offers
     results: list[AnyResult] = []
     for group in groups(calls, context, most):
         if len(group) == 1:
@@ -196,7 +195,7 @@ async def apply_effects(
             await undo_effects(applied, result, context)
             raise
     for cascade in cascades:
-        call, offers = cascaded(cascade, result, offers_of(context))
+        call, offers = cascaded(cascade, result, context.offers)
         if call is not None:
             await _arun(call, offers, context)
             applied.append(cascade)
@@ -239,7 +238,7 @@ class Work(Surroundings):
             if needs_loop:
                 from weakincentives.loops import run_blocking as run
             gates = self.gates()
-            if self.session.gate is None and any(gate.is_on_this_loop for gate in gates):
+            if self.parent is not None and any(gate.is_on_this_loop for gate in gates):
                 gates = ()  # nested: the call inside could not go on while this one waits
             try:
                 return self._in_turn(gates, run, start)
@@ -494,7 +493,7 @@ def _context_under_way() -> ToolContext:
 
 def _with(tool: Tool[Any, Any], context: ToolContext) -> Offers:
     """Return the tools that the context offers, or this one alone if it is not among them."""
-    offers = offers_of(context)
+    offers = context.offers
     offered = offers.get(tool.name)
     if offered is not None and offered.tool is tool:
         return offers

@@ -118,7 +118,9 @@ class Surroundings:
             view = parent.open().view(context.session)
             if parent.covers(view):
                 self.session, self.parent = view, parent
-        self.resources = resources_of(context)
+        resources = context.resources
+        is_open = type(resources) is ResourceContext  # most often: a registry's
+        self.resources = resources if is_open else resources_of(context)
         self.recorded: list[Recorded] = []
 
 
@@ -197,7 +199,8 @@ class Transaction:
     """What follows once nothing can be undone; a nested call leaves it to its parent."""
     forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
-    _views: dict[int, object] | None = None
+    views: dict[int, object] = {}  # noqa: RUF012  # replaced when the transaction is opened
+    """What the call works with in place of an object, by the object's identity."""
     _referenced: tuple[object, ...] = ()
     _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
@@ -285,20 +288,20 @@ class Transaction:
 
     @property
     def is_open(self) -> bool:
-        return self._views is not None
+        return bool(self.views)
 
     def open(self) -> Self:
         """Fork the session, unless that is done."""
-        if self._views is None:
+        if not self.views:
             with _opening:  # threads of a policy may come at the same time
-                if self._views is None:
+                if not self.views:
                     if self.settled:
                         raise ViewClosed(self._end_reason())
                     base = self.base
                     view = self.session = base.fork(tracks_reads=self.tracks_reads)
                     self._lock = view._lock  # pyright: ignore[reportPrivateUsage]
                     self.bound.__dict__["session"] = view
-                    self._views = {_identity(base): view, _identity(view): view}
+                    self.views = {_identity(base): view, _identity(view): view}
                     if sys.version_info < (3, 12) and self.resource_context.gates:
                         bypass.under_way.add(self)
         return self
@@ -320,8 +323,9 @@ class Transaction:
 
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
-        self.open().check_open()
-        singleton = self.resource_context.built(kind)
+        if self.settled or not self.views:
+            self.open().check_open()
+        singleton = self.resource_context.instances.get(kind)
         instance = self.scope.get(kind) if singleton is None else singleton
         if not can_fork(instance):
             self.check_place(self.resource_context.in_place)
@@ -354,9 +358,7 @@ class Transaction:
 
     def view(self, target: T) -> T:
         """Return this call's view of an object, or the object where it takes no part."""
-        views = self._views
-        if views is None:
-            views = cast("dict[int, object]", self.open()._views)
+        views = self.views or self.open().views
         found = views.get(_identity(target))
         if found is not None:
             return found  # type: ignore[return-value]
@@ -367,10 +369,10 @@ class Transaction:
                 if isinstance(target, Session) and self.base.is_view_of(target):
                     view = self.session
                 else:
-                    name = self._name_of(target, base)
-                    if name is None:
+                    found = self._participant(target, base)
+                    if found is None:
                         return target
-                    view = self._fork(name, base, views)
+                    view = self._fork(*found, base, views)
             # Referenced, so that no other object can get an id that is in the table.
             self._referenced = (*self._referenced, target)
             views[_identity(target)] = view
@@ -378,53 +380,52 @@ class Transaction:
 
     def covers(self, view: object) -> bool:
         """Whether an object is one of this call's views."""
-        return self._views is not None and self._views.get(_identity(view)) is view
+        return self.views.get(_identity(view)) is view
 
-    def _name_of(self, target: object, base: object) -> str | None:
-        """Return what to call an object that takes part by forking; None for all others."""
+    def _participant(self, target: object, base: object) -> tuple[str, Participant] | None:
+        """Return the name and the participant of an object that takes part by forking."""
         if isinstance(target, Session):
-            return f"session {target.session_id}" if target.is_related_to(self.base) else None
-        for name, participant in self.participants:
+            is_related = target.is_related_to(self.base)
+            return (f"session {target.session_id}", cast("Session", base)) if is_related else None
+        for name, participant in (self._scope or self.resource_context).participants:
             if participant.exposed is target:
-                return None if participant.in_place else name
+                if participant.in_place:
+                    return None
+                return name, participant if base is target else _forkable(base)
         is_known = (
             target is self.context.given_memory
             or base is not target
             or (self.parent is not None and self.parent.covers(target))
         )
-        return type(target).__name__ if is_known and can_fork(target) else None
+        return (type(target).__name__, _forkable(base)) if is_known and can_fork(target) else None
 
-    def _fork(self, name: str, target: object, views: dict[int, object]) -> Any:
+    def _fork(
+        self, name: str, base: Participant, target: object, views: dict[int, object]
+    ) -> object:
         """Return what the call works with in place of an object that takes part."""
-        base = cast("Participant", participant_for(target))
-        if not base.journalled:
-            return self._fork_participant(name, target, base, views)
-        if self._sealed and not self.concurrent:
-            # An abandoned handler asks for it only now. It would lock out all other calls, and
-            # nothing would end it.
-            raise ViewClosed(self._end_reason())
-        self._journalled = True
-        with undisturbed():  # a view that is not in the list could not be undone
-            return self._fork_participant(name, target, base, views)
-
-    def _fork_participant(
-        self, name: str, target: object, base: Participant, views: dict[int, object]
-    ) -> Any:
-        in_place = base.journalled and not self.concurrent
-        # For a nested call, its parent forks: what is changed then belongs to the parent.
-        before = transaction_under_way.set(self)
-        try:
-            view: Participant = base.fork_in_place() if in_place else base.fork()
-        finally:
-            transaction_under_way.reset(before)
-        if self.reads_only:
-            view.read_only = _reads_only(self.call)
-        if self._sealed:
-            view.seal(self._end_reason())
-        self.forks = (*self.forks, (name, base, view))
-        exposed = view.exposed
-        views[_identity(target)] = views[_identity(exposed)] = exposed
-        return exposed
+        if base.journalled:
+            if self._sealed and not self.concurrent:
+                # An abandoned handler asks for it only now. It would lock out all other calls,
+                # and nothing would end it.
+                raise ViewClosed(self._end_reason())
+            self._journalled = True
+        # A view that is not in the list could not be undone. The lock is held already.
+        with undisturbed() if base.journalled else self._lock:
+            in_place = base.journalled and not self.concurrent
+            # For a nested call, its parent forks: what is changed then belongs to the parent.
+            before = transaction_under_way.set(self)
+            try:
+                view: Participant = base.fork_in_place() if in_place else base.fork()
+            finally:
+                transaction_under_way.reset(before)
+            if self.reads_only:
+                view.read_only = _reads_only(self.call)
+            if self._sealed:
+                view.seal(self._end_reason())
+            self.forks = (*self.forks, (name, base, view))
+            exposed = view.exposed
+            views[_identity(target)] = views[_identity(exposed)] = exposed
+            return exposed
 
     def read_only(self) -> None:
         """Refuse every write from here on; what the runtime itself remembers comes later."""
@@ -584,6 +585,10 @@ class Transaction:
             view.seal(reason)
 
 
+def _forkable(instance: object) -> Participant:
+    return cast("Participant", participant_for(instance))
+
+
 def _reads_only(call: ToolCall) -> str:
     return f"tool '{call.name}' has the reach 'read': it must not change anything"
 
@@ -629,7 +634,7 @@ class CallResources:
         transaction = self.transaction
         found = transaction.found.get(kind)
         if found is None or transaction.settled:
-            is_bound = kind in transaction.resource_context.registry
+            is_bound = kind in transaction.resource_context.bindings
             return transaction.resource(kind) if is_bound else None
         return found
 
@@ -645,12 +650,6 @@ class CallResources:
     def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
         self.transaction.scope.watch(watcher)
         return self.snapshotables
-
-
-def offers_of(context: ToolContext) -> Mapping[str, Offer]:
-    """Return the tools that a call in this context can name."""
-    rendered = context.rendering
-    return {} if rendered is None else rendered.offers
 
 
 def resources_of(context: ToolContext) -> ResourceContext:

@@ -16,7 +16,7 @@ from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.transactions import Place, Transaction, offers_of, resources_of
+from weakincentives.runtime.transactions import Place, Transaction, resources_of
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def groups(
     calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int
 ) -> Iterator[Group]:
     """Yield neighbours that may run together, and every other call by itself."""
-    offers, resources = offers_of(context), resources_of(context)
+    offers, resources = context.offers, resources_of(context)
     together: Group = []
     for each in (*enumerate(calls), None):
         offer = None if each is None else offers.get(each[1].name)
