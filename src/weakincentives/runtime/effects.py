@@ -41,7 +41,7 @@ async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> No
         if effect.after_commit:
             transaction.after_commit += ((effect, result),)
         else:
-            await finish(effect.run(transaction.bound, result), transaction.on_loop)
+            await finish(effect.run(transaction.bound, result), transaction.around.on_loop)
             transaction.applied += (effect,)
 
 
@@ -77,7 +77,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
     Nested calls that were committed come first, the last of them before the others. A compensable
     tool's are called however far it came: they undo what its handler did.
     """
-    tool, on_loop = transaction.tool, transaction.on_loop
+    tool, on_loop = transaction.tool, transaction.around.on_loop
     if transaction.settled or tool is None or not transaction.ran or transaction.stays_unknown:
         return
     failures: list[str] = []
@@ -143,7 +143,7 @@ async def follow_up(
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:
-                await finish(effect.run(transaction.context, result), transaction.on_loop)
+                await finish(effect.run(transaction.context, result), transaction.around.on_loop)
         except Exception:
             _logger.exception(
                 "effect %r failed after the commit; the call stays committed", effect.label

@@ -93,6 +93,9 @@ class Place:
 class Surroundings:
     """Where a call is made: in which context, among which tools, nested in which call."""
 
+    on_loop = True
+    """Whether it runs on an event loop, not stepped by hand."""
+
     late = False
     """Whether the deadline passed before it was its turn."""
 
@@ -214,13 +217,11 @@ class Transaction:
         call: ToolCall,
         recorded: list[Recorded],
         place: Place | None = None,
-        on_loop: bool = True,
         depth: int = 0,
     ) -> None:
         self.around = around
         self.call = call
         self.recorded = recorded
-        self.on_loop = on_loop
         if depth:
             self.depth = depth
         context = self.context = around.context
@@ -277,9 +278,7 @@ class Transaction:
         return self._again()
 
     def _again(self) -> Transaction:
-        again = Transaction(
-            self.around, self.call, self.recorded, self.place, self.on_loop, self.depth
-        )
+        again = Transaction(self.around, self.call, self.recorded, self.place, self.depth)
         if self.bypassed is not None:
             again.bypassed = self.bypassed
         return again
@@ -512,9 +511,11 @@ class Transaction:
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
+        self.event = None
         self.restore()
         self._undo_merge()
         self.settled = True
+        self.signal.cancel("the call is re-run")
 
     def roll_back(self, record: object) -> None:
         """Undo everything but what was logged, and add the record. May be called again."""
