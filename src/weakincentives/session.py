@@ -620,11 +620,6 @@ class Session(Participant):
         self.dispatcher.publish(event)
 
     @property
-    def lock(self) -> Any:
-        """Held by a view's writes and by ``seal``; re-entrant."""
-        return self._lock
-
-    @property
     def gate(self) -> Gate | None:
         """The gate of the calls on this session; None for a view, whose call has passed it."""
         return None if self._base is not None else self._wiring.gate

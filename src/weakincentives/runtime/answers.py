@@ -23,7 +23,6 @@ from weakincentives.errors import (
     PromptEvaluationError,
     Refusal,
     Suspended,
-    ToolNotFound,
     ToolTimeout,
     ToolValidationError,
     VisibilityExpansionRequired,
@@ -166,7 +165,12 @@ def refuse_unknown(transaction: Transaction) -> NoReturn:
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
-    raise ToolNotFound(f"Tool '{name}' not found. {hint}Available tools: {known}", suggestions=near)
+    raise Refusal(
+        f"Tool '{name}' not found. {hint}Available tools: {known}",
+        code="TOOL_NOT_FOUND",
+        recoverable=False,
+        suggestions=near,
+    )
 
 
 def raises_through(error: BaseException) -> bool:

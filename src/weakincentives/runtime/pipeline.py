@@ -15,7 +15,7 @@ from typing import Any
 
 from weakincentives import events
 from weakincentives.call import ToolCall, transaction_under_way
-from weakincentives.errors import PolicyDenied, PreconditionFailed, Refusal, Suspended
+from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision, note_success
 from weakincentives.prompt.prompt import Offer
@@ -169,10 +169,9 @@ async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -
     found = await validate_preconditions(tool, transaction.bound, transaction.params)
     failed = tuple(map(str, found.failed))
     if not found.can_proceed:
+        problem = f"Tool preconditions not met: {'; '.join(failed)}"
         suggestions = [each.precondition.description for each in found.failed]
-        raise PreconditionFailed(
-            f"Tool preconditions not met: {'; '.join(failed)}", suggestions=suggestions
-        )
+        raise Refusal(problem, code="PRECONDITION_FAILED", suggestions=suggestions)
     if failed:
         transaction.degraded = transaction.bound.__dict__["degraded"] = failed
 
