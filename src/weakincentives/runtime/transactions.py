@@ -1,19 +1,20 @@
-"""One attempt of a call: its state on the way through the pipeline, and what it changes.
+"""Transactions: one attempt of a call on its way through the pipeline, and blocks by hand.
 
 A call works on views of everything that takes part (see ``participant``), and commits or undoes
-all of them.
+all of them. A block by hand restores snapshots.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
-from weakincentives.errors import ViewClosed, WinkError
+from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
 from weakincentives.gate import Gate
@@ -22,8 +23,14 @@ from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.resources import ResourceContext, ResourceRegistry, Snapshotable, ToolScope
-from weakincentives.session import Session
+from weakincentives.resources import (
+    ResourceContext,
+    ResourceRegistry,
+    Snapshotable,
+    ToolScope,
+    as_resolver,
+)
+from weakincentives.session import Session, Snapshot
 
 if TYPE_CHECKING:
     from asyncio import Event
@@ -659,3 +666,121 @@ def resources_of(context: ToolContext) -> ResourceContext:
     if isinstance(resources, ResourceContext):
         return resources
     return getattr(resources, "context", _NO_RESOURCES)
+
+
+# Transactions by hand
+
+
+class CompositeSnapshot:
+    """A session's snapshot together with those of its resources."""
+
+    __slots__ = ("__weakref__", "_tokens", "session", "tag")
+
+    def __init__(self, session: Snapshot, tag: str) -> None:
+        self.session = session
+        self.tag = tag
+        self._tokens: list[tuple[str, Participant, Any]] = []
+
+    def built(self, name: str, instance: Snapshotable, /) -> None:
+        """Snapshot a resource: one that is there, or one that was just built."""
+        participant = participant_for(instance)
+        known = any(each.exposed is instance for _, each, _ in self._tokens)
+        if participant is not None and not known:
+            self._tokens.append((name, participant, participant.snapshot_here()))
+
+    def restore_resources(self) -> None:
+        """Restore every resource; raise ResourceError at the end if any failed."""
+        failures = restore_all(self._tokens)
+        if failures:
+            raise ResourceError("; ".join(failures.values()))
+
+
+def create_snapshot(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> CompositeSnapshot:
+    """Return the state of the session and of every resource that can be snapshotted.
+
+    ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
+    """
+    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag)
+    resolver: Any = as_resolver(resources)
+    if not hasattr(resolver, "watch"):  # of a prompt
+        resolver = getattr(resolver, "context", None)
+    if resolver is not None:
+        for name, resource in resolver.watch(snapshot):
+            snapshot.built(name, resource)
+    return snapshot
+
+
+def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
+    """Restore a snapshot: STATE slices and resources; LOG slices stay.
+
+    Resources that were first built since return to their initial state. Snapshots that were taken
+    after this one expire.
+    """
+    session.restore(snapshot.session)
+    snapshot.restore_resources()
+
+
+@contextmanager
+def tool_transaction(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> Generator[CompositeSnapshot]:
+    """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
+    snapshot = create_snapshot(session, resources, tag=tag)
+    try:
+        yield snapshot
+    except BaseException:  # an interrupted block must not leave half its writes
+        try:
+            restore_snapshot(session, resources, snapshot)
+        except SnapshotExpired:
+            # The block restored an older snapshot itself: there is nothing left to undo.
+            _logger.info("transaction %r was rolled back past its start", tag)
+        raise
+
+
+class PendingToolTracker:
+    """Rolls back tools that another program runs, from hooks at their start and end."""
+
+    def __init__(self, *, session: Session, resources: object = None) -> None:
+        self._session = session
+        self._resources = resources
+        self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The ids of tool uses under way."""
+        return tuple(self._pending)
+
+    def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
+        """Snapshot the state before a tool runs."""
+        if tool_use_id in self._pending:
+            raise ValueError(f"tool use {tool_use_id!r} has begun already")
+        snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
+        self._pending[tool_use_id] = (tool_name, snapshot)
+
+    def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
+        """Commit what the tool did, or roll it back; returns whether it was rolled back.
+
+        An unknown id is no error: hooks may come twice, or for tools that are not tracked.
+        """
+        pending = self._pending.pop(tool_use_id, None)
+        if pending is None:
+            return False
+        tool_name, snapshot = pending
+        if success:
+            # The rollback of a tool that began earlier has undone this one, too.
+            return not self._session.can_restore(snapshot.session)
+        try:
+            restore_snapshot(self._session, self._resources, snapshot)
+        except SnapshotExpired:
+            # The rollback of a tool that began earlier has undone this one, too.
+            _logger.info("tool %s was rolled back with an earlier one", tool_name)
+        return True
+
+    def abort_all(self) -> tuple[str, ...]:
+        """Roll back every pending tool, the newest first; returns their ids."""
+        aborted = tuple(reversed(self._pending))
+        for tool_use_id in aborted:
+            self.end_tool_execution(tool_use_id=tool_use_id, success=False)
+        return aborted
