@@ -405,7 +405,7 @@ class ProcessLock:
         self.release = self._leave_line = bool
 
     def _attempt(self) -> bool:
-        """Take it if it is free and nobody else is first in line."""
+        """Take it if it is free and no other process is first in line."""
         try:
             self._take_turn()
             self._take()

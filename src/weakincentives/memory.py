@@ -716,7 +716,7 @@ class EventBus(_InSession):
         A callback that raises is logged; the others are still called.
         """
         if inspect.iscoroutinefunction(callback):
-            raise TypeError("a subscriber must not be async: nobody would await it")
+            raise TypeError("a subscriber must not be async: it is not awaited")
         subscriptions, key = self._subscriptions, object()
         subscriptions[key] = (_permission(pattern), callback)
 

@@ -47,7 +47,7 @@ _Slices = Mapping[type, Slice[Any]]
 # The changes and reads of a view, newest first. None outside views.
 _Events = tuple[Any, object] | None
 
-# The states before and after each recorded call, newest first. None where nobody follows them.
+# The states before and after each recorded call, newest first. None if they are not followed.
 _Passed = tuple[Any, ...] | None
 
 _APPEND = cast("Reducer[Any]", Slice.append)  # type: ignore[type-arg]

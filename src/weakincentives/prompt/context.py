@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Memory:
-    """How ``context.memory`` is found: when somebody asks, so that none is built for nothing.
+    """Finds ``context.memory`` on first use, so that none is built needlessly.
 
     In a call it is the call's view, whether the memory was given or is bound as a resource.
     """
@@ -46,7 +46,7 @@ class _Memory:
         if given is not None:
             view = getattr(context.resources, "view", None)
             return given if view is None else view(given)
-        # Nobody can have bound one without importing it.
+        # To bind one, a program must have imported it.
         module = sys.modules.get("weakincentives.memory")
         return None if module is None else context.resources.find(module.MemoryManager)
 
@@ -79,9 +79,9 @@ class ToolContext:
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
     signal: CancellationToken = field(default_factory=CancellationToken)
-    """Set when nobody waits for the call any more."""
+    """Set when the call is abandoned."""
     degraded: tuple[str, ...] = ()
-    """What is missing that the tool would rather have: preconditions that are not critical."""
+    """Failed preconditions that are not critical."""
     on_report: Callable[[str, str, float | None, float | None], object] | None = field(
         default=None, repr=False, compare=False
     )
@@ -139,7 +139,7 @@ class ToolContext:
 
     @property
     def given_memory(self) -> MemoryManager | None:
-        """The memory that was passed in; None for one that is bound as a resource, or for none."""
+        """The memory that was passed in; None if it is bound as a resource, or if there is none."""
         return self.__dict__["given_memory"]
 
     @property
@@ -195,7 +195,7 @@ class ToolContext:
     def report(
         self, message: str, *, done: float | None = None, total: float | None = None
     ) -> None:
-        """Report the progress of a long operation; whoever runs the call sees it at once.
+        """Report the progress of a long operation to the caller, at once.
 
         Unlike a result it is not rolled back and not recorded. A call that has ended reports
         nothing.

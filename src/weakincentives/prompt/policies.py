@@ -171,13 +171,16 @@ class _Remembers:
         context.session[self._state].update(changed)
 
     def _noted(self, context: ToolContext) -> Any:
-        """Return the state, without adding it to the read set; None in a concurrent call.
+        """Return the state if there is one: most often it has the note that is to be made.
 
-        For notes that are most often made already. A concurrent call always writes its own: what is
-        known now may be rolled back before it commits.
+        None in a concurrent call, which always writes: what is known now may be rolled back before
+        it commits.
         """
-        session = context.session
-        return None if session.tracks_reads else self._mine(session.read_slice(self._state))
+        if not context.session.tracks_reads:
+            for state in context.session.read_slice(self._state).all():
+                if state.policy_name == self.name:
+                    return state
+        return None
 
     def _mine(self, states: Slice[Any]) -> Any:
         for state in states.all():

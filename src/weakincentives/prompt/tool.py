@@ -145,8 +145,8 @@ class Tool(TypedConstructor, Generic[P, R]):
     preview: Callable[..., CallPreview] | None = None
     """``preview(params, *, context)`` says what a call would do: for a person who approves it."""
     idempotent: bool = False
-    """Whether a call of which nobody knows if it took effect may be made again, with the same id:
-    its handler gives ``context.idempotency_key`` to the service, which does nothing twice."""
+    """Whether a call whose outcome is unknown may be made again, with the same id: its handler
+    gives ``context.idempotency_key`` to the service, which does nothing twice."""
     recover: Callable[..., Recovery | Awaitable[Recovery]] | None = None
     """``recover(outcome, context)`` is asked about such a call, plain or async. It returns the
     call's result if it took effect, ``"rolled_back"`` if it did not, so that it runs now, or None

@@ -68,7 +68,7 @@ class Failed(Exception):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Return the refusal of a call that could not have its turn."""
+    """Return the refusal of a call that could not enter a gate."""
     code = "WORKSPACE_LOCKED" if isinstance(error, WorkspaceLocked) else None
     return Refusal(f"Nothing was run: {error}", code=code)
 

@@ -75,7 +75,7 @@ class OutcomeEntries(Protocol):
         *,
         running: bool | None = None,
     ) -> None:
-        """Record what ``decide`` returns, given the outcome as it is now; nobody comes between.
+        """Record what ``decide`` returns, given the outcome as it is now, atomically.
 
         It may be called more than once. ``running`` says that the call runs in this process from
         now on, or no longer.

@@ -101,13 +101,13 @@ class Surroundings:
     """Where a call is made: in which context, among which tools, nested in which call."""
 
     on_loop = True
-    """Whether it runs on an event loop, not stepped by hand."""
+    """Whether it runs on an event loop; otherwise it is stepped by hand."""
 
     late = False
     """Whether the deadline passed before it was its turn."""
 
     kept_out: Exception | None = None
-    """Why it could not have its turn, such as that another process has the workspace to itself."""
+    """Why it could not enter a gate: another process has the workspace to itself, for example."""
 
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
@@ -279,7 +279,7 @@ class Transaction:
         return retry
 
     def re_run(self) -> Transaction:
-        """Return this call from its start, for a state that has changed since."""
+        """Return this call from its start, to run on the state as it is now."""
         assert self.place is not None
         self.place.attempts += 1
         return self._again()
@@ -347,9 +347,9 @@ class Transaction:
         return (self,) if self.parent is None else (*self.parent.lineage, self)
 
     def check_place(self, in_place: object = None) -> None:
-        """Refuse what leads to something that is changed in place, until its place is reached.
+        """Refuse resources that may be changed in place, until the call's place is reached.
 
-        Any resource may: one that cannot fork may hold another that only snapshots.
+        Any resource without ``fork`` may be: it may hold another that only snapshots.
         """
         if self.at_place or not (self.needs_place or in_place):
             return
@@ -394,7 +394,7 @@ class Transaction:
             is_related = target.is_related_to(self.base)
             return (f"session {target.session_id}", cast("Session", base)) if is_related else None
         for name, participant in (self._scope or self.resource_context).participants:
-            if participant.exposed is target:
+            if participant is target or participant.exposed is target:
                 if participant.in_place:
                     return None
                 return name, participant if base is target else _forkable(base)
@@ -443,7 +443,7 @@ class Transaction:
     def take_snapshots(self, *, external: bool = False) -> None:
         """Note the state of every resource that is changed in place.
 
-        ``external`` tells those that can look for it to expect changes from elsewhere.
+        With ``external``, journalled ones expect changes by other programs.
         """
         if self.at_place:
             for name, participant in self.resource_context.in_place:
@@ -682,7 +682,7 @@ class CompositeSnapshot:
         self._tokens: list[tuple[str, Participant, Any]] = []
 
     def built(self, name: str, instance: Snapshotable, /) -> None:
-        """Snapshot a resource: one that is there, or one that was just built."""
+        """Snapshot a resource, existing or just built."""
         participant = participant_for(instance)
         known = any(each.exposed is instance for _, each, _ in self._tokens)
         if participant is not None and not known:

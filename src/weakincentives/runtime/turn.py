@@ -35,7 +35,7 @@ _MAX_JOINED = 1000
 """Calls that join one turn; then it must end, so that a call that waits unseen gets through: a
 thread in the moment between looking at a gate and getting in line."""
 _reached: Event | None = None
-"""Set; made when first needed. Nobody waits for it, so all loops share it."""
+"""Already set, so that all loops can share it; made when first needed."""
 
 
 def groups(
@@ -216,7 +216,7 @@ async def _reach_in_time(reached: Event, deadline: Deadline) -> None:
 
 
 async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
-    """Whether the call failed because an earlier call of the turn changed what it depends on.
+    """Whether the call failed because an earlier call of the turn changed its read set.
 
     That includes refusals: on the state that the earlier call left, it may succeed.
     """
