@@ -52,7 +52,7 @@ _CHANGED = "what it works on has changed since. Look at it again, then retry"
 class CallPreview:
     """What a call would do: returned by a tool's ``preview``, which must not change anything.
 
-    A preview that raises ToolValidationError says that the call would fail: then no question is asked.
+    A preview that raises ToolValidationError says that the call would fail: then nothing is asked.
     """
 
     diff: str = ""

@@ -54,7 +54,8 @@ _KNOWN_TO_RETRY = (
 )  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
-_NO_RESOURCES = ResourceRegistry.of().open()
+NO_RESOURCES = ResourceRegistry.of().open()
+"""For a context whose resources are of a class that is not ours."""
 
 
 class NeedsItsPlace(WinkError):
@@ -128,9 +129,7 @@ class Surroundings:
             view = parent.open().view(context.session)
             if parent.covers(view):
                 self.session, self.parent = view, parent
-        resources = context.resources
-        is_open = type(resources) is ResourceContext  # most often: a registry's
-        self.resources = resources if is_open else resources_of(context)
+        self.resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
         self.recorded: list[Recorded] = []
 
 
@@ -658,14 +657,6 @@ class CallResources:
     def watch(self, watcher: Any) -> tuple[tuple[str, Any], ...]:
         self.transaction.scope.watch(watcher)
         return self.snapshotables
-
-
-def resources_of(context: ToolContext) -> ResourceContext:
-    """Return what a context's resources are taken from, whatever call it is bound to."""
-    resources: Any = context.resources
-    if isinstance(resources, ResourceContext):
-        return resources
-    return getattr(resources, "context", _NO_RESOURCES)
 
 
 # Transactions by hand

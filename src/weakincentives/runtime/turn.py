@@ -15,8 +15,9 @@ from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal,
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
+from weakincentives.resources import ResourceContext
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.transactions import Place, Transaction, resources_of
+from weakincentives.runtime.transactions import NO_RESOURCES, Place, Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def groups(
     calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int
 ) -> Iterator[Group]:
     """Yield neighbours that may run together, and every other call by itself."""
-    offers, resources = context.offers, resources_of(context)
+    offers = context.offers
+    resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
     together: Group = []
     for each in (*enumerate(calls), None):
         offer = None if each is None else offers.get(each[1].name)
