@@ -51,7 +51,7 @@ class _Memory:
         return None if module is None else context.resources.find(module.MemoryManager)
 
 
-# No slots: bound_to sets all fields of a copy in one step.
+# No slots: ``having`` sets all fields of a copy in one step.
 @dataclass(frozen=True)
 class ToolContext:
     """What a handler, policy or check may use: the session, resources, limits, and who calls.
@@ -117,16 +117,6 @@ class ToolContext:
         object.__setattr__(self, "resources", as_resolver(resources))
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
-
-    def bound_to(
-        self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
-    ) -> ToolContext:
-        """Return this context with a call's own session, resources, id and signal."""
-        bound = object.__new__(ToolContext)
-        bound.__dict__.update(
-            self.__dict__, session=session, resources=resources, call_id=call_id, signal=signal
-        )
-        return bound
 
     def having(self, **fields: Any) -> ToolContext:
         """Return this context with other values for some fields.

@@ -473,9 +473,9 @@ def _context_under_way() -> ToolContext:
         return ToolContext(session=Session())
     parent = under_way.open()
     # The policies, limits and ids of the call under way hold for the calls it makes.
-    outer = parent.context
-    resources = CallResources(parent)
-    return outer.bound_to(parent.session, resources, parent.call.id, outer.signal)
+    return parent.context.having(
+        session=parent.session, resources=CallResources(parent), call_id=parent.call.id
+    )
 
 
 def _call_of(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> _OneCall:

@@ -253,9 +253,14 @@ class Transaction:
         self.started = clock.monotonic()
         self.timestamp = clock.time()
         self.signal = CancellationToken()
-        bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
-        bound.__dict__["config"] = {**context.config, "tool_name": call.name}
-        bound.__dict__["approval"] = around.approval  # not that of the call it is nested in
+        self.bound = context.having(
+            session=session,
+            resources=CallResources(self),
+            call_id=call.id,
+            signal=self.signal,
+            config={**context.config, "tool_name": call.name},
+            approval=around.approval,  # not that of the call it is nested in
+        )
 
     @property
     def gate(self) -> Gate:
@@ -322,9 +327,7 @@ class Transaction:
     @property
     def participants(self) -> tuple[tuple[str, Participant], ...]:
         """All that takes part in transactions, under its own name."""
-        return (
-            self.resource_context.participants if self._scope is None else self._scope.participants
-        )
+        return (self._scope or self.resource_context).participants
 
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
