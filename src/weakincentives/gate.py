@@ -297,7 +297,6 @@ _FOR_PASSING = 0.05
 """Seconds to wait in any case: another process may be about to leave."""
 _NOTE_SIZE = 256
 """Fixed, so that a full disk does not prevent the next owner from writing its note."""
-_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class ProcessLock:
@@ -331,8 +330,8 @@ class ProcessLock:
         token = os.urandom(8).hex()
         self._note = json.dumps({**note, "token": token}).ljust(_NOTE_SIZE).encode()
         try:
-            self._fd = os.open("lock", _FLAGS, 0o600, dir_fd=folder)
-            self._turn = os.open("turn", _FLAGS, 0o600, dir_fd=folder)
+            self._fd = os.open("lock", locks.OWN_FILE, 0o600, dir_fd=folder)
+            self._turn = os.open("turn", locks.OWN_FILE, 0o600, dir_fd=folder)
             for fd in (self._fd, self._turn):
                 locks.keep_from_forks(fd)
             self.release: Callable[[], object] = locks.releaser(self._fd)

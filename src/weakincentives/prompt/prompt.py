@@ -553,9 +553,8 @@ def _examples_text(tools: tuple[Tool[Any, Any], ...]) -> str:
     lines: list[str] = []
     for tool in tools:
         for example in tool.examples:
-            given: object = {} if example.input is None else dump(example.input)
             lines.append(f"- `{tool.name}`: {example.description}")
-            lines.append(f"  - call: `{json.dumps(given, ensure_ascii=False)}`")
+            lines.append(f"  - call: `{json.dumps(example.arguments, ensure_ascii=False)}`")
             if example.output is not None:
                 answer = json.dumps(dump(example.output), ensure_ascii=False)
                 lines.append(f"  - result: `{answer}`")

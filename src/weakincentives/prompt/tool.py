@@ -108,6 +108,11 @@ class ToolExample(Generic[P, R]):
                 f"got {len(self.description)}"
             )
 
+    @property
+    def arguments(self) -> Any:
+        """The input as a model gives it."""
+        return {} if self.input is None else dump(self.input)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Tool(TypedConstructor, Generic[P, R]):
@@ -409,7 +414,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             described["examples"] = [
                 {
                     "description": example.description,
-                    "input": {} if example.input is None else dump(example.input),
+                    "input": example.arguments,
                     "output": dump(example.output),
                 }
                 for example in self.examples
@@ -423,8 +428,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         """
         text = self.description
         for example in self.examples:
-            given: object = {} if example.input is None else dump(example.input)
-            shown = json.dumps(given, ensure_ascii=False)
+            shown = json.dumps(example.arguments, ensure_ascii=False)
             longer = f"{text}\n\nExample: {example.description}\n{shown}"
             if most is None or len(longer) <= most:
                 text = longer
