@@ -3,19 +3,20 @@
 All of a session's state is one immutable value, replaced in one assignment. So a snapshot is a
 reference, a rollback drops a view, and an interrupt leaves the old state or the new one.
 """
+# A session and the accessors of its slices are one mechanism:
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet, ref
 
-from weakincentives.call import current_view, transaction_under_way
+from weakincentives.call import current_view, new_id, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     MergeConflict,
@@ -109,7 +110,6 @@ class _Observed(_Entry):
     """What was read, if less than the slice."""
 
     def check(self, root: _Root) -> None:
-        """Raise MergeConflict if the answer has changed."""
         try:
             same = _same(self.query(_slice_in(root, self.slice_type)), self.answer)
         except Exception:  # a predicate that fails on the new values
@@ -174,7 +174,6 @@ def _all(values: Slice[T]) -> tuple[T, ...]:
 
 
 def _named(change: object) -> str:
-    """Return the name of a change, for messages."""
     if isinstance(change, _SliceChanged):
         return f"a change to the slice of {change.slice_type.__name__}"
     if isinstance(change, (_StateReplaced, Snapshot)):
@@ -237,7 +236,6 @@ class _Wiring:
         policy: SlicePolicy | None,
         root: _Root,
     ) -> None:
-        """Add a reducer, or replace the one for the same two types."""
         with self.lock:
             policy = policy or self.policy(slice_type)
             is_log = policy is SlicePolicy.LOG
@@ -511,7 +509,9 @@ class SliceAccessor(Generic[T]):
 
         It replaces an earlier one for the same type. It is not state: no rollback removes it.
         """
-        current_view(self._session).add_route(self._type, event_type, reducer, policy)
+        view = current_view(self._session)
+        with view._lock:
+            view._wiring.add_route(event_type, self._type, reducer, policy, view._root)
 
     def _check(self, items: Iterable[object]) -> None:
         for item in items:
@@ -556,7 +556,7 @@ class Session(Participant):
         clock: Clock | None = None,
     ) -> None:
         self._wiring = _Wiring(
-            session_id or os.urandom(16).hex(),
+            session_id or new_id(),
             # Not the view of a call, which is closed when the call ends.
             None if parent is None else parent._outermost(),
             dict(tags or {}),
@@ -761,17 +761,6 @@ class Session(Participant):
             event = None if self._base is None else (root.events, _SliceChanged(slice_type, change))
             self._root = _Root({**root.state, slice_type: following}, root.log, event)
 
-    def add_route(
-        self,
-        slice_type: type,
-        event_type: type,
-        reducer: Reducer[Any],
-        policy: SlicePolicy | None,
-    ) -> None:
-        """Register a reducer; see ``session[T].register``."""
-        with self._lock:
-            self._wiring.add_route(event_type, slice_type, reducer, policy, self._root)
-
     def install(
         self,
         slice_type: type[T],
@@ -801,7 +790,6 @@ class Session(Participant):
             self[slice_type].register(event_type, reduce, policy=policy)
 
     def handles(self, event_type: type) -> bool:
-        """Whether a reducer was registered for this type of event."""
         return event_type in self._wiring.routes
 
     # Snapshots
@@ -853,7 +841,6 @@ class Session(Participant):
             target.restore_here(snapshot)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
-        """Whether the snapshot can still be restored."""
         try:
             current_view(self)._check_restorable(snapshot)
         except (SnapshotError, SnapshotExpired):

@@ -190,12 +190,10 @@ class _Remembers:
 
 
 def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
-    """Return a set with one more item, sharing the rest."""
     return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
 
 
 def _updated(known: Mapping[str, T], more: Mapping[str, T]) -> Mapping[str, T]:
-    """Return a map with more entries, sharing the rest."""
     return (known if isinstance(known, HashTrieMap) else HashTrieMap(known)).update(more)
 
 
@@ -356,7 +354,6 @@ class ReadBeforeWritePolicy(_Remembers):
     def _problem(
         self, path: str, context: ToolContext, *, replaces_directories: bool = False
     ) -> str | None:
-        """Return why a path must not be replaced, or None."""
         unread = f"Cannot write to {path} without reading it first"
         files = context.resources.find(Filesystem)
         if files is None:  # the content cannot be compared
@@ -398,19 +395,17 @@ class ReadBeforeWritePolicy(_Remembers):
             if not is_api:
                 told = self._note_command(files, context)
             elif replaces or name in self.removal_tools:
-                self._check_replaced(files, path if replaces else None, context)
+                # Someone may have changed a file between the check and the call's change.
+                target = path if replaces else None
+                others, _ = self._replaced(files, context, target, meanwhile=True)
+                if others:
+                    denied = _CHANGED.format(do="replace", path=shown(others[0]))
+                    raise PolicyDenied(denied, policy=self.name)
         if path is not None and is_transfer:
             self._note_transfer(params, path, files, context)
         elif path is not None and (replaces or name in self.read_tools):
             self._note(name, path, result.value, files, context)
         return told
-
-    def _check_replaced(self, files: Filesystem, target: str | None, context: ToolContext) -> None:
-        """Deny a call if someone has changed a file between the check and the call's change."""
-        others, _ = self._replaced(files, context, target, meanwhile=True)
-        if others:
-            denied = _CHANGED.format(do="replace", path=shown(others[0]))
-            raise PolicyDenied(denied, policy=self.name)
 
     def _note_command(self, files: Filesystem, context: ToolContext) -> str | None:
         """Note what a command has left; return what to tell the model if it replaced a change."""

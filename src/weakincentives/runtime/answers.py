@@ -158,7 +158,6 @@ def _check_finished(answer: object) -> None:
 
 
 def refuse_unknown(transaction: Transaction) -> NoReturn:
-    """Refuse a call to a tool that is not offered."""
     from difflib import get_close_matches
 
     name, offers = str(transaction.call.name), transaction.around.offers

@@ -579,7 +579,6 @@ class Transaction:
             self._scope.close(error)
 
     def check_open(self) -> None:
-        """Raise ViewClosed once the call has ended."""
         if self.settled:
             raise ViewClosed(self._end_reason())
 
@@ -632,7 +631,6 @@ class CallResources:
         return self.transaction.resource_context
 
     def get(self, kind: type[T]) -> T:
-        """Return the resource bound for a type."""
         transaction = self.transaction
         found = transaction.found.get(kind)
         if found is None or transaction.settled:
@@ -640,7 +638,6 @@ class CallResources:
         return found
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the resource bound for a type, or None."""
         transaction = self.transaction
         found = transaction.found.get(kind)
         if found is None or transaction.settled:
@@ -747,7 +744,6 @@ class PendingToolTracker:
         return tuple(self._pending)
 
     def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
-        """Snapshot the state before a tool runs."""
         if tool_use_id in self._pending:
             raise ValueError(f"tool use {tool_use_id!r} has begun already")
         snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
