@@ -118,7 +118,7 @@ def call_under_way() -> ToolCall | None:
 
 
 def current_view(target: T) -> T:
-    """Return the view of ``target`` that the call under way works on, or ``target`` itself."""
+    """Return the current call's view of ``target``; ``target`` itself outside a call."""
     transaction = transaction_under_way.get()
     if transaction is None:
         return target

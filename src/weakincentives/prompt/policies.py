@@ -430,7 +430,7 @@ class ReadBeforeWritePolicy(_Remembers):
         *,
         meanwhile: bool = False,
     ) -> tuple[list[str], list[str]]:
-        """Return the known files that this call has replaced: those others had changed, and all."""
+        """Return the known files that this call has replaced: first those that others had changed."""
         session = context.session
 
         def is_known(path: str) -> bool:

@@ -148,7 +148,7 @@ async def aexecute_tools(
 def _works(
     calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int | None
 ) -> Iterator[_OneCall | _Together]:
-    """Yield what runs together in a turn, in order."""
+    """Yield the calls of a turn in order, grouped by what may run concurrently."""
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
     most = max_concurrency or DEFAULT_CONCURRENCY
@@ -204,7 +204,7 @@ class _KeptOut(Exception):
 
 
 class Work(Surroundings, Generic[T]):
-    """What passes the gates together: one call, concurrent calls of a turn, or an admission."""
+    """Work that passes the gates as one: a call, concurrent calls of a turn, or an admission."""
 
     needs_loop = True
     """Whether it needs an event loop; if not, sync code steps it by hand."""

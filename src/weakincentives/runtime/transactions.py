@@ -209,7 +209,7 @@ class Transaction:
     forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
     views: dict[int, object] = {}  # noqa: RUF012  # replaced when the transaction is opened
-    """What the call works with in place of an object, by the object's identity."""
+    """The call's view of each object, by the object's identity."""
     _referenced: tuple[object, ...] = ()
     _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
@@ -326,7 +326,7 @@ class Transaction:
 
     @property
     def participants(self) -> tuple[tuple[str, Participant], ...]:
-        """All that takes part in transactions, under its own name."""
+        """The participants, by name."""
         return (self._scope or self.resource_context).participants
 
     def resource(self, kind: type[T]) -> T:
@@ -345,7 +345,7 @@ class Transaction:
 
     @property
     def lineage(self) -> tuple[Transaction, ...]:
-        """Those it is nested in, the outermost first, and itself."""
+        """The calls it is nested in, outermost first, then itself."""
         return (self,) if self.parent is None else (*self.parent.lineage, self)
 
     def check_place(self, in_place: object = None) -> None:
@@ -365,7 +365,7 @@ class Transaction:
         )
 
     def view(self, target: T) -> T:
-        """Return this call's view of an object, or the object where it takes no part."""
+        """Return this call's view of an object; the object itself if it is no participant."""
         views = self.views or self.open().views
         found = views.get(_identity(target))
         if found is not None:
@@ -391,7 +391,7 @@ class Transaction:
         return self.views.get(_identity(view)) is view
 
     def _participant(self, target: object, base: object) -> tuple[str, Participant] | None:
-        """Return the name and the participant of an object that takes part by forking."""
+        """Return the name and the participant of an object that can fork, if it is one of ours."""
         if isinstance(target, Session):
             is_related = target.is_related_to(self.base)
             return (f"session {target.session_id}", cast("Session", base)) if is_related else None
@@ -410,7 +410,7 @@ class Transaction:
     def _fork(
         self, name: str, base: Participant, target: object, views: dict[int, object]
     ) -> object:
-        """Return what the call works with in place of an object that takes part."""
+        """Fork a participant and return the call's view of it."""
         if base.journalled:
             if self._sealed and not self.concurrent:
                 # An abandoned handler asks for it only now. It would lock out all other calls,
@@ -483,7 +483,7 @@ class Transaction:
             base.check_conflicts(view)
 
     def commit(self, record: object) -> None:
-        """Commit everything and add the record, in one step for all others."""
+        """Commit everything and add the record, atomically."""
         self._seal()
         if self._journalled or self.base.saver is not None:
             with undisturbed():
@@ -509,7 +509,7 @@ class Transaction:
         return saver if saver is not None and saver.commits_with_calls else None
 
     def views_to_merge(self) -> list[tuple[str, Participant, Participant]]:
-        """Return what the commit merges, after a note of the state before."""
+        """Return the forks to merge, and snapshot their bases first."""
         views: list[tuple[str, Participant, Participant]] = []
         for fork in self.forks:
             name, base, _ = fork
@@ -646,7 +646,7 @@ class CallResources:
         return found
 
     def view(self, target: T) -> T:
-        """Return the call's view of an object, or the object where it takes no part."""
+        """Return the call's view of an object; the object itself if it is no participant."""
         return self.transaction.view(target)
 
     @property
