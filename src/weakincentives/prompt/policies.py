@@ -430,7 +430,7 @@ class ReadBeforeWritePolicy(_Remembers):
         *,
         meanwhile: bool = False,
     ) -> tuple[list[str], list[str]]:
-        """Return the known files that this call has replaced: first those that others had changed."""
+        """Return the known files that the call replaced: those that others had changed, and all."""
         session = context.session
 
         def is_known(path: str) -> bool:
