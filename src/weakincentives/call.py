@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
 _count = itertools.count(1)
 _process = os.urandom(6).hex()  # what secrets.token_hex does, without its imports
 
@@ -73,11 +74,9 @@ class CancellationToken:
     ``cancelled`` now and then, or sleep with ``wait``; one that does not is fenced anyway.
     """
 
-    __slots__ = ("_event", "reason")
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self._event: threading.Event | None = None
+    # Defaults on the class: every call makes a token, and few are cancelled.
+    reason: str | None = None
+    _event: threading.Event | None = None
 
     @property
     def cancelled(self) -> bool:
@@ -101,7 +100,7 @@ class CancellationToken:
         return self._event.wait(timeout)
 
 
-# One lock for all tokens, and an event only on demand: every call makes a token, few wait on it.
+# One lock for all tokens, and an event only on demand.
 _tokens = threading.Lock()
 
 
@@ -119,6 +118,9 @@ def call_under_way() -> ToolCall | None:
 
 
 def current_view(target: T) -> T:
-    """Return the view of ``target`` that the call under way works on, or ``target`` itself."""
+    """Return the current call's view of ``target``; ``target`` itself outside a call."""
     transaction = transaction_under_way.get()
-    return target if transaction is None else transaction.view(target)
+    if transaction is None:
+        return target
+    view = transaction.views.get(_identity(target))
+    return transaction.view(target) if view is None else view

@@ -15,10 +15,8 @@ WinkError
 │       ├── ProtectedPath                no call may change it (also a PermissionError)
 │       └── BinaryFile                   (also a ValueError)
 ├── Refusal                          the call was not admitted; nothing ran
-│   ├── ToolNotFound
 │   ├── InvalidArguments
 │   ├── PolicyDenied
-│   ├── PreconditionFailed
 │   └── OutcomeOnRecord                it reaches outside, and is on record already
 ├── ToolTimeout                      the handler exceeded the tool's timeout
 ├── ContractError                    @require or @ensure does not hold (also an AssertionError)
@@ -158,28 +156,22 @@ class Refusal(WinkError):
     """The call was not admitted: nothing ran and nothing was changed."""
 
     code = "REFUSED"
-    recoverable = True
-    """Whether the same call may be admitted later, or with other arguments."""
 
     def __init__(
         self,
         message: str,
         *,
         code: str | None = None,
+        recoverable: bool = True,
         policy: str = "",
         suggestions: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.code = code or type(self).code
+        self.recoverable = recoverable
+        """Whether the same call may be admitted later, or with other arguments."""
         self.policy = policy
         self.suggestions = tuple(suggestions)
-
-
-class ToolNotFound(Refusal):
-    """No tool of that name is offered."""
-
-    code = "TOOL_NOT_FOUND"
-    recoverable = False
 
 
 class InvalidArguments(Refusal):
@@ -192,12 +184,6 @@ class PolicyDenied(Refusal):
     """A policy does not allow the call now; ``policy`` is its name."""
 
     code = "POLICY_DENIED"
-
-
-class PreconditionFailed(Refusal):
-    """A precondition of the tool does not hold."""
-
-    code = "PRECONDITION_FAILED"
 
 
 class OutcomeOnRecord(Refusal):

@@ -116,8 +116,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         # Both are replaced, never changed: publishing reads them without a lock.
-        self._subscriptions: tuple[_Subscription, ...] = ()
-        self._by_event: dict[type, tuple[_Subscription, ...]] = {}
+        self._subscriptions: tuple[tuple[type, Callable[[Any], object]], ...] = ()
+        self._by_event: dict[type, tuple[Callable[[Any], object], ...]] = {}
         """The subscribers of an event type, base classes included; found with the first event."""
         self._lock = threading.RLock()
 
@@ -130,7 +130,7 @@ class Dispatcher:
         """
         if inspect.iscoroutinefunction(subscriber):
             raise TypeError("a subscriber must not be async: publishing does not await it")
-        subscription = _Subscription(event_type, subscriber)
+        subscription = (event_type, subscriber)  # by identity: a function may subscribe twice
 
         def unsubscribe() -> None:
             with self._lock:
@@ -142,42 +142,25 @@ class Dispatcher:
         return unsubscribe
 
     def publish(self, event: object) -> None:
-        """Hand the event to its subscribers."""
-        subscriptions = self._by_event.get(type(event))
-        if subscriptions is None:
-            subscriptions = self._found(type(event))
-        for subscription in subscriptions:
+        subscribers = self._by_event.get(type(event))
+        if subscribers is None:
+            subscribers = self._found(type(event))
+        for subscriber in subscribers:
             try:
-                subscription.call(event)
+                subscriber(event)
             except Exception:
-                name = type(event).__name__
-                fields = _call_fields(event)
-                _logger.exception(
-                    "subscriber %r failed on %s", subscription.call, name, extra=fields
-                )
+                name, fields = type(event).__name__, {}
+                if isinstance(event, ToolInvoked):  # the call has ended by now
+                    fields = {"call_id": event.call_id, "tool": event.tool_name}
+                _logger.exception("subscriber %r failed on %s", subscriber, name, extra=fields)
 
-    def _found(self, event_type: type) -> tuple[_Subscription, ...]:
+    def _found(self, event_type: type) -> tuple[Callable[[Any], object], ...]:
         with self._lock:
             found = tuple(
-                each
+                subscriber
                 for cls in event_type.__mro__
-                for each in self._subscriptions
-                if each.event_type is cls
+                for wanted, subscriber in self._subscriptions
+                if wanted is cls
             )
             self._by_event = {**self._by_event, event_type: found}
         return found
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Subscription:
-    """The same function may subscribe twice."""
-
-    event_type: type
-    call: Callable[[Any], object]
-
-
-def _call_fields(event: object) -> dict[str, str]:
-    """Return the fields that a log line has of the call, which has ended by now."""
-    if isinstance(event, ToolInvoked):
-        return {"call_id": event.call_id, "tool": event.tool_name}
-    return {}

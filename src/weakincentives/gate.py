@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from weakincentives import locks
@@ -168,12 +167,7 @@ class Gate:
         self.holder = threading.get_ident()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.holder = 0
         self.release()
 
@@ -303,7 +297,6 @@ _FOR_PASSING = 0.05
 """Seconds to wait in any case: another process may be about to leave."""
 _NOTE_SIZE = 256
 """Fixed, so that a full disk does not prevent the next owner from writing its note."""
-_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class ProcessLock:
@@ -337,8 +330,8 @@ class ProcessLock:
         token = os.urandom(8).hex()
         self._note = json.dumps({**note, "token": token}).ljust(_NOTE_SIZE).encode()
         try:
-            self._fd = os.open("lock", _FLAGS, 0o600, dir_fd=folder)
-            self._turn = os.open("turn", _FLAGS, 0o600, dir_fd=folder)
+            self._fd = os.open("lock", locks.OWN_FILE, 0o600, dir_fd=folder)
+            self._turn = os.open("turn", locks.OWN_FILE, 0o600, dir_fd=folder)
             for fd in (self._fd, self._turn):
                 locks.keep_from_forks(fd)
             self.release: Callable[[], object] = locks.releaser(self._fd)
@@ -405,7 +398,7 @@ class ProcessLock:
         self.release = self._leave_line = bool
 
     def _attempt(self) -> bool:
-        """Take it if it is free and nobody else is first in line."""
+        """Take it if it is free and no other process is first in line."""
         try:
             self._take_turn()
             self._take()

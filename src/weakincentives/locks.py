@@ -22,6 +22,8 @@ except ImportError:  # Windows: there are no locks between processes
     fcntl = None
 
 TAKEN = (BlockingIOError, PermissionError)
+OWN_FILE: int = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Flags that open or create a file of ours, not through a link that someone has planted."""
 _FORM = "hhqqi4x"
 # The module under `signal`, without its enums, which make each call slower.
 _signal: Any = import_module("_signal")

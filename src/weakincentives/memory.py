@@ -4,6 +4,9 @@ All three are ordinary resources: a call's changes to them are committed or roll
 call. Each keeps its state in a session of its own, whose views, conflicts and snapshots it uses.
 """
 
+# A participant and the session it keeps its state in are one mechanism:
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import functools
@@ -58,7 +61,7 @@ def _reading(operation: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[
     @functools.wraps(operation)
     def on_current_view(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         view = current_view(self)
-        with view.lock:
+        with view._lock:
             return operation(view, *args, **kwargs)
 
     return on_current_view
@@ -84,12 +87,7 @@ class _InSession(Participant):
 
     def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
         self._session = Session(clock=clock)
-        self._lock = self._session.lock
-
-    @property
-    def lock(self) -> Any:
-        """Held during every change; re-entrant."""
-        return self._lock
+        self._lock = self._session._lock
 
     @_reading
     def snapshot(self) -> object:
@@ -114,7 +112,7 @@ class _InSession(Participant):
         view.__dict__.update(self.__dict__)
         view.read_only = view._sealed = None
         view._session = self._session.fork()
-        view._lock = view._session.lock
+        view._lock = view._session._lock
         view._parent = self
         return view
 
@@ -705,6 +703,8 @@ class EventBus(_InSession):
     file:changed {'path': 'a.txt'}
     """
 
+    announces = True
+
     def __init__(self) -> None:
         super().__init__()
         # Shared by all views.
@@ -716,7 +716,7 @@ class EventBus(_InSession):
         A callback that raises is logged; the others are still called.
         """
         if inspect.iscoroutinefunction(callback):
-            raise TypeError("a subscriber must not be async: nobody would await it")
+            raise TypeError("a subscriber must not be async: it is not awaited")
         subscriptions, key = self._subscriptions, object()
         subscriptions[key] = (_permission(pattern), callback)
 

@@ -92,7 +92,8 @@ class Participant:
 
     def check_writable(self, operation: str) -> None:
         """Raise ViewClosed or ReadOnlyView if this view must not be changed."""
-        self.check_open(operation)
+        if self._sealed is not None:
+            self.check_open(operation)
         if self.read_only is not None:
             raise ReadOnlyView(self.read_only)
 
@@ -122,6 +123,9 @@ class Participant:
 
     def expect_external(self) -> None:
         """Expect programs that the call starts to change things without this object."""
+
+    announces: bool = False
+    """Whether ``after_commit`` has anything to do."""
 
     def after_commit(self) -> None:
         """Called when what was merged is final."""

@@ -254,10 +254,10 @@ class Watcher(Protocol):
 class _Lifetime:
     """Instances that live and end together, in a context or in one tool call."""
 
-    _context: ResourceContext
+    context: ResourceContext
     # Defaults on the class: most tool calls build nothing, and such a scope should cost little.
     _closed: bool = False
-    _instances: Mapping[type[Any], Any] = MappingProxyType({})
+    instances: Mapping[type[Any], Any] = MappingProxyType({})
     """Replaced, never changed: it is read without the lock."""
     _participants: _Participants = ()
     _to_close: dict[int, Any] | None = None
@@ -279,12 +279,12 @@ class _Lifetime:
 
         Raises like ``get`` when the bound instance cannot be built.
         """
-        return self.get(kind) if kind in self._context._bindings else None
+        return self.get(kind) if kind in self.context.bindings else None
 
     def _existing(self, kind: type[T]) -> T | None:
         """Return an instance without a lock: every tool call does this."""
-        instance = self._context._instances.get(kind)
-        return self._instances.get(kind) if instance is None else instance
+        instance = self.context.instances.get(kind)
+        return self.instances.get(kind) if instance is None else instance
 
     @property
     def participants(self) -> _Participants:
@@ -301,7 +301,7 @@ class _Lifetime:
 
     def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
         """Notify ``watcher`` of each instance built from now on; return the present ones."""
-        with self._context._lock:
+        with self.context._lock:
             if self._watchers is None:
                 self._watchers = WeakValueDictionary()
             self._watchers[id(watcher)] = watcher
@@ -319,9 +319,9 @@ class _Lifetime:
         # two sees the other.
         if self._to_close is None:
             return
-        with self._context._lock:
+        with self.context._lock:
             to_close, self._to_close = self._to_close, {}
-            self._instances = {}
+            self.instances = {}
             self._set_participants(())
         _close_all(reversed(to_close.values()), error)
 
@@ -331,11 +331,11 @@ class _Lifetime:
     # How an instance is built, in call order
 
     def _resolve(self, kind: type[T], chain: Chain, watcher: Watcher | None) -> T:
-        context = self._context
+        context = self.context
         self._refuse_when_closed(kind)
-        binding = context._bindings.get(kind)
+        binding = context.bindings.get(kind)
         if binding is None:
-            raise UnboundResource(_unbound(kind, chain, context._bindings))
+            raise UnboundResource(_unbound(kind, chain, context.bindings))
         if kind in chain:
             raise CircularDependency(f"Providers need each other: {_arrows(*chain, kind)}")
         if binding.scope is Scope.PROTOTYPE:
@@ -356,10 +356,10 @@ class _Lifetime:
 
         The lock is not held while a provider runs: other threads can build other resources.
         """
-        context, kind, me = self._context, binding.type, threading.get_ident()
+        context, kind, me = self.context, binding.type, threading.get_ident()
         place = (self, kind)
         with context._lock:
-            while kind not in self._instances:
+            while kind not in self.instances:
                 self._refuse_when_closed(kind)
                 if place not in context._builders:
                     context._builders[place] = me
@@ -371,7 +371,7 @@ class _Lifetime:
                 finally:
                     del context._waiting[me]
             else:
-                return self._instances[kind]
+                return self.instances[kind]
         try:
             return self._build(binding, chain, watcher)
         finally:
@@ -380,7 +380,7 @@ class _Lifetime:
                 context._changed.notify_all()
 
     def _build(self, binding: Binding[T], chain: Chain, watcher: Watcher | None) -> T:
-        with self._context._lock:
+        with self.context._lock:
             if self._to_close is None:
                 self._to_close = {}
             self._refuse_when_closed(binding.type)
@@ -413,7 +413,7 @@ class _Lifetime:
 
         With the lock held: a watcher that is added meanwhile finds it among the present ones.
         """
-        with self._context._lock:
+        with self.context._lock:
             self._refuse_when_closed(binding.type)
             name, participant = binding.type.__name__, participant_for(instance)
             is_known = any(known.exposed is instance for _, known in self.participants)
@@ -429,13 +429,13 @@ class _Lifetime:
                 assert self._to_close is not None
                 self._to_close.setdefault(id(instance), instance)
             if binding.scope is not Scope.PROTOTYPE:
-                self._instances = {**self._instances, binding.type: instance}
+                self.instances = {**self.instances, binding.type: instance}
 
     def _set_participants(self, participants: _Participants) -> None:
         self._participants = participants
 
     def _refuse_when_closed(self, kind: type[Any]) -> None:
-        if self._context._closed:
+        if self.context._closed:
             raise ResourceError(
                 f"The resource context is closed, so there is no {_name(kind)}; "
                 "open the registry again"
@@ -457,8 +457,8 @@ class ResourceContext(_Lifetime):
 
     def __init__(self, registry: ResourceRegistry) -> None:
         self.registry = registry
-        self._context = self
-        self._bindings = registry.bindings
+        self.context = self
+        self.bindings = registry.bindings
         self._entered = False
         self._to_close = {}
         self._lock = threading.RLock()
@@ -477,10 +477,6 @@ class ResourceContext(_Lifetime):
         # In one order everywhere, so that no two calls wait for each other.
         found = (gate for gate in gates if gate is not None)
         self.gates = tuple(sorted(found, key=lambda gate: (gate.name, id(gate))))
-
-    def built(self, kind: type[T]) -> T | None:
-        """Return the singleton for ``kind`` if it exists, without building anything."""
-        return self._instances.get(kind)
 
     def tool_scope(self, watcher: Watcher | None = None) -> ToolScope:
         """Return the scope of one tool call; use it in a ``with`` block.
@@ -514,18 +510,18 @@ class ToolScope(_Lifetime):
     """The resources of one tool call: the context's, and those that end with the call."""
 
     def __init__(self, context: ResourceContext, watcher: Watcher | None = None) -> None:
-        self._context = context
+        self.context = context
         self._watcher = watcher
 
     @property
     def participants(self) -> _Participants:
         """The participants of the context, then those of the call."""
-        return (*self._context._participants, *self._participants)
+        return (*self.context._participants, *self._participants)
 
     def watch(self, watcher: Watcher) -> tuple[tuple[str, Snapshotable], ...]:
         """Like the context's ``watch``, for instances of this call and of the context."""
-        with self._context._lock:
-            self._context.watch(watcher)
+        with self.context._lock:
+            self.context.watch(watcher)
             return super().watch(watcher)
 
     def __enter__(self) -> ToolScope:
@@ -555,7 +551,7 @@ class _Resolver:
         return instance
 
     def find(self, kind: type[T]) -> T | None:
-        return self.get(kind) if kind in self._lifetime._context._bindings else None
+        return self.get(kind) if kind in self._lifetime.context.bindings else None
 
     def returned(self, instance: object) -> bool:
         return any(each is instance for each in self._returned)

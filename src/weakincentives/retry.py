@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from weakincentives.errors import ToolTimeout, WorkspaceLocked
@@ -81,37 +81,14 @@ def _backoff(name: str, given: Backoff) -> Backoff:
     return given
 
 
-class _Value:
-    """An immutable value, compared and shown by its fields.
-
-    ``dataclass`` would generate the same for each class, at half a millisecond of import time.
-    """
-
-    def __init__(self, **fields: object) -> None:
-        vars(self).update(fields)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete field {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return vars(self) == vars(other) if type(other) is type(self) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({fields})"
-
-
 # How long to wait
 
 
-class Backoff(_Value):
+class Backoff:
     """How long to wait before each retry."""
+
+    def __init__(self, **fields: object) -> None:
+        vars(self).update(fields)  # checked by the subclass, which is frozen
 
     def delay(self, attempt: int, random: Callable[[], float] = _random) -> float:
         """Return the seconds to wait before a retry; the first is attempt 1."""
@@ -126,6 +103,7 @@ class Backoff(_Value):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, init=False)
 class NoBackoff(Backoff):
     """Retry at once."""
 
@@ -133,6 +111,7 @@ class NoBackoff(Backoff):
         return 0.0
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class FixedBackoff(Backoff):
     """Wait equally long each time."""
 
@@ -148,6 +127,7 @@ class FixedBackoff(Backoff):
         return self.seconds
 
 
+@dataclass(frozen=True, init=False)
 class LinearBackoff(Backoff):
     """Wait ``base_delay`` first, and ``increment`` longer each time."""
 
@@ -164,6 +144,7 @@ class LinearBackoff(Backoff):
         return self.base_delay + self.increment * (attempt - 1)
 
 
+@dataclass(frozen=True, init=False)
 class ExponentialBackoff(Backoff):
     """Wait ``base_delay`` first, ``multiplier`` times as long each time, never over a maximum."""
 
@@ -189,6 +170,7 @@ class ExponentialBackoff(Backoff):
             return self.max_delay
 
 
+@dataclass(frozen=True, init=False)
 class JitteredBackoff(Backoff):
     """Wait up to ``jitter`` (a fraction: 0.1 is ten percent) less or more than ``base`` says.
 

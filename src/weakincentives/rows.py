@@ -53,7 +53,6 @@ class RowStore:
         return self._rows("SELECT revision FROM memory_state")[0][0]
 
     def load(self) -> dict[str, str]:
-        """Return every text by its key."""
         return dict(self._rows("SELECT key, value FROM memory"))
 
     def changed_since(self, revision: int) -> dict[str, str | None] | None:
@@ -117,7 +116,6 @@ class RowStore:
                 self._depth = 0
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._finalizer()
             self._connection = None

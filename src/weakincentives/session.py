@@ -3,19 +3,20 @@
 All of a session's state is one immutable value, replaced in one assignment. So a snapshot is a
 reference, a rollback drops a view, and an interrupt leaves the old state or the new one.
 """
+# A session and the accessors of its slices are one mechanism:
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from _thread import RLock  # threading's is a function around it, and every call makes one
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakSet, ref
 
-from weakincentives.call import current_view, transaction_under_way
+from weakincentives.call import current_view, new_id, transaction_under_way
 from weakincentives.clock import SYSTEM_CLOCK, Clock
 from weakincentives.errors import (
     MergeConflict,
@@ -34,7 +35,6 @@ from weakincentives.slices import (
     Reducer,
     Slice,
     SlicePolicy,
-    append_all,
     declared_policy,
     declared_reducers,
 )
@@ -48,9 +48,10 @@ _Slices = Mapping[type, Slice[Any]]
 # The changes and reads of a view, newest first. None outside views.
 _Events = tuple[Any, object] | None
 
-# The states before and after each recorded call, newest first. None where nobody follows them.
+# The states before and after each recorded call, newest first. None if they are not followed.
 _Passed = tuple[Any, ...] | None
 
+_APPEND = cast("Reducer[Any]", Slice.append)  # type: ignore[type-arg]
 # Orders the snapshots of a session and of all its views.
 _serials = itertools.count(1)
 
@@ -109,7 +110,6 @@ class _Observed(_Entry):
     """What was read, if less than the slice."""
 
     def check(self, root: _Root) -> None:
-        """Raise MergeConflict if the answer has changed."""
         try:
             same = _same(self.query(_slice_in(root, self.slice_type)), self.answer)
         except Exception:  # a predicate that fails on the new values
@@ -174,7 +174,6 @@ def _all(values: Slice[T]) -> tuple[T, ...]:
 
 
 def _named(change: object) -> str:
-    """Return the name of a change, for messages."""
     if isinstance(change, _SliceChanged):
         return f"a change to the slice of {change.slice_type.__name__}"
     if isinstance(change, (_StateReplaced, Snapshot)):
@@ -190,8 +189,6 @@ class _Wiring:
 
     id: str
     parent: Session | None
-    dispatcher: Dispatcher
-    clock: Clock
     tags: Mapping[str, str]
     # Replaced together, never changed: they are read without the lock.
     routes: Mapping[type, tuple[_Route, ...]] = field(default_factory=dict[type, Any])
@@ -229,7 +226,7 @@ class _Wiring:
         return routes
 
     def own_route(self, event_type: type) -> _Route:
-        return _Route(event_type, append_all, self.policy(event_type) is SlicePolicy.LOG)
+        return _Route(event_type, _APPEND, self.policy(event_type) is SlicePolicy.LOG)
 
     def add_route(
         self,
@@ -239,7 +236,6 @@ class _Wiring:
         policy: SlicePolicy | None,
         root: _Root,
     ) -> None:
-        """Add a reducer, or replace the one for the same two types."""
         with self.lock:
             policy = policy or self.policy(slice_type)
             is_log = policy is SlicePolicy.LOG
@@ -513,7 +509,9 @@ class SliceAccessor(Generic[T]):
 
         It replaces an earlier one for the same type. It is not state: no rollback removes it.
         """
-        current_view(self._session).add_route(self._type, event_type, reducer, policy)
+        view = current_view(self._session)
+        with view._lock:
+            view._wiring.add_route(event_type, self._type, reducer, policy, view._root)
 
     def _check(self, items: Iterable[object]) -> None:
         for item in items:
@@ -557,15 +555,15 @@ class Session(Participant):
         tags: Mapping[str, str] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        outer = None if parent is None else parent._wiring
         self._wiring = _Wiring(
-            session_id or os.urandom(16).hex(),
+            session_id or new_id(),
             # Not the view of a call, which is closed when the call ends.
             None if parent is None else parent._outermost(),
-            dispatcher or (outer.dispatcher if outer else Dispatcher()),
-            clock or (outer.clock if outer else SYSTEM_CLOCK),
             dict(tags or {}),
         )
+        self.dispatcher = dispatcher or (parent.dispatcher if parent else Dispatcher())
+        """The bus for the runtime's records; handlers may publish on it, too."""
+        self.clock = clock or (parent.clock if parent else SYSTEM_CLOCK)
         self._root: _Root = _Root({}, {})
         self._lock = RLock()
         if parent is not None:
@@ -583,15 +581,6 @@ class Session(Participant):
     @property
     def tags(self) -> Mapping[str, str]:
         return self._wiring.tags
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        """The bus for the runtime's records; handlers may publish on it, too."""
-        return self._wiring.dispatcher
-
-    @property
-    def clock(self) -> Clock:
-        return self._wiring.clock
 
     @property
     def parent(self) -> Session | None:
@@ -629,11 +618,6 @@ class Session(Participant):
         )
         self.dispatch(event)
         self.dispatcher.publish(event)
-
-    @property
-    def lock(self) -> Any:
-        """Held by a view's writes and by ``seal``; re-entrant."""
-        return self._lock
 
     @property
     def gate(self) -> Gate | None:
@@ -708,8 +692,14 @@ class Session(Participant):
         """Return the result of a pure function of a slice; see ``session[T].select``."""
         transaction = transaction_under_way.get()
         if transaction is None or transaction.session is self:
-            return self.select_here(slice_type, query)
-        return transaction.view(self).select_here(slice_type, query)
+            target = self
+        else:
+            target = transaction.view(self)
+        if target.tracks_reads:
+            return target._observed(slice_type, query)
+        root = target._root
+        found = root.state.get(slice_type)
+        return query(found if found is not None else root.log.get(slice_type, EMPTY))
 
     def select_here(
         self, slice_type: type[T], query: Callable[[Slice[T]], V], subject: str = ""
@@ -771,17 +761,6 @@ class Session(Participant):
             event = None if self._base is None else (root.events, _SliceChanged(slice_type, change))
             self._root = _Root({**root.state, slice_type: following}, root.log, event)
 
-    def add_route(
-        self,
-        slice_type: type,
-        event_type: type,
-        reducer: Reducer[Any],
-        policy: SlicePolicy | None,
-    ) -> None:
-        """Register a reducer; see ``session[T].register``."""
-        with self._lock:
-            self._wiring.add_route(event_type, slice_type, reducer, policy, self._root)
-
     def install(
         self,
         slice_type: type[T],
@@ -811,7 +790,6 @@ class Session(Participant):
             self[slice_type].register(event_type, reduce, policy=policy)
 
     def handles(self, event_type: type) -> bool:
-        """Whether a reducer was registered for this type of event."""
         return event_type in self._wiring.routes
 
     # Snapshots
@@ -863,7 +841,6 @@ class Session(Participant):
             target.restore_here(snapshot)
 
     def can_restore(self, snapshot: Snapshot) -> bool:
-        """Whether the snapshot can still be restored."""
         try:
             current_view(self)._check_restorable(snapshot)
         except (SnapshotError, SnapshotExpired):
@@ -981,6 +958,8 @@ class Session(Participant):
         view = Session.__new__(Session)
         root = self._root
         view._wiring = self._wiring
+        view.dispatcher = self.dispatcher
+        view.clock = self.clock
         # A root without events need not be copied.
         view._root = root if root.events is None else _Root(root.state, root.log)
         view._base = self
@@ -1084,7 +1063,9 @@ class Session(Participant):
             return self._entry_applied(root, event)
         state, log = root.state, root.log
         wiring = self._wiring
-        for route in wiring.routes.get(type(event)) or wiring.routes_for(event):
+        kind = type(event)
+        routes = wiring.routes.get(kind) or wiring.default_routes.get(kind)
+        for route in routes or wiring.routes_for(event):
             if route.is_log:
                 log = _reduced(log, route, event)
             else:

@@ -42,7 +42,6 @@ from weakincentives.prompt.approval import ApprovalPolicy
 from weakincentives.prompt.context import ToolContext
 from weakincentives.prompt.policies import AnyPolicy
 from weakincentives.prompt.tool import Reach, Tool
-from weakincentives.runtime.transactions import offers_of
 from weakincentives.tool_result import ToolResult
 
 try:
@@ -591,7 +590,7 @@ def _call(bridge: Bridge, tool: AnyTool, arguments: object, given: Any = None) -
     with _one_at_a_time():
         if _cell_here.get() is not None:
             registry = bridge.registry(given)
-            offer = offers_of(registry.context()).get(tool.name)
+            offer = registry.context().offers.get(tool.name)
             if offer is not None and offer.tool is tool and not offer.needs_loop:
                 return registry.execute(tool, arguments)  # here: a tenth of the cost
         return _blocking(lambda: bridge.acall(tool, arguments, context=given))

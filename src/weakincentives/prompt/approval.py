@@ -30,7 +30,7 @@ from weakincentives.slices import SlicePolicy, slice_policy
 from weakincentives.text import harmless, visible
 
 if TYPE_CHECKING:
-    from weakincentives.tool_result import ToolResult
+    pass
 
 _logger = get_logger(__name__)
 
@@ -52,7 +52,7 @@ _CHANGED = "what it works on has changed since. Look at it again, then retry"
 class CallPreview:
     """What a call would do: returned by a tool's ``preview``, which must not change anything.
 
-    A preview that raises ToolValidationError says that the call would fail: nobody is asked then.
+    A preview that raises ToolValidationError says that the call would fail: then nothing is asked.
     """
 
     diff: str = ""
@@ -362,11 +362,6 @@ class ApprovalPolicy:
                 by = f" by {each.by}" if each.by else ""
                 return f"approved{by} for the session: {each.rule}"
         return None
-
-    def on_result(
-        self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
-    ) -> None:
-        """Remember nothing: only the answer "always" holds for other calls."""
 
     async def _answer(self, ask: Ask, request: ApprovalRequest) -> Approval:
         try:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from weakincentives.deadlines import Deadline, Heartbeat
     from weakincentives.memory import MemoryManager
     from weakincentives.prompt.approval import Approval
-    from weakincentives.prompt.prompt import Prompt, RenderedPrompt
+    from weakincentives.prompt.prompt import Offer, Prompt, RenderedPrompt
     from weakincentives.session import Session
 
 
 class _Memory:
-    """How ``context.memory`` is found: when somebody asks, so that none is built for nothing.
+    """Finds ``context.memory`` on first use, so that none is built needlessly.
 
     In a call it is the call's view, whether the memory was given or is bound as a resource.
     """
@@ -46,12 +46,12 @@ class _Memory:
         if given is not None:
             view = getattr(context.resources, "view", None)
             return given if view is None else view(given)
-        # Nobody can have bound one without importing it.
+        # To bind one, a program must have imported it.
         module = sys.modules.get("weakincentives.memory")
         return None if module is None else context.resources.find(module.MemoryManager)
 
 
-# No slots: bound_to sets all fields of a copy in one step.
+# No slots: ``having`` sets all fields of a copy in one step.
 @dataclass(frozen=True)
 class ToolContext:
     """What a handler, policy or check may use: the session, resources, limits, and who calls.
@@ -79,9 +79,9 @@ class ToolContext:
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     """Settings for tools. In a call, ``config["tool_name"]`` is the name of the tool."""
     signal: CancellationToken = field(default_factory=CancellationToken)
-    """Set when nobody waits for the call any more."""
+    """Set when the call is abandoned."""
     degraded: tuple[str, ...] = ()
-    """What is missing that the tool would rather have: preconditions that are not critical."""
+    """Failed preconditions that are not critical."""
     on_report: Callable[[str, str, float | None, float | None], object] | None = field(
         default=None, repr=False, compare=False
     )
@@ -118,16 +118,6 @@ class ToolContext:
         if self.budget_tracker is None:
             object.__setattr__(self, "budget_tracker", self.resources.find(BudgetTracker))
 
-    def bound_to(
-        self, session: Session, resources: Resolver, call_id: str, signal: CancellationToken
-    ) -> ToolContext:
-        """Return this context with a call's own session, resources, id and signal."""
-        bound = object.__new__(ToolContext)
-        bound.__dict__.update(
-            self.__dict__, session=session, resources=resources, call_id=call_id, signal=signal
-        )
-        return bound
-
     def having(self, **fields: Any) -> ToolContext:
         """Return this context with other values for some fields.
 
@@ -139,7 +129,7 @@ class ToolContext:
 
     @property
     def given_memory(self) -> MemoryManager | None:
-        """The memory that was passed in; None for one that is bound as a resource, or for none."""
+        """The memory that was passed in; None if it is bound as a resource, or if there is none."""
         return self.__dict__["given_memory"]
 
     @property
@@ -151,6 +141,12 @@ class ToolContext:
         if self.prompt is None or self.session.prompt is self.prompt:
             return self.session.rendered
         return self.prompt.rendered
+
+    @property
+    def offers(self) -> Mapping[str, Offer]:
+        """The tools that a call in this context can name."""
+        rendered = self.rendered_prompt or self.rendering
+        return {} if rendered is None else rendered.offers
 
     @property
     def filesystem(self) -> Filesystem:
@@ -189,7 +185,7 @@ class ToolContext:
     def report(
         self, message: str, *, done: float | None = None, total: float | None = None
     ) -> None:
-        """Report the progress of a long operation; whoever runs the call sees it at once.
+        """Report the progress of a long operation to the caller, at once.
 
         Unlike a result it is not rolled back and not recorded. A call that has ended reports
         nothing.

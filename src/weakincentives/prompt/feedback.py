@@ -15,6 +15,7 @@ from rpds import HashTrieMap
 
 from weakincentives.logs import get_logger
 from weakincentives.slices import Slice, SlicePolicy, slice_policy
+from weakincentives.text import counted
 
 if TYPE_CHECKING:
     from weakincentives.events import ToolInvoked
@@ -272,7 +273,7 @@ class DeadlineFeedback(_Positive):
             return None
         left = int(context.deadline.remaining())
         return (
-            f"{_counted(left, 'second')} left until the deadline. "
+            f"{counted(left, 'second')} left until the deadline. "
             "Finish what matters most and give your answer."
         )
 
@@ -290,8 +291,4 @@ class CallCountFeedback(_Positive):
 
     def feedback(self, context: ToolContext) -> str | None:
         calls = _latest(context.session.read_slice(FeedbackState)).calls
-        return f"{_counted(calls, 'tool call')} so far. Check that you are still on course."
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        return f"{counted(calls, 'tool call')} so far. Check that you are still on course."

@@ -295,7 +295,6 @@ class PromptOverridesStore:
         self.root = Path(root)
 
     def path(self, ns: str, key: str, tag: str) -> Path:
-        """Return the path of the file for a prompt and a tag."""
         return self._directory(ns, key) / f"{_checked('tag', tag)}.json"
 
     def load(
@@ -353,7 +352,6 @@ class PromptOverridesStore:
         return found
 
     def tags(self, ns: str, key: str) -> tuple[str, ...]:
-        """Return the stored tags of a prompt, sorted."""
         return tuple(sorted(path.stem for path in self._directory(ns, key).glob("[!.]*.json")))
 
     def _directory(self, ns: str, key: str) -> Path:

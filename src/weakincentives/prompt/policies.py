@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, get_origin
 
 from rpds import HashTrieMap, HashTrieSet
@@ -169,30 +170,30 @@ class _Remembers:
 
         context.session[self._state].update(changed)
 
-    def _remember_once(self, context: ToolContext, change: Callable[[Any], Any]) -> None:
-        """Like ``_remember``, for a change that often changes nothing: then nothing is written."""
-        session = context.session
-        # A concurrent call always writes: what is known now may be rolled back before it commits.
-        if not session.tracks_reads:
-            state = self._mine(session.read_slice(self._state).all())
-            if change(state) is state:
-                return
-        self._remember(context, change)
+    def _noted(self, context: ToolContext) -> Any:
+        """Return the state if there is one: most often it has the note that is to be made.
 
-    def _mine(self, states: Iterable[Any]) -> Any:
-        for state in states:
+        None in a concurrent call, which always writes: what is known now may be rolled back before
+        it commits.
+        """
+        if not context.session.tracks_reads:
+            for state in context.session.read_slice(self._state).all():
+                if state.policy_name == self.name:
+                    return state
+        return None
+
+    def _mine(self, states: Slice[Any]) -> Any:
+        for state in states.all():
             if state.policy_name == self.name:
                 return state
         return self._state(self.name)
 
 
 def _with(known: AbstractSet[T], item: T) -> AbstractSet[T]:
-    """Return a set with one more item, sharing the rest."""
     return (known if isinstance(known, HashTrieSet) else HashTrieSet(known)).insert(item)
 
 
 def _updated(known: Mapping[str, T], more: Mapping[str, T]) -> Mapping[str, T]:
-    """Return a map with more entries, sharing the rest."""
     return (known if isinstance(known, HashTrieMap) else HashTrieMap(known)).update(more)
 
 
@@ -215,7 +216,7 @@ def missing_tools(needed: Iterable[str], context: ToolContext) -> tuple[str, ...
 
     def not_done(noted: Slice[CompletedTools]) -> tuple[str, ...]:
         done = (noted.latest() or _NONE_COMPLETED).names
-        return tuple(sorted(name for name in needed if name not in done))
+        return tuple(sorted(filterfalse(done.__contains__, needed)))
 
     return context.session.select(CompletedTools, not_done)
 
@@ -278,12 +279,13 @@ class SequentialDependencyPolicy(_Remembers):
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> None:
-        def noted(state: PolicyState) -> PolicyState:
-            if tool.name in state.invoked_tools:
-                return state
-            return replace(state, invoked_tools=_with(state.invoked_tools, tool.name))
-
-        self._remember_once(context, noted)
+        noted = self._noted(context)
+        if noted is not None and tool.name in noted.invoked_tools:
+            return
+        self._remember(
+            context,
+            lambda state: replace(state, invoked_tools=_with(state.invoked_tools, tool.name)),
+        )
 
 
 @dataclass(frozen=True)
@@ -306,20 +308,19 @@ class ReadBeforeWritePolicy(_Remembers):
     """Tools that remove a file, or the ``source`` of a transfer."""
 
     def check(self, tool: Tool[Any, Any], params: Any, *, context: ToolContext) -> PolicyDecision:
+        name, problem = tool.name, None
         try:
-            problem = self._removal_problem(tool, params, context)
-            problem = problem or self._write_problem(tool, params, context)
+            if name in self.removal_tools:
+                problem = self._removal_problem(name, params, context)
+            if problem is None and (name in self.write_tools or name in self.transfer_tools):
+                problem = self._write_problem(name, params, context)
         except FilesystemError as error:
             problem = str(error)
         return ALLOWED if problem is None else PolicyDecision.deny(problem)
 
-    def _removal_problem(
-        self, tool: Tool[Any, Any], params: Any, context: ToolContext
-    ) -> str | None:
-        if tool.name not in self.removal_tools:
-            return None
-        is_transfer = tool.name in self.transfer_tools
-        path = _text_field(params, "source" if is_transfer else self.path_field)
+    def _removal_problem(self, name: str, params: Any, context: ToolContext) -> str | None:
+        is_transfer = name in self.transfer_tools
+        path = _field(params, "source" if is_transfer else self.path_field, str)
         files = context.resources.find(Filesystem)
         if path is None or files is None:
             return None
@@ -340,30 +341,19 @@ class ReadBeforeWritePolicy(_Remembers):
                 return _CHANGED.format(do=do, path=path if each == key else shown(each))
         return None
 
-    def _write_problem(self, tool: Tool[Any, Any], params: Any, context: ToolContext) -> str | None:
-        named = self._target_field(tool)
-        if named is None:
+    def _write_problem(self, name: str, params: Any, context: ToolContext) -> str | None:
+        is_transfer = name in self.transfer_tools
+        if is_transfer and _field(params, "overwrite", bool) is False:
             return None
-        is_transfer = tool.name in self.transfer_tools
-        if is_transfer and _field(params, "overwrite") is False:
-            return None
-        path = _text_field(params, named)
+        named = "destination" if is_transfer else self.path_field
+        path = _field(params, named, str)
         if path is None:
-            return (
-                f"Cannot tell which file '{tool.name}' writes: it has no text parameter '{named}'"
-            )
+            return f"Cannot tell which file '{name}' writes: it has no text parameter '{named}'"
         return self._problem(path, context, replaces_directories=is_transfer)
-
-    def _target_field(self, tool: Tool[Any, Any]) -> str | None:
-        """Return the parameter that names what a tool replaces, if it replaces anything."""
-        if tool.name in self.transfer_tools:
-            return "destination"
-        return self.path_field if tool.name in self.write_tools else None
 
     def _problem(
         self, path: str, context: ToolContext, *, replaces_directories: bool = False
     ) -> str | None:
-        """Return why a path must not be replaced, or None."""
         unread = f"Cannot write to {path} without reading it first"
         files = context.resources.find(Filesystem)
         if files is None:  # the content cannot be compared
@@ -387,38 +377,38 @@ class ReadBeforeWritePolicy(_Remembers):
     def on_result(
         self, tool: Tool[Any, Any], params: Any, result: ToolResult[Any], *, context: ToolContext
     ) -> str | None:
-        told = None
+        name, told = tool.name, None
+        is_transfer = name in self.transfer_tools
+        replaces = is_transfer or name in self.write_tools
+        is_api = tool.writes == "api"
+        if is_api and not (replaces or name in self.read_tools or name in self.removal_tools):
+            return None
+        files = context.resources.find(Filesystem)
+        path = _field(params, "destination" if is_transfer else self.path_field, str)
+        if path is not None and files is not None:
+            try:
+                path = files.normalize(path)
+            except FilesystemError:
+                path = None  # the tool read it elsewhere, not in this filesystem
         # The merge of a concurrent call finds what others have changed meanwhile.
-        if tool.reach != "read" and not context.session.tracks_reads:
-            if tool.writes != "api":
-                told = self._note_command(context)
-            elif tool.name in self.removal_tools or self._target_field(tool) is not None:
-                self._check_replaced(tool, params, context)
-        if tool.name in self.transfer_tools:
-            self._note_transfer(params, context)
-        elif tool.name in self.read_tools or tool.name in self.write_tools:
-            path = _text_field(params, self.path_field)
-            if path is not None:
-                self._note(tool.name, path, result.value, context)
+        if files is not None and tool.reach != "read" and not context.session.tracks_reads:
+            if not is_api:
+                told = self._note_command(files, context)
+            elif replaces or name in self.removal_tools:
+                # Someone may have changed a file between the check and the call's change.
+                target = path if replaces else None
+                others, _ = self._replaced(files, context, target, meanwhile=True)
+                if others:
+                    denied = _CHANGED.format(do="replace", path=shown(others[0]))
+                    raise PolicyDenied(denied, policy=self.name)
+        if path is not None and is_transfer:
+            self._note_transfer(params, path, files, context)
+        elif path is not None and (replaces or name in self.read_tools):
+            self._note(name, path, result.value, files, context)
         return told
 
-    def _check_replaced(self, tool: Tool[Any, Any], params: object, context: ToolContext) -> None:
-        """Deny a call if someone has changed a file between the check and the call's change."""
-        files = context.resources.find(Filesystem)
-        if files is None:
-            return
-        target = _text_field(params, self._target_field(tool) or "")
-        key = None if target is None else files.normalize(target)
-        others, _ = self._replaced(files, context, key, meanwhile=True)
-        if others:
-            denied = _CHANGED.format(do="replace", path=shown(others[0]))
-            raise PolicyDenied(denied, policy=self.name)
-
-    def _note_command(self, context: ToolContext) -> str | None:
+    def _note_command(self, files: Filesystem, context: ToolContext) -> str | None:
         """Note what a command has left; return what to tell the model if it replaced a change."""
-        files = context.resources.find(Filesystem)
-        if files is None:
-            return None
         others, replaced = self._replaced(files, context)
         digests = {path: _digest(path, files) for path in replaced}
         left = {path: digest for path, digest in digests.items() if digest is not None}
@@ -440,48 +430,59 @@ class ReadBeforeWritePolicy(_Remembers):
         *,
         meanwhile: bool = False,
     ) -> tuple[list[str], list[str]]:
-        """Return the known files that this call has replaced: those others had changed, and all."""
-        state = self._mine(context.session.read_slice(PolicyState).all())
-        known, left = state.contents, state.left
-        found = files.replaced_here(
-            lambda path: path == target or path in known, meanwhile=meanwhile
-        )
+        """Return the known files that the call replaced: those that others had changed, and all."""
+        session = context.session
+
+        def is_known(path: str) -> bool:
+            return path == target or path in self._mine(session.read_slice(PolicyState)).contents
+
+        found = files.replaced_here(is_known, meanwhile=meanwhile)
+        if not found:
+            return [], []
+        state = self._mine(session.read_slice(PolicyState))
         others = [
             path
             for path, content in found
-            if content_digest(content) not in (known.get(path), left.get(path))
+            if content_digest(content) not in (state.contents.get(path), state.left.get(path))
         ]
         return others, [path for path, _ in found]
 
-    def _note(self, tool_name: str, path: str, value: object, context: ToolContext) -> None:
-        files = context.resources.find(Filesystem)
+    def _note(
+        self,
+        tool_name: str,
+        path: str,
+        value: object,
+        files: Filesystem | None,
+        context: ToolContext,
+    ) -> None:
         contents: dict[str, str] = {}
         if files is not None:
-            try:
-                path = files.normalize(path)
-            except FilesystemError:
-                return  # the tool read it elsewhere, not in this filesystem
             # What the model was shown, if the tool says so: the file may have changed by now.
             digest = getattr(value, "digest", None) or _digest(path, files)
             if digest is None:
                 return
             contents[path] = digest
-        key = (tool_name, path)
+        key, noted = (tool_name, path), self._noted(context)
+        if (
+            noted is not None
+            and key in noted.invoked_keys
+            and noted.contents.get(path) == contents.get(path)
+        ):
+            return
 
-        def noted(state: PolicyState) -> PolicyState:
-            if key in state.invoked_keys and state.contents.get(path) == contents.get(path):
-                return state
+        def added(state: PolicyState) -> PolicyState:
             keys = _with(state.invoked_keys, key)
             return replace(state, invoked_keys=keys, contents=_updated(state.contents, contents))
 
-        self._remember_once(context, noted)
+        self._remember(context, added)
 
-    def _note_transfer(self, params: object, context: ToolContext) -> None:
-        source, destination = _text_field(params, "source"), _text_field(params, "destination")
-        files = context.resources.find(Filesystem)
-        if files is None or source is None or destination is None:
+    def _note_transfer(
+        self, params: object, new: str, files: Filesystem | None, context: ToolContext
+    ) -> None:
+        source = _field(params, "source", str)
+        if files is None or source is None:
             return
-        old, new = files.normalize(source), files.normalize(destination)
+        old = files.normalize(source)
 
         def moved(state: PolicyState) -> PolicyState:
             seen = {
@@ -494,15 +495,12 @@ class ReadBeforeWritePolicy(_Remembers):
         self._remember(context, moved)
 
 
-def _text_field(params: object, name: str) -> str | None:
-    value = _field(params, name)
-    return value if isinstance(value, str) else None
-
-
-def _field(params: object, name: str) -> object:
-    if isinstance(params, Mapping):
-        return cast("Mapping[str, object]", params).get(name)
-    return getattr(params, name, None)
+def _field(params: Any, name: str, kind: type[T]) -> T | None:
+    """Return a parameter if it is of this type."""
+    value: Any = (
+        cast("Any", params).get(name) if isinstance(params, dict) else getattr(params, name, None)
+    )
+    return value if isinstance(value, kind) else None
 
 
 _CHANGED_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -541,7 +539,7 @@ class ProtectedPathsPolicy:
         files = context.resources.find(Filesystem) if fields else None
         if files is None:
             return ALLOWED
-        for path in (_text_field(params, each) for each in fields):
+        for path in (_field(params, each, str) for each in fields):
             try:
                 normal = None if path is None else files.normalize(path)
             except FilesystemError:

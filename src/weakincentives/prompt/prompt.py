@@ -235,11 +235,9 @@ class PromptResources:
             return self._context
 
     def get(self, kind: type[T]) -> T:
-        """Return the resource bound for a type."""
         return self.context.get(kind)
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the resource bound for a type, or None."""
         return self.context.find(kind)
 
     def __enter__(self) -> PromptResources:
@@ -336,7 +334,6 @@ class Prompt(Generic[OutT]):
 
     @property
     def policies(self) -> tuple[AttachedPolicy, ...]:
-        """The prompt-level policies."""
         return self.template.policies
 
     @property
@@ -449,7 +446,6 @@ _SETTLED = (str, int, float, bool, bytes, type(None))
 
 
 def _is_settled(value: object) -> bool:
-    """Whether a value is immutable."""
     if type(value) is tuple:
         return all(map(_is_settled, cast("tuple[object, ...]", value)))
     return type(value) in _SETTLED
@@ -553,9 +549,8 @@ def _examples_text(tools: tuple[Tool[Any, Any], ...]) -> str:
     lines: list[str] = []
     for tool in tools:
         for example in tool.examples:
-            given: object = {} if example.input is None else dump(example.input)
             lines.append(f"- `{tool.name}`: {example.description}")
-            lines.append(f"  - call: `{json.dumps(given, ensure_ascii=False)}`")
+            lines.append(f"  - call: `{json.dumps(example.arguments, ensure_ascii=False)}`")
             if example.output is not None:
                 answer = json.dumps(dump(example.output), ensure_ascii=False)
                 lines.append(f"  - result: `{answer}`")
@@ -596,7 +591,6 @@ def _nodes(
 
 
 def walk(nodes: Iterable[_Node]) -> Iterator[_Node]:
-    """Yield every node of a tree, parents first."""
     for node in nodes:
         yield node
         yield from walk(node.children)
@@ -617,7 +611,6 @@ def _check(nodes: Sequence[_Node], policies: Iterable[AttachedPolicy]) -> None:
 
 
 def _each_once(policies: Iterable[AttachedPolicy]) -> tuple[AttachedPolicy, ...]:
-    """Return the policies in order, without duplicates."""
     return tuple({id(policy.policy): policy for policy in policies}.values())
 
 

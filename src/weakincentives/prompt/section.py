@@ -470,7 +470,7 @@ class TaskExample:
         """Return it as text for the model."""
         calls = [
             f"{number}. {step.example.description}: `{step.tool.name}` with "
-            f"`{_as_json(_arguments(step))}` gives `{_as_json(step.example.output)}`"
+            f"`{_as_json(step.example.arguments)}` gives `{_as_json(step.example.output)}`"
             for number, step in enumerate(self.steps, 1)
         ]
         is_text = isinstance(self.outcome, str)
@@ -497,10 +497,6 @@ class TaskExamplesSection(Section[Any]):
 
     def body(self, params: Any, session: Session | None) -> str:
         return "\n\n".join(example.render() for example in self.examples)
-
-
-def _arguments(step: TaskStep) -> object:
-    return {} if step.example.input is None else step.example.input
 
 
 def _as_json(value: object) -> str:

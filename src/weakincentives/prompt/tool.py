@@ -108,6 +108,11 @@ class ToolExample(Generic[P, R]):
                 f"got {len(self.description)}"
             )
 
+    @property
+    def arguments(self) -> Any:
+        """The input as a model gives it."""
+        return {} if self.input is None else dump(self.input)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Tool(TypedConstructor, Generic[P, R]):
@@ -145,8 +150,8 @@ class Tool(TypedConstructor, Generic[P, R]):
     preview: Callable[..., CallPreview] | None = None
     """``preview(params, *, context)`` says what a call would do: for a person who approves it."""
     idempotent: bool = False
-    """Whether a call of which nobody knows if it took effect may be made again, with the same id:
-    its handler gives ``context.idempotency_key`` to the service, which does nothing twice."""
+    """Whether a call whose outcome is unknown may be made again, with the same id: its handler
+    gives ``context.idempotency_key`` to the service, which does nothing twice."""
     recover: Callable[..., Recovery | Awaitable[Recovery]] | None = None
     """``recover(outcome, context)`` is asked about such a call, plain or async. It returns the
     call's result if it took effect, ``"rolled_back"`` if it did not, so that it runs now, or None
@@ -409,7 +414,7 @@ class Tool(TypedConstructor, Generic[P, R]):
             described["examples"] = [
                 {
                     "description": example.description,
-                    "input": {} if example.input is None else dump(example.input),
+                    "input": example.arguments,
                     "output": dump(example.output),
                 }
                 for example in self.examples
@@ -423,8 +428,7 @@ class Tool(TypedConstructor, Generic[P, R]):
         """
         text = self.description
         for example in self.examples:
-            given: object = {} if example.input is None else dump(example.input)
-            shown = json.dumps(given, ensure_ascii=False)
+            shown = json.dumps(example.arguments, ensure_ascii=False)
             longer = f"{text}\n\nExample: {example.description}\n{shown}"
             if most is None or len(longer) <= most:
                 text = longer

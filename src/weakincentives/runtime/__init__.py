@@ -65,11 +65,6 @@ if TYPE_CHECKING:
     from weakincentives.runtime.saved import SavedSessionData as SavedSessionData
     from weakincentives.runtime.saved import UserMessage as UserMessage
     from weakincentives.runtime.saved import compact_session as compact_session
-    from weakincentives.runtime.snapshots import CompositeSnapshot as CompositeSnapshot
-    from weakincentives.runtime.snapshots import PendingToolTracker as PendingToolTracker
-    from weakincentives.runtime.snapshots import create_snapshot as create_snapshot
-    from weakincentives.runtime.snapshots import restore_snapshot as restore_snapshot
-    from weakincentives.runtime.snapshots import tool_transaction as tool_transaction
     from weakincentives.runtime.stores.copies import copy_session as copy_session
     from weakincentives.runtime.stores.database import Database as Database
     from weakincentives.runtime.stores.files import FileStore as FileStore
@@ -84,6 +79,11 @@ if TYPE_CHECKING:
     from weakincentives.runtime.tool_call import apply_effects as apply_effects
     from weakincentives.runtime.tool_call import execute_tool as execute_tool
     from weakincentives.runtime.tool_call import execute_tools as execute_tools
+    from weakincentives.runtime.transactions import CompositeSnapshot as CompositeSnapshot
+    from weakincentives.runtime.transactions import PendingToolTracker as PendingToolTracker
+    from weakincentives.runtime.transactions import create_snapshot as create_snapshot
+    from weakincentives.runtime.transactions import restore_snapshot as restore_snapshot
+    from weakincentives.runtime.transactions import tool_transaction as tool_transaction
     from weakincentives.runtime.window import ContextPolicy as ContextPolicy
     from weakincentives.runtime.window import DropOldest as DropOldest
     from weakincentives.runtime.window import Room as Room

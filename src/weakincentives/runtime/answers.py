@@ -23,7 +23,6 @@ from weakincentives.errors import (
     PromptEvaluationError,
     Refusal,
     Suspended,
-    ToolNotFound,
     ToolTimeout,
     ToolValidationError,
     VisibilityExpansionRequired,
@@ -69,7 +68,7 @@ class Failed(Exception):
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Return the refusal of a call that could not have its turn."""
+    """Return the refusal of a call that could not enter a gate."""
     code = "WORKSPACE_LOCKED" if isinstance(error, WorkspaceLocked) else None
     return Refusal(f"Nothing was run: {error}", code=code)
 
@@ -159,14 +158,18 @@ def _check_finished(answer: object) -> None:
 
 
 def refuse_unknown(transaction: Transaction) -> NoReturn:
-    """Refuse a call to a tool that is not offered."""
     from difflib import get_close_matches
 
     name, offers = str(transaction.call.name), transaction.around.offers
     near = get_close_matches(name, offers, n=3)
     hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     known = ", ".join(sorted(offers)) or "none"
-    raise ToolNotFound(f"Tool '{name}' not found. {hint}Available tools: {known}", suggestions=near)
+    raise Refusal(
+        f"Tool '{name}' not found. {hint}Available tools: {known}",
+        code="TOOL_NOT_FOUND",
+        recoverable=False,
+        suggestions=near,
+    )
 
 
 def raises_through(error: BaseException) -> bool:

@@ -86,7 +86,6 @@ class ConditionalOutput:
 
     @property
     def result(self) -> AnyResult:
-        """The last result: that of the branch."""
         return self.results[-1]
 
     def render(self) -> str:
@@ -511,7 +510,6 @@ def _cut(name: str) -> str:
 
 
 def _title(tool: AnyTool) -> str:
-    """Return what the Protocol calls a tool."""
     return tool.title if hasattr(tool.handler, "composed_of") else tool.name
 
 

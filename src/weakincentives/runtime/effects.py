@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weakincentives.prompt.context import ToolContext
     from weakincentives.prompt.contracts import CascadeEffect, Effect
     from weakincentives.prompt.tool import Tool
-    from weakincentives.runtime.ledger import CallOutcome, Outcome
+    from weakincentives.runtime.ledger import CallOutcome, Outcome, OutcomeLedger
 
 _logger = get_logger(__name__)
 
@@ -41,7 +41,7 @@ async def apply_effects(transaction: Transaction, result: ToolResult[Any]) -> No
         if effect.after_commit:
             transaction.after_commit += ((effect, result),)
         else:
-            await finish(effect.run(transaction.bound, result), transaction.on_loop)
+            await finish(effect.run(transaction.bound, result), transaction.around.on_loop)
             transaction.applied += (effect,)
 
 
@@ -77,7 +77,7 @@ async def roll_back_effects(transaction: Transaction) -> None:
     Nested calls that were committed come first, the last of them before the others. A compensable
     tool's are called however far it came: they undo what its handler did.
     """
-    tool, on_loop = transaction.tool, transaction.on_loop
+    tool, on_loop = transaction.tool, transaction.around.on_loop
     if transaction.settled or tool is None or not transaction.ran or transaction.stays_unknown:
         return
     failures: list[str] = []
@@ -143,7 +143,7 @@ async def follow_up(
             elif isinstance(effect, NotificationEffect) and effect.apply is None:
                 transaction.recorded.append(partial(effect.run, transaction.context, result))
             else:
-                await finish(effect.run(transaction.context, result), transaction.on_loop)
+                await finish(effect.run(transaction.context, result), transaction.around.on_loop)
         except Exception:
             _logger.exception(
                 "effect %r failed after the commit; the call stays committed", effect.label
@@ -261,11 +261,11 @@ def note_outcome(transaction: Transaction, result: ToolResult[Any]) -> None:
         transaction.ledger.answer(replace(noted, files=any(view.changed_here() for view in views)))
 
 
-def end_on_record(transaction: Transaction) -> None:
+def end_on_record(transaction: Transaction, ledger: OutcomeLedger) -> None:
     """Record the outcome of a call that has ended; what it did cannot be undone any more."""
-    if transaction.ledger is not None and transaction.outcome is not None:
+    if transaction.outcome is not None:
         try:
-            transaction.ledger.end(transaction.outcome)
+            ledger.end(transaction.outcome)
         except OSError as error:
             call = transaction.call
             _logger.error(

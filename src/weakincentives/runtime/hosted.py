@@ -20,7 +20,7 @@ from weakincentives.runtime.answers import on_record, raises_through
 from weakincentives.runtime.pipeline import admit as admitted
 from weakincentives.runtime.pipeline import end, undo
 from weakincentives.runtime.tool_call import Work, aexecute_tool
-from weakincentives.runtime.transactions import Transaction, offers_of
+from weakincentives.runtime.transactions import Place, Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def admit(
     A person is asked last: when all other policies allow the call. With ``once``, a call that is on
     record is ready: its answer is there. An ``approval`` counts for the call as well.
     """
-    work = Work(context, offers_of(context))
-    work.approval = approval
-    return work.run(partial(_admission, work, call, once), needs_loop=True)
+    return _Admitting(call, context, once, approval).run()
 
 
 async def aadmit(
@@ -66,61 +64,73 @@ async def aadmit(
     approval: Approval | None = None,
 ) -> Admission:
     """Check on the caller's event loop whether a call may run."""
-    work = Work(context, offers_of(context))
-    work.approval = approval
-    return await work.arun(partial(_admission, work, call, once))
+    return await _Admitting(call, context, once, approval).arun()
 
 
 def refuse(call: ToolCall, context: ToolContext, reason: str, *, by: str = "") -> AnyResult:
     """Record that a call was denied elsewhere, and return the answer for the model."""
-    work = Work(context, offers_of(context))
-    return work.run(partial(_denied, work, call, reason, by), needs_loop=True)
+    return _Denying(call, context, reason, by).run()
 
 
 async def arefuse(call: ToolCall, context: ToolContext, reason: str, *, by: str = "") -> AnyResult:
     """Record on the caller's event loop that a call was denied elsewhere."""
-    work = Work(context, offers_of(context))
-    return await work.arun(partial(_denied, work, call, reason, by))
+    return await _Denying(call, context, reason, by).arun()
 
 
-async def _admission(work: Work, call: ToolCall, once: bool) -> Admission:
-    if once:
-        call, known = on_record(call, work.session, work.offers)
+class _Admitting(Work[Admission]):
+    def __init__(
+        self, call: ToolCall, context: ToolContext, once: bool, approval: Approval | None
+    ) -> None:
+        super().__init__(context, context.offers)
+        self.approval = approval
+        self._call, self._once = call, once
+
+    async def start(self, place: Place | None = None) -> Admission:
+        call, known = self._call, None
+        if self._once:
+            call, known = on_record(call, self.session, self.offers)
         if known is not None:
             return Admission("ready")
-    try:
-        result = await _checked(work, call, admitted)
-    except ApprovalNeeded as needed:
-        return Admission("needs_approval", request=needed.request)
-    return Admission("ready") if result is None else Admission("refused", result)
+        try:
+            result = await _checked(self, call, admitted)
+        except ApprovalNeeded as needed:
+            return Admission("needs_approval", request=needed.request)
+        return Admission("ready") if result is None else Admission("refused", result)
 
 
-async def _denied(work: Work, call: ToolCall, reason: str, by: str) -> AnyResult:
-    record = work.session.record_of(call.id)
-    if record is not None and (record.suspended or record.denied_by):
-        # The framework may know the tool by another name, or its arguments without the defaults.
-        call = ToolCall(record.tool_name, record.params, call.id)
-    call, known = on_record(call, work.session, work.offers)
-    if known is not None:
-        return known  # a framework that resumes reports the denial again
+class _Denying(Work[AnyResult]):
+    def __init__(self, call: ToolCall, context: ToolContext, reason: str, by: str) -> None:
+        super().__init__(context, context.offers)
+        self._call, self._reason, self._by = call, reason, by
 
-    async def deny(transaction: Transaction) -> None:
-        offer = work.offers.get(call.name)
-        if offer is not None:
-            transaction.tool = offer.tool
-            with suppress(Refusal):  # then the record has what the model sent
-                transaction.params = offer.tool.parse(call.params)
-        person = f" by {by}" if by else ""
-        said = f"Call to '{call.name}' was not approved{person}: {reason}".removesuffix(": ")
-        raise PolicyDenied(said, policy=by or "approval")
+    async def start(self, place: Place | None = None) -> AnyResult:
+        call, by = self._call, self._by
+        record = self.session.record_of(call.id)
+        if record is not None and (record.suspended or record.denied_by):
+            # The framework may know the tool by another name, or its arguments without the
+            # defaults.
+            call = ToolCall(record.tool_name, record.params, call.id)
+        call, known = on_record(call, self.session, self.offers)
+        if known is not None:
+            return known  # a framework that resumes reports the denial again
 
-    result = await _checked(work, call, deny)
-    assert result is not None
-    return result
+        async def deny(transaction: Transaction) -> None:
+            offer = self.offers.get(call.name)
+            if offer is not None:
+                transaction.tool = offer.tool
+                with suppress(Refusal):  # then the record has what the model sent
+                    transaction.params = offer.tool.parse(call.params)
+            person = f" by {by}" if by else ""
+            said = f"Call to '{call.name}' was not approved{person}: {self._reason}"
+            raise PolicyDenied(said.removesuffix(": "), policy=by or "approval")
+
+        result = await _checked(self, call, deny)
+        assert result is not None
+        return result
 
 
 async def _checked(
-    work: Work, call: ToolCall, check: Callable[[Transaction], Coroutine[Any, Any, object]]
+    work: Work[Any], call: ToolCall, check: Callable[[Transaction], Coroutine[Any, Any, object]]
 ) -> AnyResult | None:
     """Return the recorded refusal of a call, or None if the check lets it pass: then nothing is."""
     transaction = Transaction(work, call, work.recorded)

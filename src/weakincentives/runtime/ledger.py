@@ -75,7 +75,7 @@ class OutcomeEntries(Protocol):
         *,
         running: bool | None = None,
     ) -> None:
-        """Record what ``decide`` returns, given the outcome as it is now; nobody comes between.
+        """Record what ``decide`` returns, given the outcome as it is now, atomically.
 
         It may be called more than once. ``running`` says that the call runs in this process from
         now on, or no longer.
@@ -312,20 +312,19 @@ class _Entries:
             return self._doubt
 
     def adopt(self) -> tuple[str, ...]:
+        from weakincentives.filesystem.store import write_whole
+
         assert self.path is not None
         path = self.path
         with self._lock, self._alone():
             data = _read_file(path)
             entries, lost = _readable(data)
             copy = path.with_name(f"{path.name}.before-{os.urandom(4).hex()}")
-            staged = path.with_name(f"{path.name}.new")
-            _write_new(copy, data)
+            write_whole(copy, data)
             sealed, seals = b"", Seals(_SEAL)
             for entry in entries:
                 sealed += seals.sealed(entry, len(sealed)) + b"\n"
-            staged.unlink(missing_ok=True)
-            _write_new(staged, sealed)
-            os.replace(staged, path)
+            write_whole(path, sealed)
             if self._locks is not None:
                 self._locks.note_size(len(sealed))
         return tuple(f"line {number} of {copy} cannot be read" for number in lost)
@@ -376,8 +375,7 @@ class _Entries:
     def _append(self, text: bytes, locks_: _Locks) -> int:
         """Append a line, and sync it: the call reaches outside next. Returns where it begins."""
         assert self.path is not None
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        fd = os.open(self.path, flags, 0o600)
+        fd = os.open(self.path, locks.OWN_FILE, 0o600)
         try:
             # A line that a kill cut short was not synced, so its call did not begin.
             os.ftruncate(fd, self._read)
@@ -523,14 +521,6 @@ def _read_file(path: Path, start: int = 0) -> bytes:
         return file.read()
 
 
-def _write_new(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_directory(path: Path) -> None:
     with suppress(OSError):  # not every system has this
         fd = os.open(path, os.O_RDONLY)
@@ -552,8 +542,7 @@ class _Locks:
         self._open()
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-        self._pid, self._fd = os.getpid(), os.open(self._path, flags, 0o600)
+        self._pid, self._fd = os.getpid(), os.open(self._path, locks.OWN_FILE, 0o600)
         locks.keep_from_forks(self._fd)
         weakref.finalize(self, _close, self._pid, self._fd)
 

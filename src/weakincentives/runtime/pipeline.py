@@ -15,13 +15,12 @@ from typing import Any
 
 from weakincentives import events
 from weakincentives.call import ToolCall, transaction_under_way
-from weakincentives.errors import PolicyDenied, PreconditionFailed, Refusal, Suspended
+from weakincentives.errors import PolicyDenied, Refusal, Suspended
 from weakincentives.logs import get_logger
 from weakincentives.prompt.policies import ALLOWED, AttachedPolicy, PolicyDecision, note_success
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool
 from weakincentives.runtime import answers, effects, turn
-from weakincentives.runtime.answers import checked, complete
 from weakincentives.runtime.transactions import Place, Recorded, Surroundings, Transaction
 from weakincentives.tool_result import ToolResult
 
@@ -34,12 +33,11 @@ def run_call(
     around: Surroundings,
     call: ToolCall,
     recorded: list[Recorded],
-    on_loop: bool,
     place: Place | None = None,
     depth: int = 0,
 ) -> Coroutine[Any, Any, ToolResult[Any]]:
     """Return a call ready to run, in a span where telemetry is on."""
-    transaction = Transaction(around, call, recorded, place, on_loop, depth)
+    transaction = Transaction(around, call, recorded, place, depth)
     telemetry = events.telemetry
     return _run(transaction) if telemetry is None else telemetry.tool_call(_run, transaction)
 
@@ -60,14 +58,14 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
                 transaction.read_only()
             else:
                 transaction.take_snapshots(external=tool.writes == "external")
-            if transaction.on_loop:
+            if transaction.around.on_loop:
                 answer = await answers.run_handler(tool, transaction.params, transaction.bound)
             else:
                 try:
                     answer = tool.handler(transaction.params, context=transaction.bound)  # type: ignore[misc]
                 except StopIteration as error:  # which a coroutine cannot let through
                     raise RuntimeError(f"the handler raised StopIteration: {error}") from error
-            result = checked(tool, answer)
+            result = answers.checked(tool, answer)
             transaction.succeeded = True
             if tool.effects:
                 await effects.apply_effects(transaction, result)
@@ -77,7 +75,7 @@ async def _run(transaction: Transaction) -> ToolResult[Any]:
                 transaction.check_place()
             if transaction.ledger is not None:
                 effects.note_outcome(transaction, result)
-            transaction.commit(complete(transaction, result))
+            transaction.commit(answers.complete(transaction, result))
         except BaseException as error:  # the one place that undoes
             following = await undo(transaction, error)
             if following is None and answers.raises_through(error):
@@ -107,10 +105,10 @@ async def admit(transaction: Transaction) -> Offer:
         raise answers.refusal_of(transaction.around.kept_out)
     if transaction.in_order:
         transaction.open()  # the read set starts here
-    call, context = transaction.call, transaction.context
-    offer = transaction.around.offers.get(call.name) or answers.refuse_unknown(transaction)
+    context, name = transaction.context, transaction.call.name
+    offer = transaction.around.offers.get(name) or answers.refuse_unknown(transaction)
     tool = transaction.tool = offer.tool
-    transaction.params = tool.parse(call.params)
+    transaction.params = tool.parse(transaction.params)
     if offer.policies:
         await _check_policies(transaction, offer)
     given = transaction.around.approval
@@ -169,15 +167,13 @@ async def _check_preconditions(transaction: Transaction, tool: Tool[Any, Any]) -
     from weakincentives.prompt.contracts import validate_preconditions
 
     found = await validate_preconditions(tool, transaction.bound, transaction.params)
+    failed = tuple(map(str, found.failed))
     if not found.can_proceed:
-        failed = [str(each) for each in found.failed]
-        raise PreconditionFailed(
-            f"Tool preconditions not met: {'; '.join(failed)}",
-            suggestions=[each.precondition.description for each in found.failed],
-        )
-    transaction.degraded = tuple(str(each) for each in found.failed)
-    if transaction.degraded:
-        transaction.bound.__dict__["degraded"] = transaction.degraded
+        problem = f"Tool preconditions not met: {'; '.join(failed)}"
+        suggestions = [each.precondition.description for each in found.failed]
+        raise Refusal(problem, code="PRECONDITION_FAILED", suggestions=suggestions)
+    if failed:
+        transaction.degraded = transaction.bound.__dict__["degraded"] = failed
 
 
 def _check_limits(transaction: Transaction) -> None:
@@ -236,9 +232,7 @@ async def undo(transaction: Transaction, error: BaseException) -> Transaction | 
         if transaction.members or (tool is not None and tool.effects):
             await effects.roll_back_effects(transaction)
         if transaction.in_order and await turn.is_outdated(transaction, error):
-            transaction.event = None
             transaction.forget()
-            transaction.signal.cancel("the call is re-run")
             return transaction.re_run()
     result = answers.answer_to(transaction, error)
     wait = turn.wait_before_retry(transaction, result, error)
@@ -264,7 +258,7 @@ def _roll_back(transaction: Transaction, result: ToolResult[Any]) -> None:
         transaction.not_undone += not_restored
         if transaction.ledger is not None and not transaction.compensated:
             transaction.not_undone += ("what it did outside the session, files and resources",)
-    event = complete(transaction, result, undone)
+    event = answers.complete(transaction, result, undone)
     transaction.roll_back(event)
     transaction.signal.cancel(event.result.message)
 
@@ -287,14 +281,18 @@ def end(transaction: Transaction) -> None:
         if event is not None:
             recorded += transaction.nested
             recorded.append(event)
-            effects.end_on_record(transaction)
-            if transaction.forks and transaction.parent is None and event.success:
-                recorded += transaction.listeners
+            if transaction.ledger is not None:
+                effects.end_on_record(transaction, transaction.ledger)
+            if transaction.parent is None and event.success:
+                for _, base, _ in transaction.forks:
+                    if base.announces:
+                        recorded.append(base.after_commit)
 
 
 async def _cascade(
     transaction: Transaction, call: ToolCall, offers: Mapping[str, Offer]
 ) -> ToolResult[Any]:
     """Run a call that follows a commit, as a transaction of its own."""
-    around, depth = Surroundings(transaction.context, offers), transaction.depth + 1
-    return await run_call(around, call, transaction.recorded, transaction.on_loop, None, depth)
+    around = Surroundings(transaction.context, offers)
+    around.on_loop = transaction.around.on_loop
+    return await run_call(around, call, transaction.recorded, depth=transaction.depth + 1)

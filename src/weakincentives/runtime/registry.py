@@ -25,7 +25,6 @@ from weakincentives.runtime.tool_call import (
     execute_tool,
     execute_tools,
 )
-from weakincentives.runtime.transactions import offers_of
 from weakincentives.session import Session
 from weakincentives.text import linear_matcher
 from weakincentives.tool_result import ToolResult
@@ -358,7 +357,7 @@ class ToolRegistry:
         """Return a call, and the context it is made in."""
         ours = self.context()
         if isinstance(name, Tool):
-            known = offers_of(ours).get(name.name)
+            known = ours.offers.get(name.name)
             if known is None or known.tool is not name:
                 rendered = cast("RenderedPrompt", ours.rendering)
                 offer = Offer.of(name, self._rules(), rendered.listeners)
@@ -401,7 +400,7 @@ class ToolRegistry:
     def _call(
         self, ours: ToolContext, name: str, arguments: object, call_id: str | None = None
     ) -> ToolCall:
-        offer = self._find(name, offers_of(ours))
+        offer = self._find(name, ours.offers)
         return ToolCall(
             name if offer is None else offer.tool.name,
             {} if arguments is None else arguments,

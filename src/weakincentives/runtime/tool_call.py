@@ -6,10 +6,10 @@ all sync is stepped by hand; any other runs on a loop: the caller's, or one in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
 from weakincentives.errors import WinkError
@@ -22,14 +22,13 @@ from weakincentives.prompt.tool import Tool, ToolContext
 from weakincentives.runtime.answers import on_record
 from weakincentives.runtime.effects import cascaded, finish, undo_effects
 from weakincentives.runtime.pipeline import run_call
-from weakincentives.runtime.snapshots import tool_transaction
 from weakincentives.runtime.transactions import (
     CallResources,
     Place,
     Recorded,
     Surroundings,
     Transaction,
-    offers_of,
+    tool_transaction,
 )
 from weakincentives.runtime.turn import (
     DEFAULT_CONCURRENCY,
@@ -79,7 +78,7 @@ def execute_tool(
         approval: What a person has decided about the call, after ``admit`` or ``ApprovalNeeded``.
     """
     context = context or context_of(session, prompt)
-    return _run(call, offers_of(context), context, once=once, approval=approval)
+    return _OneCall(call, context.offers, context, once=once, approval=approval).run()
 
 
 async def aexecute_tool(
@@ -93,21 +92,19 @@ async def aexecute_tool(
 ) -> AnyResult:
     """Run one call on the caller's event loop."""
     context = context or context_of(session, prompt)
-    return await _arun(call, offers_of(context), context, once=once, approval=approval)
+    return await _OneCall(call, context.offers, context, once=once, approval=approval).arun()
 
 
 def call_tool(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> AnyResult:
     """Run one tool, whether or not the context's prompt offers it."""
-    context = context or _context_under_way()
-    return _run(ToolCall(tool.name, params), _with(tool, context), context)
+    return _call_of(tool, params, context).run()
 
 
 async def acall_tool(
     tool: Tool[Any, Any], params: object, context: ToolContext | None
 ) -> AnyResult:
     """Run one tool on the caller's event loop."""
-    context = context or _context_under_way()
-    return await _arun(ToolCall(tool.name, params), _with(tool, context), context)
+    return await _call_of(tool, params, context).arun()
 
 
 def execute_tools(
@@ -127,18 +124,9 @@ def execute_tools(
     A call that raises through (a deadline, an interrupt) ends the turn: the calls before it are
     committed, those after it are not.
     """
-    context = context or context_of(session, prompt)
-    most = _checked(max_concurrency)
-    # What the model was shown when it made the calls.
-    offers = offers_of(context)
     results: list[AnyResult] = []
-    for group in groups(calls, context, most):
-        if len(group) == 1:
-            number, call = group[0]
-            results.append(_run(call, offers, context, Place(number)))
-        else:
-            work = Work(context, offers)
-            results += work.run(partial(work.together, group, most), True)
+    for work in _works(calls, context or context_of(session, prompt), max_concurrency):
+        results += work.run() if isinstance(work, _Together) else (work.run(),)
     return tuple(results)
 
 
@@ -151,24 +139,26 @@ async def aexecute_tools(
     max_concurrency: int | None = None,
 ) -> tuple[AnyResult, ...]:
     """Run the calls of one model turn on the caller's event loop."""
-    context = context or context_of(session, prompt)
-    most = _checked(max_concurrency)
-    offers = offers_of(context)
     results: list[AnyResult] = []
-    for group in groups(calls, context, most):
-        if len(group) == 1:
-            number, call = group[0]
-            results.append(await _arun(call, offers, context, Place(number)))
-        else:
-            work = Work(context, offers)
-            results += await work.arun(partial(work.together, group, most))
+    for work in _works(calls, context or context_of(session, prompt), max_concurrency):
+        results += await work.arun() if isinstance(work, _Together) else (await work.arun(),)
     return tuple(results)
 
 
-def _checked(max_concurrency: int | None) -> int:
+def _works(
+    calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int | None
+) -> Iterator[_OneCall | _Together]:
+    """Yield the calls of a turn in order, grouped by what may run concurrently."""
     if max_concurrency is not None and max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, got {max_concurrency}")
-    return max_concurrency or DEFAULT_CONCURRENCY
+    most = max_concurrency or DEFAULT_CONCURRENCY
+    offers = context.offers  # what the model was shown when it made the calls
+    for group in groups(calls, context, most):
+        if len(group) == 1:
+            number, call = group[0]
+            yield _OneCall(call, offers, context, Place(number))
+        else:
+            yield _Together(group, most, offers, context)
 
 
 async def apply_effects(
@@ -196,9 +186,9 @@ async def apply_effects(
             await undo_effects(applied, result, context)
             raise
     for cascade in cascades:
-        call, offers = cascaded(cascade, result, offers_of(context))
+        call, offers = cascaded(cascade, result, context.offers)
         if call is not None:
-            await _arun(call, offers, context)
+            await _OneCall(call, offers, context).arun()
             applied.append(cascade)
     return tuple(applied)
 
@@ -213,49 +203,44 @@ class _KeptOut(Exception):
         self.error = error
 
 
-class Work(Surroundings):
-    """What passes the gates together: one call, or concurrent calls of a turn."""
+class Work(Surroundings, Generic[T]):
+    """Work that passes the gates as one: a call, concurrent calls of a turn, or an admission."""
 
+    needs_loop = True
+    """Whether it needs an event loop; if not, sync code steps it by hand."""
     joining: ToolCall | None = None
     """A call that may run concurrently: it joins the turn under way on its event loop, or begins
     one that others can join."""
 
-    async def together(self, group: Group, max_concurrency: int) -> list[AnyResult]:
-        """Run calls concurrently. Their records come in call order."""
-        records: list[list[Recorded]] = [[] for _ in group]
-        starts = [
-            (number, partial(run_call, self, call, recorded, True))
-            for (number, call), recorded in zip(group, records, strict=True)
-        ]
-        try:
-            return await run_together(starts, max_concurrency)
-        finally:
-            self.recorded += (event for each in records for event in each)
+    def start(self, place: Place | None = None) -> Coroutine[Any, Any, T]:
+        """Return the work as a coroutine; ``place`` is that of a call that joins others."""
+        raise NotImplementedError
 
-    def run(self, start: Callable[[], Coroutine[Any, Any, T]], needs_loop: bool) -> T:
+    def run(self) -> T:
         """Run from sync code."""
+        self.on_loop = self.needs_loop
         try:
             run: Any = partial(copy_context().run, step_by_hand)
-            if needs_loop:
+            if self.on_loop:
                 from weakincentives.loops import run_blocking as run
             gates = self.gates()
-            if self.session.gate is None and any(gate.is_on_this_loop for gate in gates):
+            if self.parent is not None and any(gate.is_on_this_loop for gate in gates):
                 gates = ()  # nested: the call inside could not go on while this one waits
             try:
-                return self._in_turn(gates, run, start)
+                return self._in_turn(gates, run)
             except TooLate:
                 self.late = True
             except _KeptOut as kept_out:
                 self.kept_out = kept_out.error
-            return run(start)
+            return run(self.start)
         finally:
             self._publish()
 
-    def _in_turn(self, gates: tuple[Gate, ...], run: Callable[..., T], start: Any) -> T:
+    def _in_turn(self, gates: tuple[Gate, ...], run: Callable[..., T]) -> T:
         if not gates:
-            return run(start)
+            return run(self.start)
         gate, others = gates[0], gates[1:]
-        work = partial(self._in_turn, others, run, start) if others else partial(run, start)
+        work = partial(self._in_turn, others, run) if others else partial(run, self.start)
         if gate.between is not None:
             work = partial(self._between, gate, gate.between, work)
         if gate.line or gate.lock.locked():
@@ -281,14 +266,14 @@ class Work(Surroundings):
             lock.is_held = False
             lock.release()
 
-    async def arun(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
-        """Run on the caller's event loop; ``start`` gets the place of a call that joins others."""
+    async def arun(self) -> T:
+        """Run on the caller's event loop."""
         try:
-            return await self._ain_turn(start)
+            return await self._ain_turn()
         finally:
             self._publish()
 
-    async def _ain_turn(self, start: Callable[..., Coroutine[Any, Any, T]]) -> T:
+    async def _ain_turn(self) -> T:
         import asyncio
 
         gates, call, deadline = self.gates(), self.joining, self.context.deadline
@@ -324,8 +309,7 @@ class Work(Surroundings):
             except TooLate:
                 self.late = True
             # A task of its own, so that its context variables do not reach the caller.
-            args = () if place is None else (place,)
-            value, interrupt = await asyncio.create_task(_shielded(start, *args))
+            value, interrupt = await asyncio.create_task(self._shielded(place))
             if interrupt is not None:
                 raise interrupt
             return cast("T", value)
@@ -334,6 +318,13 @@ class Work(Surroundings):
                 gate.release()
             if turn is not None and place is not None:
                 turn.leave(place)
+
+    async def _shielded(self, place: Place | None) -> tuple[T | None, BaseException | None]:
+        # As a value: an interrupt raised inside a task would end the whole loop.
+        try:
+            return await self.start(place), None
+        except (KeyboardInterrupt, SystemExit) as interrupt:
+            return None, interrupt
 
     def _may_join(self) -> bool:
         gates = self.gates()
@@ -376,43 +367,60 @@ class Work(Surroundings):
                     _logger.exception("a step after the commit failed; the call stays committed")
 
 
-def _run(
-    call: ToolCall,
-    offers: Offers,
-    context: ToolContext,
-    place: Place | None = None,
-    once: bool = False,
-    approval: Approval | None = None,
-) -> AnyResult:
-    if approval is not None:
-        offers = _approvable(offers, call.name)
-    offer = offers.get(call.name)
-    needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
-    work = Work(context, offers)
-    work.approval = approval
-    run = _run_once if once else run_call
-    return work.run(partial(run, work, call, work.recorded, needs_loop, place), needs_loop)
+class _OneCall(Work[AnyResult]):
+    """One call."""
+
+    def __init__(
+        self,
+        call: ToolCall,
+        offers: Offers,
+        context: ToolContext,
+        place: Place | None = None,
+        once: bool = False,
+        approval: Approval | None = None,
+    ) -> None:
+        if approval is not None:
+            offers = _approvable(offers, call.name)
+        super().__init__(context, offers)
+        self.approval = approval
+        self._call, self._place, self._once = call, place, once
+        offer = offers.get(call.name)
+        self.needs_loop = context.deadline is not None or (offer is not None and offer.needs_loop)
+        if place is None and offer is not None and offer.may_run_concurrently:
+            self.joining = call
+
+    def start(self, place: Place | None = None) -> Coroutine[Any, Any, AnyResult]:
+        place = self._place or place
+        if self._once:
+            return self._start_once(place)
+        return run_call(self, self._call, self.recorded, place)
+
+    async def _start_once(self, place: Place | None) -> AnyResult:
+        """Return the answer on record, or run the call: inside the gate, so that it runs once."""
+        call, known = on_record(self._call, self.session, self.offers)
+        return await run_call(self, call, self.recorded, place) if known is None else known
 
 
-async def _arun(
-    call: ToolCall,
-    offers: Offers,
-    context: ToolContext,
-    place: Place | None = None,
-    once: bool = False,
-    approval: Approval | None = None,
-) -> AnyResult:
-    if approval is not None:
-        offers = _approvable(offers, call.name)
-    work = Work(context, offers)
-    work.approval = approval
-    run = _run_once if once else run_call
-    if place is not None:
-        return await work.arun(partial(run, work, call, work.recorded, True, place))
-    offer = offers.get(call.name)
-    if offer is not None and offer.may_run_concurrently:
-        work.joining = call
-    return await work.arun(partial(run, work, call, work.recorded, True))
+class _Together(Work[list[AnyResult]]):
+    """Concurrent calls of a turn."""
+
+    def __init__(
+        self, group: Group, max_concurrency: int, offers: Offers, context: ToolContext
+    ) -> None:
+        super().__init__(context, offers)
+        self._group, self._max_concurrency = group, max_concurrency
+
+    async def start(self, place: Place | None = None) -> list[AnyResult]:
+        """Run the calls. Their records come in call order."""
+        records: list[list[Recorded]] = [[] for _ in self._group]
+        starts = [
+            (number, partial(run_call, self, call, recorded))
+            for (number, call), recorded in zip(self._group, records, strict=True)
+        ]
+        try:
+            return await run_together(starts, self._max_concurrency)
+        finally:
+            self.recorded += (event for each in records for event in each)
 
 
 def _approvable(offers: Offers, name: str) -> Offers:
@@ -426,18 +434,6 @@ def _approvable(offers: Offers, name: str) -> Offers:
     return {**offers, name: asked}
 
 
-async def _run_once(
-    work: Work,
-    call: ToolCall,
-    recorded: list[Recorded],
-    on_loop: bool,
-    place: Place | None = None,
-) -> AnyResult:
-    """Return the answer on record, or run the call: inside the gate, so that it runs once."""
-    call, known = on_record(call, work.session, work.offers)
-    return await run_call(work, call, recorded, on_loop, place) if known is None else known
-
-
 def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     """Run a coroutine in which nothing waits: its first step is also its last."""
     try:
@@ -446,16 +442,6 @@ def step_by_hand(start: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     except StopIteration as stop:
         return stop.value
     raise RuntimeError("a sync call waited for something; this is a bug in the runtime")
-
-
-async def _shielded(
-    start: Callable[..., Coroutine[Any, Any, T]], *args: Any
-) -> tuple[T | None, BaseException | None]:
-    # As a value: an interrupt raised inside a task would end the whole loop.
-    try:
-        return await start(*args), None
-    except (KeyboardInterrupt, SystemExit) as interrupt:
-        return None, interrupt
 
 
 # Contexts
@@ -487,15 +473,16 @@ def _context_under_way() -> ToolContext:
         return ToolContext(session=Session())
     parent = under_way.open()
     # The policies, limits and ids of the call under way hold for the calls it makes.
-    outer = parent.context
-    resources = CallResources(parent)
-    return outer.bound_to(parent.session, resources, parent.call.id, outer.signal)
+    return parent.context.having(
+        session=parent.session, resources=CallResources(parent), call_id=parent.call.id
+    )
 
 
-def _with(tool: Tool[Any, Any], context: ToolContext) -> Offers:
-    """Return the tools that the context offers, or this one alone if it is not among them."""
-    offers = offers_of(context)
+def _call_of(tool: Tool[Any, Any], params: object, context: ToolContext | None) -> _OneCall:
+    """Return a call of a tool: as the context offers it, or without policies if it does not."""
+    context = context or _context_under_way()
+    offers = context.offers
     offered = offers.get(tool.name)
-    if offered is not None and offered.tool is tool:
-        return offers
-    return {tool.name: Offer.of(tool)}
+    if offered is None or offered.tool is not tool:
+        offers = {tool.name: Offer.of(tool)}
+    return _OneCall(ToolCall(tool.name, params), offers, context)

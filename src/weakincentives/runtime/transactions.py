@@ -1,20 +1,20 @@
-"""One attempt of a call: its state on the way through the pipeline, and what it changes.
+"""Transactions: one attempt of a call on its way through the pipeline, and blocks by hand.
 
 A call works on views of everything that takes part (see ``participant``), and commits or undoes
-all of them.
+all of them. A block by hand restores snapshots.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from weakincentives.call import CancellationToken, ToolCall, transaction_under_way
-from weakincentives.errors import ViewClosed, WinkError
+from weakincentives.errors import ResourceError, SnapshotExpired, ViewClosed, WinkError
 from weakincentives.events import ToolInvoked
 from weakincentives.filesystem import bypass
 from weakincentives.gate import Gate
@@ -23,8 +23,14 @@ from weakincentives.logs import get_logger
 from weakincentives.participant import Participant, can_fork, participant_for
 from weakincentives.prompt.prompt import Offer
 from weakincentives.prompt.tool import Tool, ToolContext
-from weakincentives.resources import ResourceContext, ResourceRegistry, Snapshotable, ToolScope
-from weakincentives.session import Session
+from weakincentives.resources import (
+    ResourceContext,
+    ResourceRegistry,
+    Snapshotable,
+    ToolScope,
+    as_resolver,
+)
+from weakincentives.session import Session, Snapshot
 
 if TYPE_CHECKING:
     from asyncio import Event
@@ -48,8 +54,8 @@ _KNOWN_TO_RETRY = (
 )  # fmt: skip
 _opening = threading.Lock()
 _identity = object.__hash__  # an object's address, too, but without the audit event of ``id``
-_UNPROTECTED = nullcontext()
-_NO_RESOURCES = ResourceRegistry.of().open()
+NO_RESOURCES = ResourceRegistry.of().open()
+"""For a context whose resources are of a class that is not ours."""
 
 
 class NeedsItsPlace(WinkError):
@@ -95,11 +101,14 @@ class Place:
 class Surroundings:
     """Where a call is made: in which context, among which tools, nested in which call."""
 
+    on_loop = True
+    """Whether it runs on an event loop; otherwise it is stepped by hand."""
+
     late = False
     """Whether the deadline passed before it was its turn."""
 
     kept_out: Exception | None = None
-    """Why it could not have its turn, such as that another process has the workspace to itself."""
+    """Why it could not enter a gate: another process has the workspace to itself, for example."""
 
     parent: Transaction | None = None
     """The transaction of the call that this one is nested in."""
@@ -120,7 +129,7 @@ class Surroundings:
             view = parent.open().view(context.session)
             if parent.covers(view):
                 self.session, self.parent = view, parent
-        self.resources = resources_of(context)
+        self.resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
         self.recorded: list[Recorded] = []
 
 
@@ -199,7 +208,8 @@ class Transaction:
     """What follows once nothing can be undone; a nested call leaves it to its parent."""
     forks: tuple[tuple[str, Participant, Participant], ...] = ()
     """What was forked for the call: its name, itself and the call's view of it."""
-    _views: dict[int, object] | None = None
+    views: dict[int, object] = {}  # noqa: RUF012  # replaced when the transaction is opened
+    """The call's view of each object, by the object's identity."""
     _referenced: tuple[object, ...] = ()
     _merged: tuple[tuple[str, Participant, Any], ...] = ()
     _sealed = False
@@ -213,13 +223,11 @@ class Transaction:
         call: ToolCall,
         recorded: list[Recorded],
         place: Place | None = None,
-        on_loop: bool = True,
         depth: int = 0,
     ) -> None:
         self.around = around
         self.call = call
         self.recorded = recorded
-        self.on_loop = on_loop
         if depth:
             self.depth = depth
         context = self.context = around.context
@@ -238,14 +246,21 @@ class Transaction:
             self.parent, self.reads_only = parent, parent.reads_only
             if parent.concurrent:
                 self.concurrent, self.at_place = True, self.at_place and parent.at_place
+        self.found: dict[type[Any], Any] = {}
+        """The views of singletons that were requested by type."""
         self.params = call.params
         clock = self.clock = session.clock
         self.started = clock.monotonic()
         self.timestamp = clock.time()
         self.signal = CancellationToken()
-        bound = self.bound = context.bound_to(session, CallResources(self), call.id, self.signal)
-        bound.__dict__["config"] = {**context.config, "tool_name": call.name}
-        bound.__dict__["approval"] = around.approval  # not that of the call it is nested in
+        self.bound = context.having(
+            session=session,
+            resources=CallResources(self),
+            call_id=call.id,
+            signal=self.signal,
+            config={**context.config, "tool_name": call.name},
+            approval=around.approval,  # not that of the call it is nested in
+        )
 
     @property
     def gate(self) -> Gate:
@@ -268,15 +283,13 @@ class Transaction:
         return retry
 
     def re_run(self) -> Transaction:
-        """Return this call from its start, for a state that has changed since."""
+        """Return this call from its start, to run on the state as it is now."""
         assert self.place is not None
         self.place.attempts += 1
         return self._again()
 
     def _again(self) -> Transaction:
-        again = Transaction(
-            self.around, self.call, self.recorded, self.place, self.on_loop, self.depth
-        )
+        again = Transaction(self.around, self.call, self.recorded, self.place, self.depth)
         if self.bypassed is not None:
             again.bypassed = self.bypassed
         return again
@@ -285,20 +298,20 @@ class Transaction:
 
     @property
     def is_open(self) -> bool:
-        return self._views is not None
+        return bool(self.views)
 
     def open(self) -> Self:
         """Fork the session, unless that is done."""
-        if self._views is None:
+        if not self.views:
             with _opening:  # threads of a policy may come at the same time
-                if self._views is None:
+                if not self.views:
                     if self.settled:
                         raise ViewClosed(self._end_reason())
                     base = self.base
                     view = self.session = base.fork(tracks_reads=self.tracks_reads)
-                    self._lock = view.lock
+                    self._lock = view._lock  # pyright: ignore[reportPrivateUsage]
                     self.bound.__dict__["session"] = view
-                    self._views = {_identity(base): view, _identity(view): view}
+                    self.views = {_identity(base): view, _identity(view): view}
                     if sys.version_info < (3, 12) and self.resource_context.gates:
                         bypass.under_way.add(self)
         return self
@@ -313,31 +326,32 @@ class Transaction:
 
     @property
     def participants(self) -> tuple[tuple[str, Participant], ...]:
-        """All that takes part in transactions, under its own name."""
-        return (
-            self.resource_context.participants if self._scope is None else self._scope.participants
-        )
+        """The participants, by name."""
+        return (self._scope or self.resource_context).participants
 
     def resource(self, kind: type[T]) -> T:
         """Return the resource bound for a type: this call's view, where it can fork."""
-        self.open().check_open()
-        instance = self.resource_context.built(kind)
-        if instance is None:
-            instance = self.scope.get(kind)
-        if can_fork(instance):
-            return self.view(instance)
-        self.check_place(self.resource_context.in_place)
-        return instance
+        if self.settled or not self.views:
+            self.open().check_open()
+        singleton = self.resource_context.instances.get(kind)
+        instance = self.scope.get(kind) if singleton is None else singleton
+        if not can_fork(instance):
+            self.check_place(self.resource_context.in_place)
+            return instance
+        view = self.view(instance)
+        if singleton is not None:
+            self.found[kind] = view
+        return view
 
     @property
     def lineage(self) -> tuple[Transaction, ...]:
-        """Those it is nested in, the outermost first, and itself."""
+        """The calls it is nested in, outermost first, then itself."""
         return (self,) if self.parent is None else (*self.parent.lineage, self)
 
     def check_place(self, in_place: object = None) -> None:
-        """Refuse what leads to something that is changed in place, until its place is reached.
+        """Refuse resources that may be changed in place, until the call's place is reached.
 
-        Any resource may: one that cannot fork may hold another that only snapshots.
+        Any resource without ``fork`` may be: it may hold another that only snapshots.
         """
         if self.at_place or not (self.needs_place or in_place):
             return
@@ -351,10 +365,8 @@ class Transaction:
         )
 
     def view(self, target: T) -> T:
-        """Return this call's view of an object, or the object where it takes no part."""
-        views = self._views
-        if views is None:
-            views = cast("dict[int, object]", self.open()._views)
+        """Return this call's view of an object; the object itself if it is no participant."""
+        views = self.views or self.open().views
         found = views.get(_identity(target))
         if found is not None:
             return found  # type: ignore[return-value]
@@ -365,10 +377,10 @@ class Transaction:
                 if isinstance(target, Session) and self.base.is_view_of(target):
                     view = self.session
                 else:
-                    name = self._name_of(target, base)
-                    if name is None:
+                    found = self._participant(target, base)
+                    if found is None:
                         return target
-                    view = self._fork(name, cast("Participant", participant_for(base)), views)
+                    view = self._fork(*found, base, views)
             # Referenced, so that no other object can get an id that is in the table.
             self._referenced = (*self._referenced, target)
             views[_identity(target)] = view
@@ -376,33 +388,37 @@ class Transaction:
 
     def covers(self, view: object) -> bool:
         """Whether an object is one of this call's views."""
-        return self._views is not None and self._views.get(_identity(view)) is view
+        return self.views.get(_identity(view)) is view
 
-    def _name_of(self, target: object, base: object) -> str | None:
-        """Return what to call an object that takes part by forking; None for all others."""
+    def _participant(self, target: object, base: object) -> tuple[str, Participant] | None:
+        """Return the name and the participant of an object that can fork, if it is one of ours."""
         if isinstance(target, Session):
-            return f"session {target.session_id}" if target.is_related_to(self.base) else None
-        if can_fork(target):
-            for name, participant in self.participants:
-                if participant.exposed is target:
-                    return name
-            if (
-                target is self.context.given_memory
-                or base is not target
-                or (self.parent is not None and self.parent.covers(target))
-            ):
-                return type(target).__name__
-        return None
+            is_related = target.is_related_to(self.base)
+            return (f"session {target.session_id}", cast("Session", base)) if is_related else None
+        for name, participant in (self._scope or self.resource_context).participants:
+            if participant is target or participant.exposed is target:
+                if participant.in_place:
+                    return None
+                return name, participant if base is target else _forkable(base)
+        is_known = (
+            target is self.context.given_memory
+            or base is not target
+            or (self.parent is not None and self.parent.covers(target))
+        )
+        return (type(target).__name__, _forkable(base)) if is_known and can_fork(target) else None
 
-    def _fork(self, name: str, base: Participant, views: dict[int, object]) -> Any:
-        """Return what the call works with in place of a participant."""
+    def _fork(
+        self, name: str, base: Participant, target: object, views: dict[int, object]
+    ) -> object:
+        """Fork a participant and return the call's view of it."""
         if base.journalled:
             if self._sealed and not self.concurrent:
                 # An abandoned handler asks for it only now. It would lock out all other calls,
                 # and nothing would end it.
                 raise ViewClosed(self._end_reason())
             self._journalled = True
-        with undisturbed(base.journalled):  # a view that is not in the list could not be undone
+        # A view that is not in the list could not be undone. The lock is held already.
+        with undisturbed() if base.journalled else self._lock:
             in_place = base.journalled and not self.concurrent
             # For a nested call, its parent forks: what is changed then belongs to the parent.
             before = transaction_under_way.set(self)
@@ -416,7 +432,7 @@ class Transaction:
                 view.seal(self._end_reason())
             self.forks = (*self.forks, (name, base, view))
             exposed = view.exposed
-            views[_identity(base.exposed)] = views[_identity(exposed)] = exposed
+            views[_identity(target)] = views[_identity(exposed)] = exposed
             return exposed
 
     def read_only(self) -> None:
@@ -429,7 +445,7 @@ class Transaction:
     def take_snapshots(self, *, external: bool = False) -> None:
         """Note the state of every resource that is changed in place.
 
-        ``external`` tells those that can look for it to expect changes from elsewhere.
+        With ``external``, journalled ones expect changes by other programs.
         """
         if self.at_place:
             for name, participant in self.resource_context.in_place:
@@ -467,20 +483,24 @@ class Transaction:
             base.check_conflicts(view)
 
     def commit(self, record: object) -> None:
-        """Commit everything and add the record, in one step for all others."""
+        """Commit everything and add the record, atomically."""
         self._seal()
-        saver = None if self.base.saver is None else self.saver
-        if saver is not None:
+        if self._journalled or self.base.saver is not None:
+            with undisturbed():
+                self._commit(record)
+        else:
+            self._commit(record)
+        self.committed = True
+
+    def _commit(self, record: object) -> None:
+        if self.base.saver is not None and self.saver is not None:
             from weakincentives.runtime.recovery import commit_saved
 
-            with undisturbed():
-                commit_saved(self, record, saver)
-        else:
-            with undisturbed() if self._journalled else _UNPROTECTED:
-                for _, base, view in self.views_to_merge():
-                    base.merge(view)
-                self.base.settle(self.session, keep=True, record=record, transaction=self)
-        self.committed = True
+            commit_saved(self, record, self.saver)
+            return
+        for _, base, view in self.views_to_merge() if self.forks else ():
+            base.merge(view)
+        self.base.settle(self.session, keep=True, record=record, transaction=self)
 
     @property
     def saver(self) -> Any:
@@ -489,18 +509,22 @@ class Transaction:
         return saver if saver is not None and saver.commits_with_calls else None
 
     def views_to_merge(self) -> list[tuple[str, Participant, Participant]]:
-        """Return what the commit merges, after a note of the state before."""
-        if not self.forks:
-            return []
-        views = [fork for fork in self.forks if not fork[1].in_place]
-        self._merged = tuple((name, base, base.snapshot_here()) for name, base, _ in views)
+        """Return the forks to merge, and snapshot their bases first."""
+        views: list[tuple[str, Participant, Participant]] = []
+        for fork in self.forks:
+            name, base, _ = fork
+            if not base.in_place:
+                views.append(fork)
+                self._merged = (*self._merged, (name, base, base.snapshot_here()))
         return views
 
     def forget(self) -> None:
         """Leave nothing behind, not even what was logged: the call is re-run."""
+        self.event = None
         self.restore()
         self._undo_merge()
         self.settled = True
+        self.signal.cancel("the call is re-run")
 
     def roll_back(self, record: object) -> None:
         """Undo everything but what was logged, and add the record. May be called again."""
@@ -545,11 +569,6 @@ class Transaction:
                 failures[name] = "; ".join(left)
         return failures
 
-    @property
-    def listeners(self) -> tuple[Callable[[], object], ...]:
-        """How to notify resources that what was merged into them is committed."""
-        return tuple(base.after_commit for _, base, _ in self.forks if not base.in_place)
-
     def close(self, error: BaseException | None = None) -> None:
         """End the lifetime of the call's own resources."""
         # No cycle: what a call made is freed when the call ends, not by the collector.
@@ -560,7 +579,6 @@ class Transaction:
             self._scope.close(error)
 
     def check_open(self) -> None:
-        """Raise ViewClosed once the call has ended."""
         if self.settled:
             raise ViewClosed(self._end_reason())
 
@@ -574,6 +592,10 @@ class Transaction:
             self.session.seal(reason)
         for _, _, view in self.forks:
             view.seal(reason)
+
+
+def _forkable(instance: object) -> Participant:
+    return cast("Participant", participant_for(instance))
 
 
 def _reads_only(call: ToolCall) -> str:
@@ -609,15 +631,22 @@ class CallResources:
         return self.transaction.resource_context
 
     def get(self, kind: type[T]) -> T:
-        """Return the resource bound for a type."""
-        return self.transaction.resource(kind)
+        transaction = self.transaction
+        found = transaction.found.get(kind)
+        if found is None or transaction.settled:
+            return transaction.resource(kind)
+        return found
 
     def find(self, kind: type[T]) -> T | None:
-        """Return the resource bound for a type, or None."""
-        return self.transaction.resource(kind) if kind in self.context.registry else None
+        transaction = self.transaction
+        found = transaction.found.get(kind)
+        if found is None or transaction.settled:
+            is_bound = kind in transaction.resource_context.bindings
+            return transaction.resource(kind) if is_bound else None
+        return found
 
     def view(self, target: T) -> T:
-        """Return the call's view of an object, or the object where it takes no part."""
+        """Return the call's view of an object; the object itself if it is no participant."""
         return self.transaction.view(target)
 
     @property
@@ -630,15 +659,118 @@ class CallResources:
         return self.snapshotables
 
 
-def offers_of(context: ToolContext) -> Mapping[str, Offer]:
-    """Return the tools that a call in this context can name."""
-    rendered = context.rendering
-    return {} if rendered is None else rendered.offers
+# Transactions by hand
 
 
-def resources_of(context: ToolContext) -> ResourceContext:
-    """Return what a context's resources are taken from, whatever call it is bound to."""
-    resources: Any = context.resources
-    if isinstance(resources, ResourceContext):
-        return resources
-    return getattr(resources, "context", _NO_RESOURCES)
+class CompositeSnapshot:
+    """A session's snapshot together with those of its resources."""
+
+    __slots__ = ("__weakref__", "_tokens", "session", "tag")
+
+    def __init__(self, session: Snapshot, tag: str) -> None:
+        self.session = session
+        self.tag = tag
+        self._tokens: list[tuple[str, Participant, Any]] = []
+
+    def built(self, name: str, instance: Snapshotable, /) -> None:
+        """Snapshot a resource, existing or just built."""
+        participant = participant_for(instance)
+        known = any(each.exposed is instance for _, each, _ in self._tokens)
+        if participant is not None and not known:
+            self._tokens.append((name, participant, participant.snapshot_here()))
+
+    def restore_resources(self) -> None:
+        """Restore every resource; raise ResourceError at the end if any failed."""
+        failures = restore_all(self._tokens)
+        if failures:
+            raise ResourceError("; ".join(failures.values()))
+
+
+def create_snapshot(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> CompositeSnapshot:
+    """Return the state of the session and of every resource that can be snapshotted.
+
+    ``resources`` is ``prompt.resources``, an open resource context, a registry or a mapping.
+    """
+    snapshot = CompositeSnapshot(session.snapshot(tag=tag), tag)
+    resolver: Any = as_resolver(resources)
+    if not hasattr(resolver, "watch"):  # of a prompt
+        resolver = getattr(resolver, "context", None)
+    if resolver is not None:
+        for name, resource in resolver.watch(snapshot):
+            snapshot.built(name, resource)
+    return snapshot
+
+
+def restore_snapshot(session: Session, resources: object, snapshot: CompositeSnapshot) -> None:
+    """Restore a snapshot: STATE slices and resources; LOG slices stay.
+
+    Resources that were first built since return to their initial state. Snapshots that were taken
+    after this one expire.
+    """
+    session.restore(snapshot.session)
+    snapshot.restore_resources()
+
+
+@contextmanager
+def tool_transaction(
+    session: Session, resources: object = None, *, tag: str = ""
+) -> Generator[CompositeSnapshot]:
+    """Roll the session and resources back when the block raises. Blocks nest as savepoints."""
+    snapshot = create_snapshot(session, resources, tag=tag)
+    try:
+        yield snapshot
+    except BaseException:  # an interrupted block must not leave half its writes
+        try:
+            restore_snapshot(session, resources, snapshot)
+        except SnapshotExpired:
+            # The block restored an older snapshot itself: there is nothing left to undo.
+            _logger.info("transaction %r was rolled back past its start", tag)
+        raise
+
+
+class PendingToolTracker:
+    """Rolls back tools that another program runs, from hooks at their start and end."""
+
+    def __init__(self, *, session: Session, resources: object = None) -> None:
+        self._session = session
+        self._resources = resources
+        self._pending: dict[str, tuple[str, CompositeSnapshot]] = {}
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The ids of tool uses under way."""
+        return tuple(self._pending)
+
+    def begin_tool_execution(self, *, tool_use_id: str, tool_name: str) -> None:
+        if tool_use_id in self._pending:
+            raise ValueError(f"tool use {tool_use_id!r} has begun already")
+        snapshot = create_snapshot(self._session, self._resources, tag=f"tool:{tool_name}")
+        self._pending[tool_use_id] = (tool_name, snapshot)
+
+    def end_tool_execution(self, *, tool_use_id: str, success: bool) -> bool:
+        """Commit what the tool did, or roll it back; returns whether it was rolled back.
+
+        An unknown id is no error: hooks may come twice, or for tools that are not tracked.
+        """
+        pending = self._pending.pop(tool_use_id, None)
+        if pending is None:
+            return False
+        tool_name, snapshot = pending
+        if success:
+            # The rollback of a tool that began earlier has undone this one, too.
+            return not self._session.can_restore(snapshot.session)
+        try:
+            restore_snapshot(self._session, self._resources, snapshot)
+        except SnapshotExpired:
+            # The rollback of a tool that began earlier has undone this one, too.
+            _logger.info("tool %s was rolled back with an earlier one", tool_name)
+        return True
+
+    def abort_all(self) -> tuple[str, ...]:
+        """Roll back every pending tool, the newest first; returns their ids."""
+        aborted = tuple(reversed(self._pending))
+        for tool_use_id in aborted:
+            self.end_tool_execution(tool_use_id=tool_use_id, success=False)
+        return aborted

@@ -15,8 +15,9 @@ from weakincentives.errors import DeadlineExceededError, MergeConflict, Refusal,
 from weakincentives.gate import Gate
 from weakincentives.logs import get_logger
 from weakincentives.prompt.tool import ToolContext
+from weakincentives.resources import ResourceContext
 from weakincentives.runtime.answers import raises_through
-from weakincentives.runtime.transactions import Place, Transaction, offers_of, resources_of
+from weakincentives.runtime.transactions import NO_RESOURCES, Place, Transaction
 from weakincentives.tool_result import ToolResult
 
 if TYPE_CHECKING:
@@ -35,14 +36,15 @@ _MAX_JOINED = 1000
 """Calls that join one turn; then it must end, so that a call that waits unseen gets through: a
 thread in the moment between looking at a gate and getting in line."""
 _reached: Event | None = None
-"""Set; made when first needed. Nobody waits for it, so all loops share it."""
+"""Already set, so that all loops can share it; made when first needed."""
 
 
 def groups(
     calls: Iterable[ToolCall], context: ToolContext, max_concurrency: int
 ) -> Iterator[Group]:
     """Yield neighbours that may run together, and every other call by itself."""
-    offers, resources = offers_of(context), resources_of(context)
+    offers = context.offers
+    resources: ResourceContext = getattr(context.resources, "context", NO_RESOURCES)
     together: Group = []
     for each in (*enumerate(calls), None):
         offer = None if each is None else offers.get(each[1].name)
@@ -216,7 +218,7 @@ async def _reach_in_time(reached: Event, deadline: Deadline) -> None:
 
 
 async def is_outdated(transaction: Transaction, error: BaseException) -> bool:
-    """Whether the call failed because an earlier call of the turn changed what it depends on.
+    """Whether the call failed because an earlier call of the turn changed its read set.
 
     That includes refusals: on the state that the earlier call left, it may succeed.
     """
