@@ -21,7 +21,6 @@ from weakincentives.errors import (
     ProtectedPath,
     ReadOnlyView,
     SnapshotExpired,
-    ViewClosed,
     WinkError,
 )
 from weakincentives.filesystem.base import Reads, kind_at, worded
@@ -272,10 +271,6 @@ class HostFilesystem(OnDisk):
     def check_writable(self, operation: str) -> None:
         if self._sealed is not None or self.read_only is not None:
             super().check_writable(operation)
-        if self._workspace.store.pid != os.getpid():
-            raise ViewClosed("this filesystem belongs to the process that opened it")
-        if not self._workspace.closing.alive:
-            raise ViewClosed("this filesystem was closed")
         self._workspace.check_held()
 
     # Changing

@@ -66,8 +66,8 @@ class Entry(NamedTuple):
     """Whether it is a named pipe: the only other kind that can be re-created."""
 
     @classmethod
-    def of(cls, status: os.stat_result) -> Entry:
-        """Return the entry for a stat result."""
+    def of(cls, status: os.stat_result, digest: str | None = None, xattrs: Xattrs = ()) -> Entry:
+        """Return the entry for a stat result, and for what else is known."""
         return cls(
             _TYPES.get(stat.S_IFMT(status.st_mode), "other"),
             stat.S_IMODE(status.st_mode),
@@ -79,6 +79,9 @@ class Entry(NamedTuple):
             status.st_uid,
             status.st_gid,
             status.st_ctime_ns,
+            xattrs,
+            None,
+            digest,
             pipe=stat.S_ISFIFO(status.st_mode),
         )
 
@@ -211,7 +214,7 @@ def capture(tree: Tree, parts: Parts, *, read: bool = False) -> Entry | None:
         return Entry.of(status)
     with opened as fd:
         digest = digest_of(fd) if read and stat.S_ISREG(status.st_mode) else None
-        return Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd), digest=digest)
+        return Entry.of(os.fstat(fd), digest, xattrs_of(fd))
 
 
 def create(above: int, name: str, entry: Entry) -> bool:

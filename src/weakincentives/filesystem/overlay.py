@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
-from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.errors import FilesystemError
 from weakincentives.filesystem.entry import Entry, capture
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
@@ -37,6 +36,7 @@ from weakincentives.filesystem.tree import (
     mounted_below,
     remove_tree,
     set_xattrs,
+    wait_until,
     xattrs_of,
 )
 
@@ -251,10 +251,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def wait_for_group(process: subprocess.Popen[bytes]) -> None:
     """Return when no process of a killed group runs any more, where the system tells."""
-    until = SYSTEM_CLOCK.monotonic() + PATIENCE
-    pause = threading.Event()
-    while _runs(process.pid) and SYSTEM_CLOCK.monotonic() < until:
-        pause.wait(0.001)
+    wait_until(lambda: not _runs(process.pid), PATIENCE)
 
 
 def _runs(group: int) -> bool:

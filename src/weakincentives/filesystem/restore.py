@@ -30,7 +30,7 @@ from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.paths import BARRED, Parts, join_path, shown
 from weakincentives.filesystem.scratch import Scratch, Scratches, set_time
 from weakincentives.filesystem.store import DAMAGED, Source, Store, read_exactly
-from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of
+from weakincentives.filesystem.tree import CHUNK, Held, Tree, chmod_at, mount_of, status_at
 
 logger = logging.getLogger("weakincentives.filesystem")
 
@@ -499,14 +499,6 @@ class Restore:
 def safe_name(name: str) -> str:
     """Return the name in the store of the copy of a file that is saved elsewhere."""
     return f"b{name}"
-
-
-def status_at(above: int, name: str) -> os.stat_result | None:
-    """Return the status of a name in a directory, or None."""
-    try:
-        return os.stat(name, dir_fd=above, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
 
 
 def move_out(tree: Tree, parts: Parts, above: int, place: Path) -> None:

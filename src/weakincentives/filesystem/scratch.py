@@ -12,12 +12,19 @@ import logging
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 
 from weakincentives.filesystem.entry import new_file
 from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.store import Store, checked_parts, write_whole
-from weakincentives.filesystem.tree import Mount, Tree, mount_of, without_default_acl, write_all
+from weakincentives.filesystem.tree import (
+    Mount,
+    Tree,
+    mount_of,
+    status_at,
+    without_default_acl,
+    write_all,
+)
 
 TEMPORARY = ".wink-temporary-"
 """Name prefix of scratch directories in the workspace; these are hidden from callers."""
@@ -28,32 +35,24 @@ NOTE = "rooms"
 logger = logging.getLogger("weakincentives.filesystem")
 
 
-@dataclass(slots=True, eq=False)
 class Scratch:
     """A directory for staged files and saved originals."""
 
-    tree: Tree
-    mount: Mount
-    base: Parts = ()
-    _fd: int = field(default=-1, init=False)
-
-    @property
-    def mark(self) -> Parts | None:
+    def __init__(self, tree: Tree, mount: Mount, base: Parts = ()) -> None:
+        self.tree = tree
+        self.mount = mount
+        self.base = base
+        self.mark = base or None
         """Its path in records; None for the directory in the store."""
-        return self.base or None
 
-    @property
+    @cached_property
     def fd(self) -> int:
         """Its descriptor, opened when first needed."""
-        if not self.base:
-            return self.tree.fd
-        if self._fd < 0:
-            self._fd = int(self.tree.directory(self.base))
-        return self._fd
+        return int(self.tree.directory(self.base))
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        fd = vars(self).pop("fd", None)
+        if fd is not None:
             os.close(fd)
 
     def at(self, name: str) -> Parts:
@@ -62,10 +61,9 @@ class Scratch:
 
     def status(self, name: str) -> os.stat_result | None:
         """Return the status of an entry, or None."""
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError):  # of the directory itself
+            return status_at(self.fd, name)
+        return None
 
     def remove(self, name: str) -> None:
         """Remove an entry; a missing one is fine."""
@@ -88,6 +86,7 @@ class Scratches:
         self._tree = tree
         self._store = store
         self.own = Scratch(store.tree, store.tree.mount)
+        self.own.fd = store.tx_fd
         self.made: list[Scratch] = []
         """Those outside the store."""
         self._times: dict[Parts, int | None] = {}

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache
@@ -254,6 +255,14 @@ class Tree:
                     pending.append((*parts, name))
 
 
+def status_at(above: int, name: str) -> os.stat_result | None:
+    """Return the status of a name in a directory, of a link itself; None for nothing."""
+    try:
+        return os.stat(name, dir_fd=above, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
 def _pieces(path: bytes) -> list[bytes]:
     """Return a path in pieces, each short enough for one system call."""
     pieces: list[bytes] = []
@@ -340,6 +349,17 @@ def remove_directory(above: int, name: str) -> None:
     finally:
         os.close(fd)
     os.rmdir(name, dir_fd=above)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll until a condition holds; False if it does not within so many seconds."""
+    until = SYSTEM_CLOCK.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        if SYSTEM_CLOCK.monotonic() >= until:
+            return False
+        pause.wait(0.002)
+    return True
 
 
 def remove_tree(place: Path) -> None:

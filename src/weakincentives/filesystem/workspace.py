@@ -127,9 +127,10 @@ class Workspace:
             recover(self.tree, self.history)
 
     def check_held(self) -> None:
-        """Raise unless the lock between processes is held."""
-        if not self.store.lock.is_held:
-            self.store.lock.check_process()
+        """Raise unless this process has the directory open and holds its lock."""
+        lock = self.store.lock
+        if not lock.is_held or self.store.pid != os.getpid() or not self.closing.alive:
+            lock.check_process()
             raise ViewClosed(
                 "several processes share this directory, and another may be at work on it: hold"
                 " `fs.gate` in a `with` block from the fork to the merge"
