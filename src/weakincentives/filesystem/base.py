@@ -157,9 +157,9 @@ def reading(operation: F) -> F:
             # What a private view sees must not change under it.
             with view._read_lock:  # pyright: ignore[reportPrivateUsage]
                 return operation(view, *args, **kwargs)
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise worded(error, "read", args) from error
 
     return cast(F, on_current_view)
@@ -175,9 +175,9 @@ def writing(operation: F) -> F:
         try:
             do = functools.partial(operation, view, *args, **kwargs)
             return view._change(do, name)  # pyright: ignore[reportPrivateUsage]
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise worded(error, "changed", args) from error
 
     return cast(F, on_current_view)

@@ -402,9 +402,9 @@ class HostFilesystem(OnDisk):
                 raise ValueError("the view was merged or discarded before")
             try:
                 view._merge_into(self)
+            except WinkError:
+                raise
             except OSError as error:
-                if isinstance(error, WinkError):
-                    raise
                 raise worded(error, "committed") from error
 
     @property
@@ -819,9 +819,9 @@ class _View(HostFilesystem):
                     self._atomically(partial(self._apply, steps))
         except ProtectedPath as error:
             raise ProtectedPath(f"{error}. All changes of the command are undone") from error
+        except WinkError:
+            raise
         except OSError as error:
-            if isinstance(error, WinkError):
-                raise
             raise FilesystemError(
                 f"The command's changes could not be committed: {error.strerror}"
             ) from error

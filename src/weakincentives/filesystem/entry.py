@@ -298,7 +298,7 @@ def copy_exactly(source: Tree, origin: Parts, target: Tree, place: Parts) -> Non
         apply_entry(target, there, entry)
 
 
-def link(source: int, name: str, target: int, place: str) -> None:
+def link(source: int | None, name: str | Path, target: int, place: str) -> None:
     """Create a hard link to a file or symbolic link."""
     os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
 
@@ -306,7 +306,7 @@ def link(source: int, name: str, target: int, place: str) -> None:
 def linked(source: int | None, name: str | Path, target: int, place: str) -> bool:
     """Like :func:`link`; False if the system or filesystem does not allow it."""
     try:
-        os.link(name, place, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+        link(source, name, target, place)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

@@ -31,7 +31,9 @@ from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.staging import Edit
 from weakincentives.filesystem.tree import (
+    CHUNK,
     PATIENCE,
+    Held,
     Tree,
     mounted_below,
     remove_tree,
@@ -200,14 +202,12 @@ class Process(Started):
     @contextlib.contextmanager
     def exited(self) -> Generator[int | None]:
         try:
-            exited = os.pidfd_open(self.pid)
+            exited = Held(os.pidfd_open(self.pid))
         except (AttributeError, OSError):
             yield None
             return
-        try:
+        with exited:
             yield exited
-        finally:
-            os.close(exited)
 
     def kill(self) -> None:
         """Kill the program and everything that it started."""
@@ -368,11 +368,8 @@ class Overlay:
         if not paths:
             return
         self.staged.mkdir(mode=0o700)
-        staged = Tree(self.staged)
-        try:
+        with contextlib.closing(Tree(self.staged)) as staged:
             _Stage(look, tree, staged, f"{self._way.xattrs}opaque").lay(paths)
-        finally:
-            staged.close()
 
     def start(
         self,
@@ -722,11 +719,8 @@ class _Reader:
             return False
         if (own.size, own.mtime_ns) != (below.st_size, below.st_mtime_ns):
             return False
-        fd = tree.open_file(parts)
-        try:
+        with Held(tree.open_file(parts)) as fd:
             return _holds(fd, self._upper, parts)
-        finally:
-            os.close(fd)
 
     def _is_same_link(
         self, parts: Parts, status: os.stat_result, tree: Tree, below: os.stat_result
@@ -802,14 +796,13 @@ class _Reader:
         with self._opened(handle) as fd:
             if fd is None:
                 return None
-            return self._without_own(Entry.of(os.fstat(fd))._replace(xattrs=xattrs_of(fd)))
+            return self._without_own(Entry.of(os.fstat(fd), xattrs=xattrs_of(fd)))
 
     def _is_original(self, handle: str, tree: Tree, parts: Parts) -> bool:
         with self._opened(handle) as fd:
             return fd is not None and _holds(fd, tree, parts)
 
-    @contextlib.contextmanager
-    def _opened(self, handle: str) -> Generator[int | None]:
+    def _opened(self, handle: str) -> contextlib.AbstractContextManager[int | None]:
         """Open a file for reading by what the overlay calls it.
 
         That is four bytes and the type of the handle, a UUID of sixteen bytes, and the handle that
@@ -821,11 +814,7 @@ class _Reader:
         libc = ctypes.CDLL(None, use_errno=True)
         buffer = ctypes.create_string_buffer(numbers + body)
         fd = libc.open_by_handle_at(self._tree.fd, buffer, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield None if fd < 0 else fd
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        return contextlib.nullcontext() if fd < 0 else Held(fd)
 
     def _link(self, edit: Edit, handle: str, parts: Parts) -> None:
         with self._opened(handle) as fd:
@@ -881,13 +870,8 @@ def _scrub(path: str, prefix: str) -> None:
 
 def _holds(fd: int, tree: Tree, parts: Parts) -> bool:
     """Tell whether an open file and another hold the same bytes."""
-    other = tree.open_file(parts)
-    try:
-        while True:
-            data = os.read(fd, 1 << 20)
-            if data != os.read(other, 1 << 20):
+    with Held(tree.open_file(parts)) as other:
+        while data := os.read(fd, CHUNK):
+            if data != os.read(other, CHUNK):
                 return False
-            if not data:
-                return True
-    finally:
-        os.close(other)
+        return not os.read(other, 1)

@@ -377,12 +377,9 @@ class Restore:
         return self._has_content(self.tree, record.path, record.source, before)
 
     def _has_content(self, tree: Tree, parts: Parts, source: Source, before: Entry) -> bool:
-        try:
-            opened = Held(tree.open_file(parts))
-        except PermissionError:
-            return False
-        with opened as reading:
+        with contextlib.suppress(PermissionError), Held(tree.open_file(parts)) as reading:
             return source.is_in(self.store.path, before.size, reading)
+        return False
 
     def _refill(self, tree: Tree, parts: Parts, source: Source | None, before: Entry) -> None:
         """Restore a file's content in place, for all its names, and its attributes."""
@@ -519,11 +516,8 @@ def _renamed(name: str, above: int, place: Path) -> bool:
 
 
 def _copy_out(tree: Tree, parts: Parts, place: Path) -> None:
-    folder = Tree(place.parent)
-    try:
+    with contextlib.closing(Tree(place.parent)) as folder:
         copy_exactly(tree, parts, folder, (place.name,))
-    finally:
-        folder.close()
 
 
 def _is_in_place(above: int, parts: Parts, record: Record) -> bool:
@@ -570,15 +564,11 @@ def _is_beginning(tree: Tree, parts: Parts, reading: int) -> bool:
 
     True for an unreadable file: no one else is likely to have changed it.
     """
-    try:
-        opened = Held(tree.open_file(parts))
-    except PermissionError:
-        return True
-    with opened as fd:
+    with contextlib.suppress(PermissionError), Held(tree.open_file(parts)) as fd:
         while data := os.read(fd, CHUNK):
             if data != read_exactly(reading, len(data)):
                 return False
-        return True
+    return True
 
 
 def open_for_writing(above: int, name: str) -> int:

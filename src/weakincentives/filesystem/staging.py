@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -28,7 +29,7 @@ from weakincentives.filesystem.paths import Parts
 from weakincentives.filesystem.scratch import TEMPORARY
 from weakincentives.filesystem.states import DirectoryAt
 from weakincentives.filesystem.store import Store
-from weakincentives.filesystem.tree import Held, Tree, without_privileges
+from weakincentives.filesystem.tree import Tree, without_privileges
 
 
 class _Numbers(Iterator[int]):
@@ -175,7 +176,10 @@ class Staging(Forward):
 
     def write(self, parts: Parts, data: bytes) -> None:
         now, old = _now(), self.layer.node(parts)
-        content = data if len(data) <= IN_MEMORY else self._spill(data)
+        content: bytes | Path = data
+        if len(data) > IN_MEMORY:
+            content = self._place()
+            content.write_bytes(data)
         mode = 0o644 if old is None else without_privileges(old.mode)
         if old is not None and old.links > 1:  # the same file, for all the names it has
             node = old._replace(mode=mode, size=len(data), mtime_ns=now)
@@ -253,16 +257,10 @@ class Staging(Forward):
         """Make a file, link or pipe whose content is stored elsewhere."""
         assert node is not None
         place = self._place()
-        if node.kind == "file":
-            place.write_bytes(content_of(Cover(node, content), parts))
-        else:
-            with Held(os.open(place.parent, os.O_RDONLY)) as above:
-                create(above, place.name, node)
-        tree = Tree(place.parent)
-        try:
+        with contextlib.closing(Tree(place.parent)) as tree:
+            if not create(tree.fd, place.name, node):
+                place.write_bytes(content_of(Cover(node, content), parts))
             apply_entry(tree, (place.name,), node)
-        finally:
-            tree.close()
         return place
 
     def _put_file(self, edit: Edit, parts: Parts, place: Path, copies: dict[int, Path]) -> None:
@@ -323,11 +321,6 @@ class Staging(Forward):
     def _add(self, step: Step) -> None:
         layer, steps = self.state
         self.state = State(step.applied(layer), (*steps, step))
-
-    def _spill(self, data: bytes) -> Path:
-        place = self._place()
-        place.write_bytes(data)
-        return place
 
     def _place(self) -> Path:
         """Return a free path for a file of this view."""

@@ -123,8 +123,7 @@ class Source(NamedTuple):
                     raise _content_damaged(path)
                 yield data
                 return
-            while data := os.read(fd, CHUNK):
-                yield data
+            yield from iter(lambda: os.read(fd, CHUNK), b"")
 
 
 _SOURCE = re.compile("[co][0-9]+|pack-[0-9]+")
@@ -236,8 +235,8 @@ class Objects:
             digest = hashlib.sha256(content).hexdigest()
             if digest in self:
                 return digest
-        chunks = [content] if isinstance(content, bytes) else _read_chunks(content)
-        return self.add_chunks(chunks, safe=safe)
+            return self.add_chunks([content], safe=safe)
+        return self.add_chunks(iter(lambda: os.read(content, CHUNK), b""), safe=safe)
 
     def add_chunks(
         self, chunks: Iterable[bytes], *, expected: str | None = None, safe: bool = False
@@ -360,11 +359,6 @@ def _nameless_file(data: bytes) -> int:
 def _hashing(chunks: Iterable[bytes], update: Callable[[bytes], object]) -> Iterator[bytes]:
     for data in chunks:
         update(data)
-        yield data
-
-
-def _read_chunks(reading: int) -> Iterator[bytes]:
-    while data := os.read(reading, CHUNK):
         yield data
 
 
@@ -736,15 +730,12 @@ class Store:
     def _tidy(self) -> None:
         """Remove unfinished files of killed processes."""
         self.objects.tidy()
-        own = Tree(self.path)
-        try:
+        with contextlib.closing(Tree(self.path)) as own:
             for name, status in own.scan(()):
                 # Another process may be trying whether an overlay works.
                 is_old = SYSTEM_CLOCK.time() - status.st_mtime > _PROBED
                 if (name.startswith("probe-") and is_old) or name.endswith(".new"):
                     own.remove_all((name,))
-        finally:
-            own.close()
 
 
 _PROBED = 60.0

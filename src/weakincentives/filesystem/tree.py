@@ -306,13 +306,10 @@ def files_below(folder: Path) -> Iterator[os.stat_result]:
     """Yield the status of every file below a directory; what vanishes or is not readable is
     skipped.
     """
-    tree = Tree(folder)
-    try:
+    with contextlib.closing(Tree(folder)) as tree:
         for _, status in tree.walk((), lenient=True):
             if not stat.S_ISDIR(status.st_mode):
                 yield status
-    finally:
-        tree.close()
 
 
 def remove_directory(above: int, name: str) -> None:
@@ -370,11 +367,8 @@ def remove_tree(place: Path) -> None:
     until = SYSTEM_CLOCK.monotonic() + PATIENCE
     while os.path.lexists(place):
         try:
-            above = os.open(place.parent, os.O_RDONLY | _DIRECTORY | _CLOEXEC)
-            try:
+            with Held(os.open(place.parent, os.O_RDONLY | _DIRECTORY | _CLOEXEC)) as above:
                 remove_directory(above, place.name)
-            finally:
-                os.close(above)
         except OSError as error:
             if error.errno not in _CHANGING or SYSTEM_CLOCK.monotonic() >= until:
                 raise
@@ -480,21 +474,14 @@ _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EROFS)
 def chmod_at(above: int, name: str, mode: int) -> None:
     """Set permission bits by directory descriptor and name, never through a link."""
     try:
-        fd = os.open(name, _OPEN_FILE, dir_fd=above)
+        with Held(os.open(name, _OPEN_FILE, dir_fd=above)) as fd:
+            os.fchmod(fd, mode)
     except PermissionError:
         if not _PATH:
             raise
         # Not readable, but ours: the descriptor's own path leads to exactly this file.
-        fd = os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)
-        try:
+        with Held(os.open(name, _PATH | _NOFOLLOW | _CLOEXEC, dir_fd=above)) as fd:
             os.chmod(f"/proc/self/fd/{fd}", mode)
-        finally:
-            os.close(fd)
-        return
-    try:
-        os.fchmod(fd, mode)
-    finally:
-        os.close(fd)
 
 
 _HAS_XATTRS = hasattr(os, "listxattr")
@@ -716,14 +703,10 @@ def _find_openat2() -> Callable[[int, bytes, int | None], int] | None:
 
 def _works(call: Callable[[int], object]) -> bool:
     """Tell whether a call on the root directory succeeds."""
-    root = os.open("/", _OPEN_DIRECTORY)
-    try:
+    with contextlib.suppress(OSError), Held(os.open("/", _OPEN_DIRECTORY)) as root:
         call(root)
-    except OSError:
-        return False
-    finally:
-        os.close(root)
-    return True
+        return True
+    return False
 
 
 def exchange(one: int, name: str, other: int, place: str) -> bool:
