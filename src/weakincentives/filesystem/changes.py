@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Unpack
 
 from weakincentives.call import ToolCall
 from weakincentives.errors import FilesystemError, SnapshotExpired
 from weakincentives.filesystem.entry import (
+    Attributes,
     Entry,
     Xattrs,
     apply_entry,
@@ -130,27 +132,20 @@ class Changes:
 
     def put_file(self, parts: Parts, source: Path) -> None:
         """Move the file at ``source`` to the path, with all its attributes."""
-        with self._made_parent(parts) as above:
-            staged = self.store.fresh()
+        with self._placed(parts) as (scratch, staged):
             os.rename(source, staged, dst_dir_fd=self.store.tx_fd)
-            scratch = self._scratch(above, parts[:-1])
             if scratch is not self.scratches.own:
                 self._copy_in(scratch, parts, staged)
-            self._place(above, parts, scratch, staged)
 
     def link(self, opened: Path, parts: Parts) -> None:
         """Hard-link a file to the path; ``opened`` is the path of a descriptor of it."""
-        with self._made_parent(parts) as above:
-            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+        with self._placed(parts) as (scratch, staged):
             os.link(opened, staged, dst_dir_fd=scratch.fd)
-            self._place(above, parts, scratch, staged)
 
     def add_name(self, origin: Parts, parts: Parts) -> None:
         """Hard-link the file at ``origin`` to the path, replacing what is there."""
-        with self._made_parent(parts) as above, self.tree.parent(origin) as here:
-            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+        with self._placed(parts) as (scratch, staged), self.tree.parent(origin) as here:
             link(here, origin[-1], scratch.fd, staged)
-            self._place(above, parts, scratch, staged)
 
     def make_directory(self, parts: Parts, mode: int = 0o777) -> None:
         """Create a directory and its missing parents; an existing one is fine."""
@@ -191,7 +186,7 @@ class Changes:
                     raise
                 # Directories of an overlay's lower layer cannot be renamed, nor can entries of
                 # another project or subvolume.
-                self._place_copy(origin, there, target)
+                self.copy(origin, target)
                 self._remove(here, origin, status)
 
     def _rename(
@@ -233,25 +228,15 @@ class Changes:
 
     def copy(self, origin: Parts, target: Parts) -> None:
         """Copy a file, link or directory, replacing what is at the target."""
-        with self._made_parent(target) as there:
-            self._place_copy(origin, there, target)
+        with self._placed(target) as (scratch, staged):
+            copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
 
-    def set_attributes(
-        self,
-        parts: Parts,
-        *,
-        mode: int | None = None,
-        mtime_ns: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        xattrs: Xattrs | None = None,
-    ) -> None:
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
         """Change the given attributes of a file, link or directory."""
         entry = capture(self.tree, parts)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), join_path(parts))
-        given = {"mode": mode, "mtime_ns": mtime_ns, "uid": uid, "gid": gid, "xattrs": xattrs}
-        wanted = entry._replace(**{k: value for k, value in given.items() if value is not None})
+        wanted = entry._replace(**given)
         if entry.kind == "file":
             with self.tree.parent(parts) as above:
                 record = self._edit_record(above, parts, entry)
@@ -576,13 +561,20 @@ class Changes:
         if not _is_directory(status):
             self._arrived[status.st_ino] = parts
 
-    def _place(self, above: int, parts: Parts, scratch: Scratch, staged: str) -> None:
-        """Move a staged file to a path, replacing even a directory."""
-        status = status_at(above, parts[-1])
-        if status is not None and _is_directory(status):
-            self._remove(above, parts, status)
-            status = None
-        self._put(above, parts, scratch, staged, status)
+    @contextlib.contextmanager
+    def _placed(self, parts: Parts) -> Generator[tuple[Scratch, str]]:
+        """Give a scratch directory and a name to create an entry there in the block.
+
+        It is then moved to the path, replacing even a directory.
+        """
+        with self._made_parent(parts) as above:
+            scratch, staged = self._scratch(above, parts[:-1]), self.store.fresh()
+            yield scratch, staged
+            status = status_at(above, parts[-1])
+            if status is not None and _is_directory(status):
+                self._remove(above, parts, status)
+                status = None
+            self._put(above, parts, scratch, staged, status)
 
     def _put(
         self,
@@ -672,12 +664,6 @@ class Changes:
         """Move an original that could not be hard-linked."""
         scratch = self.scratches.of(record.scratch)
         os.rename(record.path[-1], record.saved or "", src_dir_fd=above, dst_dir_fd=scratch.fd)
-
-    def _place_copy(self, origin: Parts, there: int, target: Parts) -> None:
-        """Copy an entry to a path."""
-        scratch, staged = self._scratch(there, target[:-1]), self.store.fresh()
-        copy_exactly(self.tree, origin, scratch.tree, scratch.at(staged))
-        self._place(there, target, scratch, staged)
 
     def _remove(self, above: int, parts: Parts, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):

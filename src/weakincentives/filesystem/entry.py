@@ -10,7 +10,7 @@ import re
 import stat
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 
 from weakincentives.filesystem.paths import NodeKind, Parts
 from weakincentives.filesystem.tree import (
@@ -38,6 +38,16 @@ Xattrs = tuple[tuple[str, bytes], ...]
 
 File = tuple[int, int]
 """Device and inode: the identity of a file, whatever its name."""
+
+
+class Attributes(TypedDict, total=False):
+    """Fields of an entry that can be changed in place."""
+
+    mode: int
+    mtime_ns: int
+    uid: int
+    gid: int
+    xattrs: Xattrs
 
 
 class Entry(NamedTuple):

@@ -9,13 +9,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 from rpds import HashTrieMap, HashTrieSet
 
 from weakincentives.errors import ViewClosed
 from weakincentives.filesystem import base
-from weakincentives.filesystem.entry import Entry, File, Xattrs, capture, kind_of
+from weakincentives.filesystem.entry import Attributes, Entry, File, Xattrs, capture, kind_of
 from weakincentives.filesystem.history import Delta, Past, saved_at
 from weakincentives.filesystem.journal import Record
 from weakincentives.filesystem.paths import BARRED, FileStat, NodeKind, Parts, join_path
@@ -286,7 +286,7 @@ class Layer:
         cover = Cover(node._replace(links=node.links + 1), source)
         return self._put(target, cover)._with_file(cover)
 
-    def set_attributes(self, parts: Parts, **given: Any) -> Layer:
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> Layer:
         """Return a layer with other attributes of an entry: fields of its node."""
         cover = self.cover_of(parts)
         if cover.node is None or not parts:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Literal, Protocol
 
 from weakincentives.errors import FilesystemError
-from weakincentives.filesystem.entry import Entry, capture
+from weakincentives.filesystem.entry import Attributes, Entry, capture
 from weakincentives.filesystem.layers import Look, Node, xattrs_at
 from weakincentives.filesystem.paths import Parts, join_path, shown
 from weakincentives.filesystem.scratch import TEMPORARY
@@ -847,7 +847,9 @@ class _Reader:
 
 
 def _attributes(parts: Parts, own: Entry) -> Step:
-    given = {name: getattr(own, name) for name in ("mode", "mtime_ns", "uid", "gid", "xattrs")}
+    given = Attributes(
+        mode=own.mode, mtime_ns=own.mtime_ns, uid=own.uid, gid=own.gid, xattrs=own.xattrs
+    )
     return Step("attributes", parts, lambda edit: edit.set_attributes(parts, **given))
 
 

@@ -8,11 +8,11 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, Unpack, cast
 
 from weakincentives.clock import SYSTEM_CLOCK
 from weakincentives.filesystem.base import Reads
-from weakincentives.filesystem.entry import apply_entry, create
+from weakincentives.filesystem.entry import Attributes, apply_entry, create
 from weakincentives.filesystem.layers import (
     Cover,
     File,
@@ -67,16 +67,7 @@ class Edit(Protocol):
     def put_file(self, parts: Parts, source: Path) -> None: ...
     def link(self, opened: Path, parts: Parts) -> None: ...
     def add_name(self, origin: Parts, parts: Parts) -> None: ...
-    def set_attributes(
-        self,
-        parts: Parts,
-        *,
-        mode: int | None = None,
-        mtime_ns: int | None = None,
-        uid: int | None = None,
-        gid: int | None = None,
-        xattrs: tuple[tuple[str, bytes], ...] | None = None,
-    ) -> None: ...
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None: ...
 
 
 class Step(NamedTuple):
@@ -99,6 +90,12 @@ class Step(NamedTuple):
             return {self.parts}
         return {self.parts, self.target} if self.method == "rename" else {self.target}
 
+    @property
+    def attributes(self) -> Attributes:
+        """The attributes to set: a step in a branch's log also has those that stay, as None."""
+        given = {name: value for name, value in self.content.items() if value is not None}
+        return cast("Attributes", given)
+
     def applied(self, layer: Layer) -> Layer:
         """Return a layer with this change."""
         parts, target, node = self.parts, self.target, self.node
@@ -107,8 +104,7 @@ class Step(NamedTuple):
         if self.method == "remove":
             return layer.remove(parts)
         if self.method == "set_attributes":
-            given = {name: value for name, value in self.content.items() if value is not None}
-            return layer.set_attributes(parts, **given)
+            return layer.set_attributes(parts, **self.attributes)
         layer = layer.make_directories((target or parts)[:-1], self.moment)
         if target is None:
             link = None if node is None else node.target
@@ -227,8 +223,7 @@ class Staging(Forward):
         """Make the path one more name of the file at another."""
         self._add(Step("add_name", origin, parts, moment=_now()))
 
-    def set_attributes(self, parts: Parts, **given: Any) -> None:
-        """Change the given attributes of a file or directory."""
+    def set_attributes(self, parts: Parts, **given: Unpack[Attributes]) -> None:
         self._add(Step("set_attributes", parts, content=given))
 
     def go_to(self, place: object, state: State) -> None:
@@ -238,7 +233,8 @@ class Staging(Forward):
     def replay(self, edit: Edit, go_back: Callable[[Any], None]) -> None:
         """Make all these changes elsewhere, in the same order; ``go_back`` restores a snapshot."""
         copies: dict[int, Path] = {}
-        for method, parts, target, content, node, _ in self.state.steps:
+        for step in self.state.steps:
+            method, parts, target, content, node, _ = step
             match method:
                 case "write":
                     edit.write(parts, content_of(Cover(node, content), parts))
@@ -247,7 +243,7 @@ class Staging(Forward):
                 case "put_file":
                     self._put_file(edit, parts, content, copies)
                 case "set_attributes":
-                    edit.set_attributes(parts, **cast("dict[str, Any]", content))
+                    edit.set_attributes(parts, **step.attributes)
                 case "back":
                     go_back(content)
                 case _:
